@@ -1,0 +1,136 @@
+"""Nibble orders: how codes share bytes, and the reference functions that pack and unpack them.
+
+This module is the one place in the repository that defines nibble order.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+import attrs
+import torch
+
+from q4core.errors import FormatError
+
+__all__ = ["NibbleOrder", "Packing", "pack_codes", "unpack_codes"]
+
+
+class NibbleOrder(enum.Enum):
+    """How two codes share one byte."""
+
+    LOW_FIRST = "low_first"
+    """Byte j holds code 2j in its low and code 2j + 1 in its high nibble (torchao, ModelOpt, GPTQ)."""
+    HIGH_FIRST = "high_first"
+    """Byte j holds code 2j in its high and code 2j + 1 in its low nibble (bitsandbytes, ComfyUI)."""
+    HALF_SPLIT = "half_split"
+    """In each group of g codes, byte j holds code j in its low and code j + g/2 in its high nibble (ggml)."""
+    BYTES = "bytes"
+    """One code fills one byte (8-bit formats)."""
+
+
+@attrs.frozen
+class Packing:
+    """A nibble order, with the group size that HALF_SPLIT needs.
+
+    Args:
+        order: The nibble order.
+        group: Codes per group for HALF_SPLIT; 0 for the other orders.
+
+    Raises:
+        FormatError: HALF_SPLIT without an even positive group, or a group with another order.
+    """
+
+    order: NibbleOrder
+    group: int = 0
+
+    LOW_FIRST: ClassVar[Packing]
+    HIGH_FIRST: ClassVar[Packing]
+    BYTES: ClassVar[Packing]
+
+    def __attrs_post_init__(self) -> None:
+        """Check that the group fits the order."""
+        if self.order is NibbleOrder.HALF_SPLIT:
+            if self.group < 2 or self.group % 2:  # noqa: PLR2004  # the smallest pair
+                raise FormatError("packing", name="group", rule="even and positive for HALF_SPLIT", value=self.group)
+        elif self.group:
+            raise FormatError("packing", name="group", rule=f"0 for {self.order.name}", value=self.group)
+
+    @classmethod
+    def half_split(cls, group: int) -> Packing:
+        """Return ggml's order, in which low nibbles are the first half of each group of ``group`` codes."""
+        return cls(NibbleOrder.HALF_SPLIT, group)
+
+    @property
+    def codes_per_byte(self) -> int:
+        """2 for nibbles, 1 for bytes."""
+        return 1 if self.order is NibbleOrder.BYTES else 2
+
+    def __str__(self) -> str:
+        """Return ``low_first``, ``high_first``, ``half_split:<group>`` or ``bytes``."""
+        return f"{self.order.value}:{self.group}" if self.group else self.order.value
+
+
+Packing.LOW_FIRST = Packing(NibbleOrder.LOW_FIRST)
+Packing.HIGH_FIRST = Packing(NibbleOrder.HIGH_FIRST)
+Packing.BYTES = Packing(NibbleOrder.BYTES)
+
+
+def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Return one code per byte from packed codes.
+
+    Args:
+        qdata: uint8 [..., P], any strides; P is the packed bytes of one row (or of one group of codes).
+        packing: How the codes share bytes.
+
+    Returns:
+        uint8 [..., P * codes_per_byte], contiguous unless the packing is BYTES.
+
+    Raises:
+        FormatError: P does not hold whole groups of a HALF_SPLIT packing.
+    """
+    if packing.order is NibbleOrder.BYTES:
+        return qdata
+    low, high = qdata & 15, qdata >> 4
+    if packing.order is NibbleOrder.LOW_FIRST:
+        return torch.stack((low, high), dim=-1).flatten(-2)
+    if packing.order is NibbleOrder.HIGH_FIRST:
+        return torch.stack((high, low), dim=-1).flatten(-2)
+    half = packing.group // 2
+    if qdata.shape[-1] % half:
+        raise FormatError(
+            "unpack_codes", name="packed bytes", rule=f"a multiple of {half} for {packing}", value=qdata.shape[-1]
+        )
+    halves = torch.cat((low.unflatten(-1, (-1, half)), high.unflatten(-1, (-1, half))), dim=-1)
+    return halves.flatten(-2)
+
+
+def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Return packed bytes from one code per byte; the inverse of ``unpack_codes``.
+
+    Args:
+        codes: uint8 [..., C] with values below 16 (below 256 for BYTES). An odd C is padded with one zero code for
+            LOW_FIRST and HIGH_FIRST.
+        packing: How the codes share bytes.
+
+    Returns:
+        uint8 [..., ceil(C / codes_per_byte)], contiguous.
+
+    Raises:
+        FormatError: C does not hold whole groups of a HALF_SPLIT packing.
+    """
+    if packing.order is NibbleOrder.BYTES:
+        return codes.contiguous()
+    if packing.order is NibbleOrder.HALF_SPLIT:
+        if codes.shape[-1] % packing.group:
+            raise FormatError(
+                "pack_codes", name="codes", rule=f"a multiple of {packing.group} for {packing}", value=codes.shape[-1]
+            )
+        groups = codes.unflatten(-1, (-1, 2, packing.group // 2))
+        return (groups[..., 0, :] | (groups[..., 1, :] << 4)).flatten(-2)
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    pairs = codes.unflatten(-1, (-1, 2))
+    first, second = pairs[..., 0], pairs[..., 1]
+    low, high = (first, second) if packing.order is NibbleOrder.LOW_FIRST else (second, first)
+    return low | (high << 4)

@@ -1,0 +1,240 @@
+"""What a user may ask for: compute path, unified memory, activation precision, and the configuration that holds them.
+
+Precedence, field by field (an unset field asks the next): argument, then context (``with using(config)``), then
+environment variable, then default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import torch
+
+from q4core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = [
+    "ActivationPrecision",
+    "ComputePath",
+    "SessionConfig",
+    "UnifiedMemoryPolicy",
+    "active_config",
+    "resolve_config",
+    "using",
+]
+
+_EnumT = TypeVar("_EnumT", bound=enum.Enum)
+
+
+class ComputePath(enum.Enum):
+    """Which kinds of path may serve."""
+
+    AUTO = "auto"
+    """The fastest proven path, of whatever kind."""
+    KERNEL_ONLY = "kernel_only"
+    """A kernel path for every M asked for, or ``BackendUnavailableError``."""
+    KERNEL_OR_FALLBACK = "kernel_or_fallback"
+    """A kernel path, else the reference, with a reason and one warning."""
+    DEQUANT_MATMUL_ONLY = "dequant_matmul_only"
+    """The reference path, to check logic."""
+
+
+class UnifiedMemoryPolicy(enum.Enum):
+    """Where weights, mutable tensors and activations may live."""
+
+    DISABLED = "disabled"
+    """Everything is left as it is."""
+    PREFER_UNIFIED = "prefer_unified"
+    """Weights and mutable tensors are promoted where a provider can; activations are never copied."""
+    REQUIRE_UNIFIED = "require_unified"
+    """Everything is promoted, or ``UnifiedMemoryError``."""
+
+
+class ActivationPrecision(enum.Enum):
+    """To what precision a path may round the activations."""
+
+    AUTO = "auto"
+    """int8 on CPU, 16 bits on GPU; exact where gradients are asked for."""
+    EXACT = "exact"
+    """Activations as they come, float32 accumulation."""
+    INT8 = "int8"
+    """Quantised per block to int8 on the fly (w4a8)."""
+    FP4 = "fp4"
+    """Quantised to four bits (w4a4)."""
+
+
+def _to_enum(kind: type[_EnumT], field: str) -> Any:
+    def convert(value: object) -> _EnumT | None:
+        if value is None or isinstance(value, kind):
+            return value
+        if isinstance(value, str):
+            wanted = value.strip().lower().replace("-", "_")
+            for member in kind:
+                if member.value == wanted:
+                    return member
+        legal = ", ".join(repr(member.value) for member in kind)
+        raise ConfigError("configuration", name=field, rule=f"one of {legal}", value=value)
+
+    return convert
+
+
+def _to_device(value: object) -> str | None:
+    if value is None:
+        return None
+    text = str(value) if isinstance(value, torch.device) else value
+    if isinstance(text, str):
+        if text == "auto":
+            return text
+        with contextlib.suppress(RuntimeError):
+            device = torch.device(text)
+            if device.type in {"cpu", "cuda", "meta"}:
+                return text
+    raise ConfigError("configuration", name="device", rule="'auto', 'cpu', 'cuda' or 'cuda:<index>'", value=value)
+
+
+def _to_dtype(value: object) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        if value is None or value.is_floating_point:
+            return value
+    elif isinstance(value, str):
+        candidate = getattr(torch, value, None)
+        if isinstance(candidate, torch.dtype) and candidate.is_floating_point:
+            return candidate
+    raise ConfigError("configuration", name="compute_dtype", rule="a floating-point torch dtype", value=value)
+
+
+def _to_bool(field: str) -> Any:
+    def convert(value: object) -> bool | None:
+        if value is None or isinstance(value, bool):
+            return value
+        raise ConfigError("configuration", name=field, rule="True, False or None", value=value)
+
+    return convert
+
+
+def _to_backend(value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise ConfigError("configuration", name="backend", rule="the name of a backend or None", value=value)
+
+
+@attrs.frozen(kw_only=True)
+class SessionConfig:
+    """What a session asks for; a field left at None asks the context, the environment and the default in turn.
+
+    Args:
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``. Default ``"auto"``: the weight's own device.
+        backend: Override by name: obeyed or refused, never replaced.
+        compute_path: Default ``ComputePath.AUTO``.
+        activation_precision: Default ``ActivationPrecision.AUTO``.
+        gradients: Whether gradients to the input will be asked for. Default False.
+        unified_memory: Default ``UnifiedMemoryPolicy.DISABLED``.
+        compute_dtype: dtype of the activations x. Default: the weight's own dtype where a kernel takes it.
+        diagnostics: Whether events and counters are kept. Default True.
+
+    Raises:
+        ConfigError: A value is not legal.
+    """
+
+    device: str | None = attrs.field(default=None, converter=_to_device)
+    backend: str | None = attrs.field(default=None, converter=_to_backend)
+    compute_path: ComputePath | None = attrs.field(default=None, converter=_to_enum(ComputePath, "compute_path"))
+    activation_precision: ActivationPrecision | None = attrs.field(
+        default=None, converter=_to_enum(ActivationPrecision, "activation_precision")
+    )
+    gradients: bool | None = attrs.field(default=None, converter=_to_bool("gradients"))
+    unified_memory: UnifiedMemoryPolicy | None = attrs.field(
+        default=None, converter=_to_enum(UnifiedMemoryPolicy, "unified_memory")
+    )
+    compute_dtype: torch.dtype | None = attrs.field(default=None, converter=_to_dtype)
+    diagnostics: bool | None = attrs.field(default=None, converter=_to_bool("diagnostics"))
+
+    def over(self, other: SessionConfig) -> SessionConfig:
+        """Return this configuration with its unset fields taken from ``other``."""
+        taken = {
+            field.name: getattr(other, field.name)
+            for field in attrs.fields(SessionConfig)
+            if getattr(self, field.name) is None
+        }
+        return attrs.evolve(self, **taken)
+
+
+_DEFAULT = SessionConfig(
+    device="auto",
+    compute_path=ComputePath.AUTO,
+    activation_precision=ActivationPrecision.AUTO,
+    gradients=False,
+    unified_memory=UnifiedMemoryPolicy.DISABLED,
+    diagnostics=True,
+)
+_ACTIVE: contextvars.ContextVar[SessionConfig | None] = contextvars.ContextVar("q4core_config", default=None)
+_VARIABLES = {"Q4_DEVICE": "device", "Q4_BACKEND": "backend", "Q4_COMPUTE_PATH": "compute_path"}
+
+
+def _from_environment(environment: Mapping[str, str]) -> SessionConfig:
+    found = {field: environment[name] for name, field in _VARIABLES.items() if environment.get(name)}
+    try:
+        return SessionConfig(**found)  # type: ignore[arg-type]  # the converters take text
+    except ConfigError as error:
+        variable = next(name for name, field in _VARIABLES.items() if field == error.name)
+        raise ConfigError(
+            f"environment variable {variable}",
+            name=variable,
+            rule=error.rule,
+            value=error.value,
+            hint=f"Correct or unset {variable}.",
+        ) from None
+
+
+def active_config() -> SessionConfig:
+    """Return the configuration that ``using`` set in this context, or an empty one."""
+    return _ACTIVE.get() or SessionConfig()
+
+
+def resolve_config(
+    config: SessionConfig | None = None, *, environment: Mapping[str, str] | None = None
+) -> SessionConfig:
+    """Fill the unset fields of ``config`` from the context, the environment and the defaults.
+
+    Args:
+        config: What the caller asked for; None asks for nothing.
+        environment: Taken instead of ``os.environ``.
+
+    Returns:
+        A configuration in which only ``backend`` and ``compute_dtype`` may still be None ("no wish").
+
+    Raises:
+        ConfigError: A ``Q4_*`` variable holds a value that is not legal.
+    """
+    variables = _from_environment(os.environ if environment is None else environment)
+    return (config or SessionConfig()).over(active_config()).over(variables).over(_DEFAULT)
+
+
+@contextlib.contextmanager
+def using(config: SessionConfig | Any) -> Iterator[SessionConfig]:
+    """Make ``config`` the context's configuration inside the ``with`` block, over any outer one.
+
+    The context is a ``contextvars`` one, so that each task or actor has its own.
+
+    Args:
+        config: A ``SessionConfig``, or a ``Session``, whose configuration is taken.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    wanted = getattr(config, "config", config)
+    if not isinstance(wanted, SessionConfig):
+        raise ConfigError("q4.using", name="config", rule="a SessionConfig or a Session", value=config)
+    merged = wanted.over(active_config())
+    token = _ACTIVE.set(merged)
+    try:
+        yield merged
+    finally:
+        _ACTIVE.reset(token)
