@@ -143,6 +143,8 @@ class KernelPath:
         kind: What it does with the weight.
         precision: Weights by activations.
         tier: How good it claims to be; see ``Tier``.
+        codebook: The values that the path really uses, where it approximates the format's codebook by a table (NF4 in
+            int8, say). The probe and the kit judge the path against it, and it once against the format.
 
     Raises:
         ConfigError: The range is empty or starts below 1.
@@ -153,6 +155,7 @@ class KernelPath:
     kind: PathKind
     precision: Precision
     tier: int
+    codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check the range."""
@@ -207,7 +210,7 @@ class Verdict:
 Features = frozenset[Feature]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class Request:
     """Everything that a backend may decide on: facts of the weight, the call and the machine's device.
 

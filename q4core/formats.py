@@ -71,7 +71,7 @@ class Form(enum.Enum):
     INTEGER = "integer"
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Format:
     """A weight format: what its codes mean.
 

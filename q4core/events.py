@@ -1,0 +1,148 @@
+"""Structured events: every decision as a name with fields, to the ``logging`` tree and to observers.
+
+structlog is wrapped round the standard library's logger ``"q4core"``, never configured globally, and nothing goes to
+stdout. Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json``, ``console`` and a
+level, separated by commas), in which case they go to stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from q4core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, MutableMapping
+
+    from q4core.errors import Q4Warning
+
+__all__ = ["LOGGER_NAME", "emit", "observe", "set_up_logging", "unobserve", "warn_once"]
+
+LOGGER_NAME = "q4core"
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FORMATS = {"json", "console"}
+
+Observer = "Callable[[str, dict[str, Any]], None]"
+_observers: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
+_lock = threading.Lock()
+_warned: set[tuple[type[Warning], object]] = set()
+
+
+def observe(observer: Callable[[str, dict[str, Any]], None]) -> None:
+    """Call ``observer(event, fields)`` for every event from now on."""
+    global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
+    with _lock:
+        _observers = (*_observers, observer)
+
+
+def unobserve(observer: Callable[[str, dict[str, Any]], None]) -> None:
+    """Stop calling ``observer``; unknown ones are ignored."""
+    global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
+    with _lock:
+        _observers = tuple(item for item in _observers if item is not observer)
+
+
+def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
+    """Send one event, such as ``"q4.select"``, with its fields."""
+    for observer in _observers:
+        observer(event, fields)
+    if _standard_logger().isEnabledFor(level):
+        _logger().log(level, event, **fields)
+
+
+def warn_once(key: object, category: type[Q4Warning], message: str, *, stacklevel: int = 3) -> None:
+    """Give a ``warnings`` warning once per process for each (category, key)."""
+    with _lock:
+        if (category, key) in _warned:
+            return
+        _warned.add((category, key))
+    warnings.warn(message, category, stacklevel=stacklevel)
+
+
+def forget_warnings() -> None:
+    """Let every warning be given again (for tests)."""
+    with _lock:
+        _warned.clear()
+
+
+def set_up_logging(wish: str) -> None:
+    """Send q4core's events to stderr as ``Q4_LOG`` asks.
+
+    Args:
+        wish: ``json`` or ``console``, and a level (``debug``, ``info``, ``warning``, ``error``), in any order.
+
+    Raises:
+        ConfigError: A word is neither.
+    """
+    level, style = logging.INFO, "console"
+    for word in filter(None, (part.strip().lower() for part in wish.split(","))):
+        if word in _LEVELS:
+            level = _LEVELS[word]
+        elif word in _FORMATS:
+            style = word
+        else:
+            legal = ", ".join(sorted(_FORMATS | set(_LEVELS)))
+            raise ConfigError("environment variable Q4_LOG", name="Q4_LOG", rule=f"words among {legal}", value=wish)
+    logger = logging.getLogger(LOGGER_NAME)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_EventFormatter(style))
+    for old in [item for item in logger.handlers if isinstance(item.formatter, _EventFormatter)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+class _EventFormatter(logging.Formatter):
+    """Renders one line per event, for people or as JSON."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self._style = style
+
+    def format(self, record: logging.LogRecord) -> str:
+        import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
+
+        fields: dict[str, Any] = {
+            "timestamp": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "q4_event", record.getMessage()),
+            **getattr(record, "q4_fields", {}),
+        }
+        if self._style == "json":
+            text = structlog.processors.JSONRenderer(default=str)(None, "", fields)
+        else:
+            order = ["timestamp", "level", "event"]
+            text = structlog.processors.KeyValueRenderer(key_order=order, repr_native_str=False)(None, "", fields)
+        return text.decode() if isinstance(text, bytes) else text
+
+
+@functools.cache
+def _standard_logger() -> logging.Logger:
+    wish = os.environ.get("Q4_LOG")
+    if wish:
+        set_up_logging(wish)
+    return logging.getLogger(LOGGER_NAME)
+
+
+@functools.cache
+def _logger() -> Any:
+    import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
+
+    return structlog.wrap_logger(
+        _standard_logger(), processors=[_to_standard_logging], wrapper_class=structlog.stdlib.BoundLogger
+    )
+
+
+def _to_standard_logging(
+    _logger: Any, _method: str, event: MutableMapping[str, Any]
+) -> tuple[tuple[str], Mapping[str, Any]]:
+    name = event.pop("event")
+    text = " ".join([name, *(f"{key}={value}" for key, value in event.items())])
+    return (text,), {"extra": {"q4_event": name, "q4_fields": dict(event)}}

@@ -1,0 +1,244 @@
+"""The numeric self-probe: a path may run only after it has computed right numbers on this machine.
+
+Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, so that quantising
+them loses nothing, and every output element is compared with float64 from the *source* weight through the reference
+codec. The bound follows from float32 arithmetic alone:
+
+    |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
+
+with gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). K products and
+sums, plus at most 8 roundings of scales, globals, offsets and bias.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import Precision, Reason, ReasonCode
+from q4core.codec import decode_rows
+from q4core.dispatch import ProbeHistory
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from q4core.backend import Backend, KernelPath, Prepared, Request
+    from q4core.weight import PackedWeight
+
+__all__ = ["ProbeBook", "ProbeResult", "error_bound", "grid_activations", "probe_path"]
+
+_UNIT_ROUNDOFF = 2.0**-24
+_ALL_ROWS = 1024
+"""Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
+_END_ROWS = 128
+_STRIDED_ROWS = 256
+_ROW_STRIDE_CHUNK = 64
+_HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+_OPEN_END_ROWS = 16
+_MOST_ROWS = 128
+
+
+@attrs.frozen
+class ProbeResult:
+    """What one probe showed: ``fault`` is None when the path is right."""
+
+    fault: Reason | None
+    worst_ratio: float
+    """Largest error divided by its bound; at most 1 when right."""
+    microseconds: float
+
+
+class ProbeBook(ProbeHistory):
+    """What probes have shown in one process, by everything that a path's code may depend on."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, ProbeResult] = {}
+        self._lock = threading.Lock()
+        self.generation = 0
+
+    @staticmethod
+    def key(backend: str, path: KernelPath, request: Request) -> Hashable:
+        """Return what a result holds for: backend, path, weight and call facts, device, tail classes of N and K."""
+        return (
+            backend,
+            path,
+            request.format,
+            request.packing,
+            request.scale_kind,
+            request.scale_dtype,
+            request.blocks,
+            request.block_size,
+            request.features,
+            request.device,
+            request.dtype,
+            request.out_dtype,
+            request.out_features % 32,
+            request.in_features % 256,
+        )
+
+    def record(self, backend: str, path: KernelPath, request: Request, result: ProbeResult) -> None:
+        """Keep a result for the rest of the process."""
+        with self._lock:
+            self._results[self.key(backend, path, request)] = result
+            self.generation += 1
+
+    def result(self, backend: str, path: KernelPath, request: Request) -> ProbeResult | None:
+        """Return what a probe showed, or None where none has run."""
+        return self._results.get(self.key(backend, path, request))
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        """Return why a path may not run on this machine, or None."""
+        result = self.result(backend, path, request)
+        return None if result is None else result.fault
+
+    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
+        """Return whether a path has passed its probe for requests like this one."""
+        result = self.result(backend, path, request)
+        return result is not None and result.fault is None
+
+    def forget(self) -> None:
+        """Drop every result (for tests)."""
+        with self._lock:
+            self._results.clear()
+            self.generation += 1
+
+
+def grid_activations(
+    rows: int, columns: int, precision: Precision, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    """Return activations that quantise to ``precision`` without loss.
+
+    Integers of magnitude up to 127 (a power of two apart), with ±127 in every block of 32, are exact in int8 blocks, in
+    bfloat16, float16 and float32; for W4A4, E2M1 values with ±6 in every block of 16.
+
+    Returns:
+        [rows, columns] of ``dtype`` on the CPU.
+    """
+    generator = torch.Generator().manual_seed(0x51 + 7919 * seed + rows)
+    if precision is Precision.W4A4:
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
+        block, peak = 16, 6.0
+    else:
+        values = torch.randint(0, 128, (rows, columns), generator=generator).to(torch.float32)
+        block, peak = 32, 127.0
+    starts = torch.arange(0, columns, block)
+    lengths = torch.clamp(columns - starts, max=block)
+    shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
+    values.scatter_(1, starts + shifts, peak)
+    signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
+    return (values * signs / 64).to(dtype)
+
+
+def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return the largest error that float32 accumulation and one rounding to ``out_dtype`` can make.
+
+    Args:
+        reference: float64 exact results.
+        magnitude: float64, the sum over k of |x_k| |w_k| (plus |bias|), shaped as ``reference``.
+        columns: K.
+        out_dtype: dtype that y is rounded to.
+    """
+    steps = (columns + 8) * _UNIT_ROUNDOFF
+    accumulated = steps / (1 - steps) * magnitude
+    rounded = (reference.abs() + accumulated) * _HALF_ULP[out_dtype] + _TINY[out_dtype]
+    return accumulated + rounded
+
+
+def _sampled_rows(total: int) -> torch.Tensor:
+    if total <= _ALL_ROWS:
+        return torch.arange(total)
+    middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
+    ends = (torch.arange(_END_ROWS), torch.arange(total - _END_ROWS, total))
+    return torch.unique(torch.cat((ends[0], middle, ends[1])))
+
+
+def _row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
+    low = max(path.m[0], wanted[0])
+    ends = [end for end in (path.m[1], wanted[1]) if end is not None]
+    high = min(ends) if ends else low + _OPEN_END_ROWS
+    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))})
+
+
+def probe_path(
+    backend: Backend, prepared: Prepared, source: PackedWeight, request: Request, path: KernelPath
+) -> ProbeResult:
+    """Run one path at the ends of its M range and compare every (sampled) element with float64.
+
+    Args:
+        backend: Who computes.
+        prepared: The weight in the backend's layout.
+        source: The weight that it was prepared from, on any device.
+        request: The request as the backend sees it.
+        path: Which path.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    rows = _sampled_rows(request.out_features)
+    worst = 0.0
+    fault: Reason | None = None
+    for draw, count in enumerate(_row_counts(path, request.m)):
+        x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
+        out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
+        try:
+            backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
+        except Exception as error:  # noqa: BLE001  # the plugin boundary; becomes a rejection
+            fault = Reason(
+                ReasonCode.PROBE_FAILED, f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
+            )
+            break
+        ratio = _worst_ratio(out.to("cpu", torch.float64)[:, rows], x, source, rows, request.out_dtype, path)
+        worst = max(worst, ratio) if ratio == ratio else float("nan")  # noqa: PLR0124  # NaN is the one that differs
+        if not ratio <= 1.0:
+            kind = _describe(out)
+            fault = Reason(
+                ReasonCode.PROBE_FAILED,
+                f"path {path.name} computed wrong numbers at M = {count}: {kind}, error {ratio:.3g} × its bound",
+            )
+            break
+    return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
+
+
+def _describe(out: torch.Tensor) -> str:
+    if not bool(torch.isfinite(out).all()):
+        return "output is not finite"
+    return "output is all zero" if not bool(out.any()) else "output is off"
+
+
+def _worst_ratio(  # noqa: PLR0913  # the facts of one comparison
+    computed: torch.Tensor,
+    x: torch.Tensor,
+    source: PackedWeight,
+    rows: torch.Tensor,
+    out_dtype: torch.dtype,
+    path: KernelPath,
+) -> float:
+    """Return the largest error over its bound, over the sampled rows; NaN where an output is not finite."""
+    exact_x = x.to(torch.float64)
+    weight = source
+    if path.codebook is not None:
+        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
+    worst = 0.0
+    for start in range(0, rows.numel(), _ROW_STRIDE_CHUNK):
+        chunk = rows[start : start + _ROW_STRIDE_CHUNK]
+        dense = decode_rows(weight, chunk, dtype=torch.float64).to("cpu")
+        reference = exact_x @ dense.T
+        magnitude = exact_x.abs() @ dense.abs().T
+        bound = error_bound(reference, magnitude, source.in_features, out_dtype)
+        error = (computed[:, start : start + chunk.numel()] - reference).abs()
+        # A zero bound (a zero block) allows no error at all, and NaN compares as wrong.
+        ratio = torch.where(
+            error <= bound, torch.where(bound > 0, error / bound, torch.zeros_like(error)), error / bound
+        )
+        highest = float(ratio.max())
+        if highest != highest:  # noqa: PLR0124  # NaN is the one that differs from itself
+            return highest
+        worst = max(worst, highest)
+    return worst

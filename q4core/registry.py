@@ -1,0 +1,338 @@
+"""Finds, isolates and lists plugins.
+
+Loaded on first need; each plugin, and each hook call, in its own try. Nothing that a plugin does wrong stops the others:
+it is recorded, shown by ``q4 doctor`` and listed among the rejections. No answer depends on the order of registration.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+
+from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
+from q4core.dialect import Dialect
+from q4core.errors import Q4PluginWarning
+from q4core.events import emit, observe, warn_once
+from q4core.formats import BUILTIN_FORMATS, Format
+from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from q4core.backend import Backend
+
+__all__ = ["REFERENCE_PLUGIN", "PluginRecord", "RefusedBackend", "Registry", "default_registry", "reset_registry"]
+
+REFERENCE_PLUGIN = "dequant-fallback"
+"""Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
+
+
+@attrs.define
+class PluginRecord:
+    """What became of one plugin.
+
+    Args:
+        name: Entry-point name, or module name for ``Q4_PLUGIN_MODULES``.
+        source: Distribution and version, or where else it came from.
+        state: ``loaded``, ``failed`` or ``disabled``.
+        errors: Everything that went wrong, in the order in which it was found.
+    """
+
+    name: str
+    source: str
+    state: str
+    errors: list[str] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class RefusedBackend:
+    """A backend that is registered but may not serve, with the reason."""
+
+    name: str
+    plugin: str
+    reason: Reason
+
+
+@attrs.frozen
+class _Found:
+    name: str
+    source: str
+    load: Callable[[], object]
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
+class Registry:
+    """The plugins of one process, or of one test.
+
+    Args:
+        plugins: (name, plugin object) pairs to use instead of the installed entry points.
+        environment: Taken instead of ``os.environ`` for the ``Q4_PLUGIN*`` variables.
+    """
+
+    def __init__(
+        self, plugins: Sequence[tuple[str, object]] | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._given = plugins
+        self._environment = os.environ if environment is None else environment
+        self._manager: pluggy.PluginManager | None = None
+        self._records: dict[str, PluginRecord] = {}
+        self._answers: dict[str, list[tuple[str, Any]]] = {}
+        self._backends: tuple[dict[str, Backend], tuple[RefusedBackend, ...]] | None = None
+        self._lock = threading.RLock()
+
+    # -- finding and loading
+
+    def _candidates(self) -> Iterator[_Found]:
+        if self._given is not None:
+            for name, plugin in self._given:
+                yield _Found(name, "given", lambda plugin=plugin: plugin)  # type: ignore[misc]
+            return
+        modules = _names(self._environment.get("Q4_PLUGIN_MODULES"))
+        entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        for point in sorted(entry_points, key=lambda item: (item.name, item.value)):
+            if point.value in modules:
+                continue  # named by Q4_PLUGIN_MODULES: that copy is meant
+            dist = point.dist
+            source = f"{dist.name} {dist.version}" if dist is not None else point.value
+            yield _Found(point.name, source, point.load)
+        for module in modules:
+            yield _Found(module, "Q4_PLUGIN_MODULES", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+
+    def _allowed(self, name: str, *, by_module: bool) -> bool:
+        if name in _names(self._environment.get("Q4_DISABLE_PLUGINS")):
+            return False
+        wanted = self._environment.get("Q4_PLUGINS")
+        return wanted is None or by_module or name == REFERENCE_PLUGIN or name in _names(wanted)
+
+    def _load(self) -> pluggy.PluginManager:
+        with self._lock:
+            if self._manager is not None:
+                return self._manager
+            manager = pluggy.PluginManager(PROJECT)
+            manager.add_hookspecs(HookSpecs)
+            for found in self._candidates():
+                self._register(manager, found)
+            self._manager = manager
+            if manager.hook.q4_event.get_hookimpls():
+                observe(self.observe_event)
+            return manager
+
+    def _register(self, manager: pluggy.PluginManager, found: _Found) -> None:
+        if found.name in self._records:
+            error = f"a second plugin of the name {found.name!r} ({found.source}) was left out"
+            self._report(self._records[found.name], error)
+            return
+        record = self._records[found.name] = PluginRecord(found.name, found.source, "loaded")
+        if not self._allowed(found.name, by_module=found.source == "Q4_PLUGIN_MODULES"):
+            record.state = "disabled"
+            return
+        try:
+            plugin = found.load()
+            manager.register(plugin, name=found.name)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+            record.state = "failed"
+            self._report(record, f"{type(error).__name__}: {error}")
+            return
+        known = {name for name in vars(HookSpecs) if name.startswith("q4_")}
+        for attribute in dir(plugin):
+            marked = attribute.startswith("q4_") and manager.parse_hookimpl_opts(plugin, attribute) is not None
+            if marked and attribute not in known:
+                self._report(record, f"unknown hook {attribute!r}; known hooks: {', '.join(sorted(known))}")
+
+    def _report(self, record: PluginRecord, error: str) -> None:
+        record.errors.append(error)
+        emit("q4.plugin", plugin=record.name, source=record.source, state=record.state, error=error)
+        warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
+
+    # -- asking
+
+    def _ask(self, hook: str) -> list[tuple[str, Any]]:
+        """Return (plugin name, item) for every item of every plugin's answer to one hook."""
+        with self._lock:
+            if hook in self._answers:
+                return self._answers[hook]
+            manager = self._load()
+            answers: list[tuple[str, Any]] = []
+            for implementation in sorted(
+                getattr(manager.hook, hook).get_hookimpls(), key=lambda item: item.plugin_name
+            ):
+                record = self._records[implementation.plugin_name]
+                try:
+                    answers.extend((implementation.plugin_name, item) for item in implementation.function())
+                except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+                    self._report(record, f"hook {hook} raised {type(error).__name__}: {error}")
+            self._answers[hook] = answers
+            return answers
+
+    def _typed(self, hook: str, accept: Callable[[Any], str | None]) -> list[Any]:
+        good: list[Any] = []
+        for plugin, item in self._ask(hook):
+            complaint = accept(item)
+            if complaint is None:
+                good.append(item)
+            else:
+                record = self._records[plugin]
+                if not any(complaint in error for error in record.errors):
+                    self._report(record, f"hook {hook}: {complaint}")
+        return good
+
+    def _unique(self, hook: str, items: list[Any], reserved: frozenset[str] = frozenset()) -> dict[str, Any]:
+        counted: dict[str, list[Any]] = {}
+        for item in items:
+            counted.setdefault(item.name, []).append(item)
+        for name, same in counted.items():
+            if len(same) > 1 or name in reserved:
+                owners = [plugin for plugin, item in self._ask(hook) if getattr(item, "name", None) == name]
+                for owner in owners:
+                    error = (
+                        f"duplicate name {name!r} in {hook} (from {', '.join(sorted(owners))}); none of them is used"
+                    )
+                    if error not in self._records[owner].errors:
+                        self._report(self._records[owner], error)
+        return {name: same[0] for name, same in counted.items() if len(same) == 1 and name not in reserved}
+
+    def records(self) -> tuple[PluginRecord, ...]:
+        """Return what became of every plugin, in the order of their names."""
+        self._load()
+        return tuple(self._records[name] for name in sorted(self._records))
+
+    def formats(self) -> dict[str, Format]:
+        """Return every format by name, the built-in ones included."""
+        found = self._typed("q4_formats", _complain_of(Format))
+        return {**BUILTIN_FORMATS, **self._unique("q4_formats", found, frozenset(BUILTIN_FORMATS))}
+
+    def dialects(self) -> tuple[Dialect, ...]:
+        """Return the plugins' dialects, in the order of their names."""
+        found = self._unique("q4_dialects", self._typed("q4_dialects", _complain_of(Dialect)))
+        return tuple(found[name] for name in sorted(found))
+
+    def memory_providers(self) -> tuple[Any, ...]:
+        """Return the providers of unified memory, in the order of their names."""
+        found = self._unique("q4_memory_providers", self._typed("q4_memory_providers", _complain_of_name))
+        return tuple(found[name] for name in sorted(found))
+
+    def checkpoint_readers(self) -> tuple[Any, ...]:
+        """Return the plugins' readers of further file types, in the order of their names."""
+        found = self._unique("q4_checkpoint_readers", self._typed("q4_checkpoint_readers", _complain_of_name))
+        return tuple(found[name] for name in sorted(found))
+
+    def backends(self) -> dict[str, Backend]:
+        """Return the backends that may serve, by name, in the order of their names."""
+        return self._sorted_backends()[0]
+
+    def refused_backends(self) -> tuple[RefusedBackend, ...]:
+        """Return the backends that may not serve at all, with the reason, and a line for each plugin that failed."""
+        failed = tuple(
+            RefusedBackend(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
+            for record in self.records()
+            if record.state == "failed"
+        )
+        return (*self._sorted_backends()[1], *failed)
+
+    def _sorted_backends(self) -> tuple[dict[str, Backend], tuple[RefusedBackend, ...]]:
+        with self._lock:
+            if self._backends is not None:
+                return self._backends
+            refused: list[RefusedBackend] = []
+            accepted: dict[str, list[tuple[str, Backend]]] = {}
+            for plugin, item in self._ask("q4_backends"):
+                reason = _refuse_backend(item)
+                if reason is None:
+                    accepted.setdefault(item.name, []).append((plugin, item))
+                    continue
+                name = getattr(item, "name", None)
+                refused.append(RefusedBackend(name if isinstance(name, str) else plugin, plugin, reason))
+                self._report(self._records[plugin], f"backend {name!r}: {reason}")
+            serving: dict[str, Backend] = {}
+            for name in sorted(accepted):
+                owners = [plugin for plugin, _ in accepted[name]]
+                if len(owners) == 1:
+                    serving[name] = accepted[name][0][1]
+                    continue
+                message = f"duplicate backend name {name!r} (from plugins {', '.join(sorted(owners))}); none is used"
+                for owner in sorted(set(owners)):
+                    refused.append(RefusedBackend(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)))
+                    self._report(self._records[owner], message)
+            self._backends = serving, tuple(refused)
+            return self._backends
+
+    def add_commands(self, app: Any) -> None:
+        """Let every plugin add its sub-commands to the ``q4`` command."""
+        manager = self._load()
+        for implementation in sorted(manager.hook.q4_commands.get_hookimpls(), key=lambda item: item.plugin_name):
+            try:
+                implementation.function(app)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+                record = self._records[implementation.plugin_name]
+                self._report(record, f"hook q4_commands raised {type(error).__name__}: {error}")
+
+    def observe_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Pass one diagnostics event to the plugins that watch; a watcher that raises is told once and dropped."""
+        if self._manager is None or event == "q4.plugin":
+            return
+        for implementation in self._manager.hook.q4_event.get_hookimpls():
+            try:
+                implementation.function(event, dict(fields))
+            except Exception as error:  # noqa: BLE001  # the plugin boundary
+                record = self._records[implementation.plugin_name]
+                message = f"hook q4_event raised {type(error).__name__}: {error}"
+                if message not in record.errors:
+                    self._report(record, message)
+
+
+def _complain_of(kind: type) -> Callable[[Any], str | None]:
+    def complain(item: Any) -> str | None:
+        return None if isinstance(item, kind) else f"an item must be a {kind.__name__}, got {item!r}"
+
+    return complain
+
+
+def _complain_of_name(item: Any) -> str | None:
+    name = getattr(item, "name", None)
+    return None if isinstance(name, str) and name else f"an item must have a name, got {item!r}"
+
+
+def _refuse_backend(item: Any) -> Reason | None:
+    if not isinstance(getattr(item, "name", None), str) or not item.name:
+        return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have a name, got {item!r}")
+    version = getattr(item, "api_version", None)
+    valid = isinstance(version, tuple) and len(version) == len(API_VERSION) and all(isinstance(n, int) for n in version)
+    if not valid or version[0] != API_VERSION[0] or version[1] > API_VERSION[1]:
+        return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
+    if not isinstance(getattr(item, "capabilities", None), Capabilities):
+        return Reason(ReasonCode.PLUGIN_ERROR, "capabilities must be a Capabilities")
+    missing = [name for name in ("check", "prepare", "linear") if not callable(getattr(item, name, None))]
+    if "quantize" in item.capabilities.ops and not callable(getattr(item, "quantize", None)):
+        missing.append("quantize")
+    if missing:
+        return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}")
+    return None
+
+
+_default: Registry | None = None
+_default_lock = threading.Lock()
+
+
+def default_registry() -> Registry:
+    """Return the process's registry of installed plugins, made on first need."""
+    global _default  # noqa: PLW0603  # one per process
+    with _default_lock:
+        if _default is None:
+            _default = Registry()
+        return _default
+
+
+def reset_registry() -> None:
+    """Forget the process's registry, so that the next need looks at the environment again (for tests)."""
+    global _default  # noqa: PLW0603  # one per process
+    with _default_lock:
+        _default = None
