@@ -222,6 +222,35 @@ class PackedWeight:
             )
         return self._narrow_rows(start, length) if dim == 0 else self._narrow_columns(start, length)
 
+    def take_rows(self, rows: torch.Tensor) -> PackedWeight:
+        """Return the weight of some rows, copied, in the order asked for; the values stay exactly the same.
+
+        Double-quantised scales are resolved to plain float32, because their second-level blocks are cut.
+
+        Args:
+            rows: int64 [R], R ≥ 1, each in 0 … N - 1.
+
+        Raises:
+            WeightError: Blocks are FLAT, or there is no row.
+        """
+        if self.blocks is BlockOrder.FLAT or rows.dim() != 1 or not rows.numel():
+            raise WeightError(
+                self._label("take_rows"),
+                name="rows, blocks",
+                rule="a vector of at least one row, and ROW",
+                value=(tuple(rows.shape), self.blocks.name),
+            )
+        weight = self.with_plain_scale() if self.scale_kind is ScaleKind.DOUBLE_QUANT else self
+        index = rows.to(weight.device)
+        changes: dict[str, Any] = {
+            name: getattr(weight, name).index_select(0, index)
+            for name in ("qdata", "scale", "offset", "zero")
+            if getattr(weight, name) is not None
+        }
+        if weight.global_scale is not None and weight.global_scale.numel() > 1:
+            changes["global_scale"] = weight.global_scale[index]
+        return attrs.evolve(weight, out_features=rows.numel(), **changes)
+
     def _narrow_rows(self, start: int, length: int) -> PackedWeight:
         nested_cut = start * self.blocks_per_row % self.nested_block_size
         weight = self.with_plain_scale() if self.scale_kind is ScaleKind.DOUBLE_QUANT and nested_cut else self
