@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LIBRARY = "bitsandbytes"
 
 
-def _expected(weight: torch.Tensor, state: bnb.QuantState, dtype: torch.dtype) -> torch.Tensor:
+def expected_of(weight: torch.Tensor, state: bnb.QuantState, dtype: torch.dtype) -> torch.Tensor:
     """Return the portable kernel's result, after checking the public call where its kernels are sound."""
     absmax = state.absmax
     if state.nested:
@@ -94,7 +94,7 @@ def _quantised(
         format=kind,
         library=LIBRARY,
         tensors=tensors,
-        expected={DTYPE_NAMES[dtype]: _expected(layer.weight.data, state, dtype) for dtype in dtypes},
+        expected={DTYPE_NAMES[dtype]: expected_of(layer.weight.data, state, dtype) for dtype in dtypes},
         shape=tuple(weight.shape),
         block=block,
         dtype=DTYPE_NAMES[weight.dtype],
@@ -129,8 +129,8 @@ def _stored(
         library=LIBRARY,
         tensors=tensors,
         expected={
-            "float32": _expected(packed, state, torch.float32),
-            "bfloat16": _expected(packed, state, torch.bfloat16),
+            "float32": expected_of(packed, state, torch.float32),
+            "bfloat16": expected_of(packed, state, torch.bfloat16),
         },
         shape=(n, k),
         block=64,

@@ -91,17 +91,21 @@ def _blocks(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def compress_nvfp4(weight: torch.Tensor, preset: str = "NVFP4A16") -> dict[str, torch.Tensor]:
-    """Return the stored tensors of a dense weight [N, K] with the package's own observers' arithmetic."""
-    scheme = preset_name_to_scheme(preset, ["Linear"])
+def nvfp4_scales(weight: torch.Tensor, scheme: QuantizationScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block scales and the global scale of a dense weight [N, K] with the package's own arithmetic."""
     total = generate_gparam(weight.min(), weight.max())
     scale, _ = calculate_qparams(*_blocks(weight, 16), scheme.weights, global_scale=total)
+    return scale, total
+
+
+def _compress_nvfp4(weight: torch.Tensor, preset: str = "NVFP4A16") -> dict[str, torch.Tensor]:
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scale, total = nvfp4_scales(weight, scheme)
     state = {"weight": weight, "weight_scale": scale, "weight_global_scale": total}
     return NVFP4PackedCompressor.compress(state, scheme)
 
 
-def compress_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the stored tensors of a dense weight [N, K]."""
+def _compress_mxfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     scheme = preset_name_to_scheme("MXFP4A16", ["Linear"])
     scale, _ = calculate_qparams(*_blocks(weight, 32), scheme.weights)
     return MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
@@ -151,18 +155,18 @@ def cases() -> Iterator[Case]:
     """Yield every case of the dialect."""
     bf16 = torch.bfloat16
     source = dense("ct 1", 20, 80, bf16)
-    yield _fp4("nvfp4", compress_nvfp4(source), source, preset="NVFP4A16")
+    yield _fp4("nvfp4", _compress_nvfp4(source), source, preset="NVFP4A16")
     source = dense("ct 2", 12, 64)
-    yield _fp4("nvfp4-float32", compress_nvfp4(source), source, preset="NVFP4A16", dtype=torch.float32)
+    yield _fp4("nvfp4-float32", _compress_nvfp4(source), source, preset="NVFP4A16", dtype=torch.float32)
     source = dense("ct 3", 8, 48, bf16)
-    stored = {**compress_nvfp4(source, "NVFP4"), "input_global_scale": torch.tensor([412.5])}
+    stored = {**_compress_nvfp4(source, "NVFP4"), "input_global_scale": torch.tensor([412.5])}
     yield _fp4("nvfp4-activations", stored, source, preset="NVFP4", notes="with a static activation divisor")
     rows = edges("ct", 16, 64, largest=40.0, smallest=2.0**-20)
     note = "zero, -0, tied and tiny blocks; a zero block's scale is 0.125"
-    yield _fp4("nvfp4-edges", compress_nvfp4(rows), rows, preset="NVFP4A16", dtype=torch.float32, notes=note)
+    yield _fp4("nvfp4-edges", _compress_nvfp4(rows), rows, preset="NVFP4A16", dtype=torch.float32, notes=note)
     yield _enumeration()
     source = dense("ct 4", 10, 96, bf16)
-    yield _fp4("mxfp4", compress_mxfp4(source), source, preset="MXFP4A16")
+    yield _fp4("mxfp4", _compress_mxfp4(source), source, preset="MXFP4A16")
     source = dense("ct 5", 16, 128, bf16)
     yield _int4("int4-group", source, group=32, symmetric=True)
     yield _int4("int4-group-zero", source, group=64, symmetric=False, notes="zero points packed along N")

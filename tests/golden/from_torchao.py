@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from case import DTYPE_NAMES, Case, all_codes, dense, edges
+from torchao.core.config import config_to_dict
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.inference_workflow import NVFP4WeightOnlyConfig
+from torchao.prototype.mx_formats.inference_workflow import MXDynamicActivationMXWeightConfig, NVFP4WeightOnlyConfig
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.prototype.mx_formats.utils import to_blocked
@@ -20,18 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LIBRARY = "torchao"
-NVFP4_CONFIG = {
-    "quantization_config": {
-        "quant_method": "torchao",
-        "quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}},
+
+
+def _config(kind: object) -> dict[str, object]:
+    """Return ``config.json``'s entry, with the type as torchao itself writes it."""
+    return {
+        "quantization_config": {
+            "include_input_output_embeddings": False,
+            "modules_to_not_convert": None,
+            "quant_method": "torchao",
+            "quant_type": {"default": config_to_dict(kind)},
+            "untie_embedding_weights": False,
+        }
     }
-}
-MXFP4_CONFIG = {
-    "quantization_config": {
-        "quant_method": "torchao",
-        "quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": {}}},
-    }
-}
+
+
+NVFP4_CONFIG = _config(NVFP4WeightOnlyConfig())
+MXFP4_CONFIG = _config(
+    MXDynamicActivationMXWeightConfig(activation_dtype=torch.float4_e2m1fn_x2, weight_dtype=torch.float4_e2m1fn_x2)
+)
 
 
 def _case(

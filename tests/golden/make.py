@@ -8,7 +8,8 @@ Nothing here imports q4core. Run from the repository's root, in an environment t
 
 Each case is one safetensors file ``<dialect>/<case>.safetensors`` with the stored tensors under their names on disk for
 the module ``proj``, the library's results as ``expected.<dtype>`` and the dense weight as ``source``.
-``manifest.json`` lists the cases; ``packing.json`` has codes and the bytes that hold them, in hexadecimal.
+``manifest.json`` lists the cases; ``packing.json`` has codes and the bytes that hold them, in hexadecimal;
+``models/`` has tiny whole models as each library exports them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes compiles its portable kernel; eager gives the same bits, sooner
 
+import exports
 import from_bitsandbytes
 import from_compressed_tensors
 import from_gguf
@@ -84,6 +86,10 @@ def _dump(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    path.write_bytes(_canonical(safetensors.torch.save(tensors, dict(metadata or {}) or None)))
+
+
 def make(folder: Path) -> int:
     """Write everything below ``folder`` and return the number of cases."""
     manifest = {}
@@ -93,9 +99,12 @@ def make(folder: Path) -> int:
         name = f"{case.dialect}/{case.name}"
         if name in manifest:
             raise RuntimeError(f"two cases are called {name}")
-        path.write_bytes(_canonical(safetensors.torch.save(_tensors(case), dict(case.metadata) or None)))
+        _save(path, _tensors(case), case.metadata)
         manifest[name] = _entry(case)
     from_gguf.write_files(folder / "gguf")
+    exports.write_models(folder / "models", _save)
+    for path in (folder / "models").rglob("model.safetensors"):
+        path.write_bytes(_canonical(path.read_bytes()))
     _dump(folder / "manifest.json", manifest)
     _dump(folder / "packing.json", packings.vectors())
     return len(manifest)
