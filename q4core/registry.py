@@ -23,7 +23,7 @@ from q4core.formats import BUILTIN_FORMATS, Format
 from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from q4core.backend import Backend
 
@@ -88,6 +88,8 @@ class Registry:
         self._answers: dict[str, list[tuple[str, Any]]] = {}
         self._backends: tuple[dict[str, Backend], tuple[RefusedBackend, ...]] | None = None
         self._lock = threading.RLock()
+        self.selections: dict[Hashable, Any] = {}
+        """Warm answers of the dispatcher over these plugins."""
 
     # -- finding and loading
 

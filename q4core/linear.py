@@ -1,0 +1,624 @@
+"""``Q4Linear``: a linear layer over a packed weight."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from q4core import ops
+from q4core.codec import dequantize
+from q4core.diagnostics import Diagnostics, diagnose
+from q4core.errors import InputError, LifecycleError, Q4Error
+from q4core.memory import apply_input_policy
+from q4core.plan import as_bytes
+from q4core.policy import SessionConfig, UnifiedMemoryPolicy
+from q4core.preparation import PreparedLayer, prepare_layer
+from q4core.registry import Registry, default_registry
+from q4core.weight_spec import WeightSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from q4core.weight import PackedWeight
+
+__all__ = ["Q4Linear", "WeightInfo"]
+
+_STATE = "weight."
+_SPEC_KEY = "weight.spec"
+_BUFFER = "packed_"
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@attrs.frozen
+class WeightInfo:
+    """What ``Q4Linear.weight`` answers: the facts of a dense weight, without one.
+
+    Args:
+        shape: (N, K).
+        dtype: dtype of the activations that the layer takes.
+        device: Where it runs.
+        format: Name of the format.
+        nbytes: Bytes that the packed weight takes.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    format: str
+    nbytes: int
+    requires_grad: bool = False
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one extent of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return 2."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Return N × K."""
+        return self.shape.numel()
+
+
+class Q4Linear(nn.Module):
+    """``y = x @ wᵀ + bias`` with a 4-bit w; made by ``Session.linear``.
+
+    ``state_dict`` holds, strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``), one
+    ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend prepared
+    stands in non-persistent uint8 buffers ``packed_0 …``.
+
+    Args:
+        weight: The packed weight; on the meta device the layer waits for ``load_state_dict``.
+        bias: [N] or None. A Parameter is taken as it is; a tensor becomes one without gradients.
+        config: A resolved configuration.
+        registry: The plugins to choose among; the process's unless told.
+        name: The layer's name, for messages and reports.
+        m: Rows of x that must be served.
+
+    Raises:
+        InputError: The bias does not fit.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
+            ``prepare_layer``.
+    """
+
+    in_features: int
+    out_features: int
+
+    def __init__(  # noqa: PLR0913  # one argument per fact
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        config: SessionConfig,
+        registry: Registry | None = None,
+        name: str | None = None,
+        m: tuple[int, int | None] = (1, None),
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.name = name or weight.name or "linear"
+        self._config = config
+        self._registry = registry
+        self._m = m
+        self._closed = False
+        self._counts: list[int] = []
+        self._ready: PreparedLayer | None = None
+        self._fast: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None
+        self._managed = False
+        self._plan_key = ""
+        self._buffer_names: tuple[str, ...] = ()
+        self._install(weight, None)
+        self.bias = self._as_bias(bias)
+
+    # -- preparing and letting go
+
+    def _install(self, weight: PackedWeight, dtype: torch.dtype | None) -> None:
+        """Prepare ``weight`` and take it as the layer's own."""
+        self._spec = WeightSpec.of(weight)
+        self._origin = (weight.name, weight.dialect, weight.notes)
+        if weight.device.type == "meta":
+            wanted = dtype or self._config.compute_dtype or weight.dtype
+            self._set_buffers(
+                [tensor if tensor.dtype == torch.uint8 else as_bytes(tensor) for _, tensor in weight.tensors()]
+            )
+            self._ready = None
+            self._fast = None
+            self._dtype = wanted
+            return
+        prepared = prepare_layer(weight, self._config, self._registry or default_registry(), m=self._m, dtype=dtype)
+        self._adopt(prepared)
+
+    def _adopt(self, prepared: PreparedLayer) -> None:
+        tag = torch.zeros(1, dtype=torch.uint8, device=prepared.selection.request.device)
+        self._set_buffers([*prepared.buffers, tag])
+        self._ready = prepared
+        self._dtype = prepared.plan.dtype
+        self._counts = [0] * len(prepared.plan.segments)
+        self._plan_key = prepared.plan.key
+        ops.count_by_tag(tag.data_ptr(), self._counts)
+        self._tag_address = tag.data_ptr()
+        self._fast = self._make_fast_path(prepared)
+        self._managed = (
+            self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
+        ) is not UnifiedMemoryPolicy.DISABLED
+
+    def _set_buffers(self, tensors: list[torch.Tensor]) -> None:
+        for old in [key for key in self._buffers if key.startswith(_BUFFER)]:
+            del self._buffers[old]
+        self._buffer_names = tuple(f"{_BUFFER}{index}" for index in range(len(tensors)))
+        for key, tensor in zip(self._buffer_names, tensors, strict=True):
+            self.register_buffer(key, tensor, persistent=False)
+
+    def close(self) -> None:
+        """Give every byte back; later use is a ``LifecycleError``. Closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._forget_tag()
+        self._ready = None
+        self._fast = None
+        self._set_buffers([])
+
+    def _forget_tag(self) -> None:
+        address = self.__dict__.get("_tag_address")
+        if address is not None:
+            ops.forget_tag(address, self._counts)
+
+    def __del__(self) -> None:
+        """Let the counters forget the layer."""
+        if "_counts" in self.__dict__:
+            self._forget_tag()
+
+    def _as_bias(self, bias: torch.Tensor | None) -> nn.Parameter | None:
+        if bias is None:
+            return None
+        if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
+            raise InputError(
+                f"layer {self.name!r}",
+                name="bias",
+                rule=f"a float vector of {self.out_features}",
+                value=f"{bias.dtype} {list(bias.shape)}",
+            )
+        if isinstance(bias, nn.Parameter) and bias.dtype == self._dtype and bias.device == self.device:
+            return bias
+        return nn.Parameter(bias.detach().to(self.device, self._dtype), requires_grad=bias.requires_grad)
+
+    # -- what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs."""
+        first = self._buffers.get(f"{_BUFFER}0")
+        return first.device if first is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the activations that the layer takes."""
+        return self._dtype
+
+    @property
+    def weight(self) -> WeightInfo:
+        """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
+        size = sum(buffer.numel() for buffer in self._own_buffers())
+        shape = torch.Size((self.out_features, self.in_features))
+        return WeightInfo(shape, self._dtype, self.device, self._spec.format.name, size)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the layer can run."""
+        return self._ready is not None
+
+    def _own_buffers(self) -> list[torch.Tensor]:
+        return [self._buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
+
+    def _require_ready(self) -> PreparedLayer:
+        if self._ready is None:
+            rule = "open" if self._closed else "prepared"
+            raise LifecycleError(
+                f"layer {self.name!r}",
+                name="layer",
+                rule=rule,
+                value="closed" if self._closed else "on the meta device",
+                hint="Make it again from its weight." if self._closed else "Load a state dict first (assign=True).",
+            )
+        return self._ready
+
+    def packed_weight(self) -> PackedWeight:
+        """Return the canonical weight: exported by the backend, or the source that was kept."""
+        ready = self._require_ready()
+        name, dialect, notes = self._origin
+        with torch.no_grad():
+            weight = ready.plan.weight(self._own_buffers())
+        return attrs.evolve(weight, name=name, dialect=dialect, notes=notes, dtype=self._spec.dtype)
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return dequantised rows of the weight (embedding look-up in a tied head).
+
+        Args:
+            index: int64, any shape, values in 0 … N - 1.
+            dtype: dtype of the result; the layer's own unless told.
+
+        Returns:
+            [*index.shape, K].
+
+        Raises:
+            InputError: An index is out of range or not int64.
+        """
+        ready = self._require_ready()
+        flat = index.reshape(-1)
+        if index.dtype not in {torch.int64, torch.int32} or (
+            flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < self.out_features)
+        ):
+            raise InputError(
+                f"layer {self.name!r}", name="index", rule=f"integers in 0 … {self.out_features - 1}", value=index.dtype
+            )
+        wanted = dtype or self._dtype
+        if not flat.numel():
+            return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
+        flat = flat.to(self.device, torch.int64)
+        with torch.no_grad():
+            if ready.plan.source is None:
+                dense = dequantize(ready.plan.weight(self._own_buffers(), flat), wanted)
+            else:
+                dense = dequantize(ready.plan.weight(self._own_buffers()), wanted, rows=flat)
+        return dense.reshape(*index.shape, self.in_features)
+
+    def diagnostics(self) -> Diagnostics:
+        """Return which backend and paths serve, what ran how often, and why not the others."""
+        return diagnose(self._require_ready(), layer=self.name, calls=self._counts, notes=self._origin[2])
+
+    def extra_repr(self) -> str:
+        """Return the facts that ``print(model)`` shows."""
+        state = "closed" if self._closed else "not prepared"
+        if self._ready is not None:
+            state = f"{self._ready.selection.backend}/{self._ready.selection.path.name}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self._spec.format.name}, dtype={self._dtype}, backend={state}"
+        )
+
+    # -- running
+
+    def forward(
+        self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``.
+
+        Args:
+            x: [..., K] of the layer's dtype, on its device.
+            out_dtype: dtype of the result; the layer's own unless told.
+            out: [..., N] to write to; no gradient flows through it.
+
+        Returns:
+            [..., N]; ``out`` where given.
+
+        Raises:
+            InputError: x or out has the wrong shape, dtype or device.
+            LifecycleError: The layer is closed, or waits for its state.
+        """
+        if not torch.compiler.is_compiling():
+            fast = self._fast
+            if fast is not None and out_dtype is None:
+                y = fast(x, out)
+                if y is not None:
+                    return y
+        return self._forward(x, out_dtype, out)
+
+    def _make_fast_path(self, prepared: PreparedLayer) -> Callable[[torch.Tensor, torch.Tensor | None], Any] | None:
+        """Return a call straight to the backend that answers None whenever anything is out of the ordinary."""
+        if (self._config.unified_memory or UnifiedMemoryPolicy.DISABLED) is not UnifiedMemoryPolicy.DISABLED:
+            return None
+        plan, ready = prepared.plan, prepared.prepared
+        device = prepared.selection.request.device
+        if device.type != "cpu" or plan.out_dtype is not plan.dtype:
+            return None
+        linear = plan.backend.linear
+        features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
+        counts, buffers, parameters = self._counts, self._buffers, self._parameters
+        first_key = self._buffer_names[0]
+        first_buffer = buffers[first_key]
+        names = [segment.path.name for segment in plan.segments]
+        low_name = names[0] if plan.segments[0].low == 1 else None
+        segment_index = plan.segment_index
+        tensor_type, empty = torch.Tensor, torch.empty
+        grad_enabled = torch.is_grad_enabled
+        dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack  # noqa: SLF001  # there is no public way to ask
+        transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001  # there is no public way to ask
+
+        def fast(x: torch.Tensor, out: torch.Tensor | None) -> Any:
+            if (
+                type(x) is not tensor_type
+                or x.dtype is not dtype
+                or not x.is_cpu
+                or dispatch_modes()
+                or function_modes()
+                or buffers.get(first_key) is not first_buffer
+                or transforms() is not None
+            ):
+                return None
+            bias = parameters["bias"]
+            if grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+                return None
+            shape = x.shape
+            if not shape or shape[-1] != features or not x.is_contiguous():
+                return None
+            if len(shape) == 2:  # noqa: PLR2004  # [M, K] needs no view
+                rows, flat = shape[0], x
+            else:
+                rows = x.numel() // features
+                flat = x.view(rows, features) if rows else x
+            if rows == 1 and low_name is not None:
+                index, name = 0, low_name
+            else:
+                found = segment_index(rows) if rows else None
+                if found is None:
+                    return None
+                index, name = found, names[found]
+            if out is None:
+                out = empty((*shape[:-1], outputs), dtype=dtype)
+                target = out if len(shape) == 2 else out.view(rows, outputs)  # noqa: PLR2004  # [M, N] needs no view
+            else:
+                if (
+                    out.dtype is not dtype
+                    or not out.is_cpu
+                    or not out.is_contiguous()
+                    or out.shape[:-1] != shape[:-1]
+                    or out.shape[-1] != outputs
+                    or (out.requires_grad and grad_enabled())
+                ):
+                    return None
+                target = out if len(shape) == 2 else out.view(rows, outputs)  # noqa: PLR2004  # [M, N] needs no view
+            linear(ready, flat, target, bias=bias, path=name)
+            counts[index] += 1
+            return out
+
+        return fast
+
+    def _forward(self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.Tensor:
+        ready = self._require_ready()
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != self._dtype and x.is_floating_point():
+            x = x.to(self._dtype)
+        self._check_input(x)
+        self._check_out(x, out, out_dtype)
+        x, temporary = self._placed_input(x)
+        bias = self.bias
+        if bias is not None and bias.dtype != self._dtype:
+            bias = bias.to(self._dtype)
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        if out is not None and not torch.compiler.is_compiling() and out.dtype == ready.plan.out_dtype:
+            if needs_grad:
+                raise InputError(
+                    f"layer {self.name!r}",
+                    name="out",
+                    rule="None where gradients are recorded",
+                    value="a tensor",
+                    hint="Call under torch.no_grad(), or leave out= away.",
+                )
+            torch.ops.q4core.linear_out(x, self._own_buffers(), bias, self._plan_key, out)
+            del temporary
+            return out
+        y: torch.Tensor = torch.ops.q4core.linear(x, self._own_buffers(), bias, self._plan_key)
+        if out is not None:
+            out.copy_(y)
+            return out
+        return y if out_dtype is None else y.to(out_dtype)
+
+    def _placed_input(self, x: torch.Tensor) -> tuple[torch.Tensor, object]:
+        if not self._managed:
+            return x, None
+        policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
+        registry = self._registry or default_registry()
+        placed, decision = apply_input_policy(x, policy, device=self.device, providers=registry.memory_providers())
+        return placed, decision
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        label = f"layer {self.name!r}"
+        if not isinstance(x, torch.Tensor):
+            raise InputError(label, name="x", rule="a tensor", value=type(x).__name__)
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            rule = f"of shape [..., {self.in_features}]"
+            raise InputError(
+                label, name="x", rule=rule, value=list(x.shape), hint=f"The layer has {self.in_features} in-features."
+            )
+        if x.dtype != self._dtype:
+            raise InputError(
+                label,
+                name="x",
+                rule=f"of dtype {self._dtype}",
+                value=x.dtype,
+                hint=f"Use x.to({self._dtype}), or layer.to(dtype) with float32, bfloat16 or float16.",
+            )
+        if x.device != self.device:
+            raise InputError(
+                label,
+                name="x",
+                rule=f"on device {self.device}",
+                value=str(x.device),
+                hint=f'Use x.to("{self.device}") or layer.to(device).',
+            )
+
+    def _check_out(self, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+        label = f"layer {self.name!r}"
+        if out_dtype is not None and out_dtype not in _FLOATS:
+            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
+        if out is None:
+            return
+        expected = (*x.shape[:-1], self.out_features)
+        wanted = out_dtype or self._dtype
+        if tuple(out.shape) != expected or out.dtype != wanted or out.device != x.device:
+            raise InputError(
+                label,
+                name="out",
+                rule=f"{wanted} {list(expected)} on {x.device}",
+                value=f"{out.dtype} {list(out.shape)} on {out.device}",
+            )
+        if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+            raise InputError(
+                label, name="out", rule="a tensor that does not require gradients", value="requires_grad=True"
+            )
+        if not torch.compiler.is_compiling() and out.numel() and _overlap(x, out):
+            raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory")
+
+    # -- moving, copying, saving
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: FBT001, FBT002  # nn.Module's signature
+        """Follow ``.to()``, ``.half()`` and the like: codes and scales keep their bytes; see ``docs/decisions``."""
+        probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
+        dtype = probe.dtype if probe.dtype in _FLOATS else self._dtype
+        if self._closed or (dtype == self._dtype and probe.device == self.device):
+            return self._apply_bias(fn)
+        if self._ready is None:
+            if probe.device.type != "meta":
+                self._set_buffers([torch.empty_like(buffer, device=probe.device) for buffer in self._own_buffers()])
+            self._dtype = dtype
+            return self._apply_bias(fn)
+        weight = self.packed_weight()
+        moved = weight.to(probe.device)
+        if probe.device != self.device:
+            self._config = attrs.evolve(self._config, device=str(probe.device))
+        self._forget_tag()
+        self._install(moved, dtype)
+        return self._apply_bias(fn)
+
+    def _apply_bias(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Q4Linear:
+        if self.bias is not None:
+            with torch.no_grad():
+                bias = fn(self.bias)
+            if bias.device != self.bias.device or bias.dtype != self.bias.dtype:
+                self.bias = nn.Parameter(bias.to(self._dtype), requires_grad=self.bias.requires_grad)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._ready is None:
+            self._require_ready()
+        weight = self.packed_weight()
+        spec = WeightSpec.of(weight)
+        destination[prefix + _SPEC_KEY] = torch.tensor(list(spec.to_json().encode()), dtype=torch.uint8)
+        for field, tensor in weight.tensors():
+            destination[prefix + _STATE + field] = tensor
+
+    def _load_from_state_dict(  # noqa: PLR0913  # nn.Module's signature
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,  # noqa: FBT001  # nn.Module's signature
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix + _STATE)}
+        rest: Any = {key: value for key, value in state_dict.items() if key not in own}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        spec_tensor = own.pop(prefix + _SPEC_KEY, None)
+        if spec_tensor is None:
+            missing_keys.append(prefix + _SPEC_KEY)
+            return
+        try:
+            weight = self._read_state(prefix, spec_tensor, own, missing_keys, unexpected_keys)
+            if weight is not None:
+                self._forget_tag()
+                self._install(weight, self._dtype)
+                self._closed = False
+        except Q4Error as error:
+            error_msgs.append(f"{prefix}weight: {error}")
+
+    def _read_state(
+        self,
+        prefix: str,
+        spec_tensor: torch.Tensor,
+        own: Mapping[str, torch.Tensor],
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+    ) -> PackedWeight | None:
+        formats = (self._registry or default_registry()).formats().values()
+        text = bytes(spec_tensor.to("cpu", torch.uint8).tolist()).decode("utf-8", errors="replace")
+        spec = WeightSpec.from_json(text, formats=formats, where=f"{prefix}{_SPEC_KEY}")
+        if (spec.out_features, spec.in_features) != (self.out_features, self.in_features):
+            raise InputError(
+                f"layer {self.name!r}",
+                name=f"{prefix}{_SPEC_KEY}",
+                rule=f"that of a {self.out_features}×{self.in_features} weight",
+                value=(spec.out_features, spec.in_features),
+            )
+        expected = [f"{prefix}{_STATE}{field}" for field in spec.fields]
+        absent = [key for key in expected if key not in own]
+        missing_keys.extend(absent)
+        unexpected_keys.extend(key for key in own if key not in expected)
+        if absent:
+            return None
+        device = self.device if self.device.type != "meta" else own[expected[0]].device
+        name, dialect, notes = self._origin
+        tensors = [own[key].detach().to(device) for key in expected]
+        return attrs.evolve(spec.build([_owned(tensor) for tensor in tensors], name=name), dialect=dialect, notes=notes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Q4Linear:
+        """Return an independent copy: its own bytes, the same plan, counters at zero."""
+        twin = Q4Linear.__new__(Q4Linear)
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        for key in (
+            "in_features",
+            "out_features",
+            "name",
+            "_config",
+            "_registry",
+            "_m",
+            "_closed",
+            "_spec",
+            "_origin",
+            "_dtype",
+            "training",
+        ):
+            setattr(twin, key, getattr(self, key))
+        for key, blank in (("_counts", []), ("_ready", None), ("_fast", None), ("_managed", False), ("_plan_key", ""), ("_buffer_names", ())):
+            setattr(twin, key, blank)
+        if self._ready is None:
+            twin._set_buffers([buffer.clone() for buffer in self._own_buffers()])  # noqa: SLF001  # own class
+        else:
+            buffers = tuple(buffer.clone(memory_format=torch.contiguous_format) for buffer in self._ready.buffers)
+            copied = attrs.evolve(self._ready, buffers=buffers, prepared=self._ready.plan.prepared(buffers))
+            twin._adopt(copied)  # noqa: SLF001  # own class
+        twin.bias = copy.deepcopy(self.bias, memo)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the canonical weight; the other process selects and prepares for itself."""
+        return {
+            "weight": self.packed_weight(),
+            "bias": self.bias,
+            "config": self._config,
+            "dtype": self._dtype,
+            "name": self.name,
+            "m": self._m,
+            "training": self.training,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Prepare the unpickled weight with this process's plugins."""
+        config = attrs.evolve(state["config"], compute_dtype=state["dtype"])
+        self.__init__(state["weight"], state["bias"], config=config, name=state["name"], m=state["m"])  # type: ignore[misc]  # nn.Module unpickles without __init__
+        self.train(state["training"])
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that a caller's later writes can't reach."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.device != b.device or a.numel() == 0 or a.device.type == "meta":
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    spans = []
+    for tensor in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]

@@ -1,0 +1,183 @@
+"""``Plan``: how one kind of prepared layer is called, told apart from its tensors.
+
+A plan is named by a text that depends on what it says only, never on the order in which plans were made, so that a
+compiled graph that carries the name means the same in another process, and layers of one shape share one graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.backend import Prepared
+from q4core.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.backend import Backend
+    from q4core.dispatch import Segment, Selection
+    from q4core.weight import PackedWeight
+    from q4core.weight_spec import WeightSpec
+
+__all__ = ["Plan", "as_bytes", "make_plan", "plan_by_key"]
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a uint8 view of any tensor: the same shape for one-byte dtypes, else one more axis of itemsize bytes."""
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
+def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.uint8:
+        return tensor
+    return tensor.view(dtype) if dtype.itemsize == 1 else tensor.view(dtype).squeeze(-1)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Plan:
+    """One way of calling one backend.
+
+    Args:
+        key: Its name; see ``make_plan``.
+        backend: Who computes.
+        meta: ``Prepared.meta``.
+        dtypes: dtype behind each byte buffer: the prepared tensors, then the source's, then the layer's tag (uint8).
+        prepared_count: How many of the buffers are the backend's.
+        source: Spec of the source weight, whose tensors follow, for a backend without ``export``; else None.
+        segments: Which path serves which M.
+        out_features: N.
+        in_features: K.
+        dtype: dtype of x.
+        out_dtype: dtype of y.
+    """
+
+    key: str
+    backend: Backend
+    meta: Any
+    dtypes: tuple[torch.dtype, ...]
+    prepared_count: int
+    source: WeightSpec | None
+    segments: tuple[Segment, ...]
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    def segment_index(self, rows: int) -> int | None:
+        """Return which segment serves ``rows`` rows of x, or None outside the range asked for."""
+        for index, segment in enumerate(self.segments):
+            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+                return index
+        return None
+
+    def typed(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the buffers (without the tag) in their own dtypes."""
+        return [_from_bytes(tensor, dtype) for tensor, dtype in zip(buffers, self.dtypes, strict=False)]
+
+    def prepared(self, buffers: Sequence[torch.Tensor]) -> Prepared:
+        """Return the backend's own view of the buffers."""
+        count = self.prepared_count
+        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count)]
+        return Prepared(tuple(typed), self.meta)
+
+    def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
+        """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
+        if self.source is None:
+            export: Any = self.backend.export  # type: ignore[attr-defined]  # optional method of the contract
+            exported: PackedWeight = export(self.prepared(buffers), rows)
+            return exported
+        count = self.prepared_count
+        stop = count + len(self.source.fields)
+        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count, stop)]
+        return self.source.build(typed)
+
+
+_plans: dict[str, Plan] = {}
+_lock = threading.Lock()
+
+
+def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source: PackedWeight | None) -> Plan:
+    """Return the plan for a prepared weight, the same object for equal facts.
+
+    Args:
+        selection: What was chosen.
+        backend: The winner.
+        prepared: What it prepared.
+        source: The source weight, for a backend without ``export``; else None.
+    """
+    from q4core.weight_spec import WeightSpec  # noqa: PLC0415  # weight_spec stands beside this module
+
+    spec = WeightSpec.of(source) if source is not None else None
+    tensors = [*prepared.tensors, *([tensor for _, tensor in source.tensors()] if source is not None else [])]
+    dtypes = (*(tensor.dtype for tensor in tensors), torch.uint8)
+    request = selection.backend_request
+    kind = type(backend)
+    facts = repr(
+        (
+            f"{kind.__module__}.{kind.__qualname__}",
+            backend.api_version,
+            prepared.meta,
+            dtypes,
+            len(prepared.tensors),
+            spec,
+            selection.segments,
+            request.format.name,
+            request.out_features,
+            request.in_features,
+            request.dtype,
+            request.out_dtype,
+        )
+    )
+    stem = f"{backend.name}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    with _lock:
+        number = 1
+        while True:
+            key = stem if number == 1 else f"{stem}#{number}"
+            known = _plans.get(key)
+            if known is None:
+                break
+            if known.backend is backend:
+                return known
+            number += 1  # an equal plan over another instance of the backend (another registry)
+        plan = Plan(
+            key=key,
+            backend=backend,
+            meta=prepared.meta,
+            dtypes=dtypes,
+            prepared_count=len(prepared.tensors),
+            source=spec,
+            segments=selection.segments,
+            out_features=request.out_features,
+            in_features=request.in_features,
+            dtype=request.dtype,
+            out_dtype=request.out_dtype,
+        )
+        _plans[key] = plan
+        return plan
+
+
+def plan_by_key(key: str) -> Plan:
+    """Return a plan by its name.
+
+    Raises:
+        LifecycleError: No layer of this process was prepared under that plan.
+    """
+    try:
+        return _plans[key]
+    except KeyError:
+        raise LifecycleError(
+            "q4core::linear",
+            name="plan",
+            rule="that of a layer prepared in this process",
+            value=key,
+            hint="Prepare the layer (session.linear) before a compiled graph that was made elsewhere calls it.",
+        ) from None

@@ -1,0 +1,219 @@
+"""``Session``: a policy plus the layers prepared under it; ``linear`` and ``select`` for the simple things."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.diagnostics import Report
+from q4core.errors import InputError, LifecycleError
+from q4core.linear import Q4Linear
+from q4core.policy import SessionConfig, active_config, resolve_config
+from q4core.preparation import select_for
+from q4core.registry import Registry, default_registry
+from q4core.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from q4core.backend import Request
+    from q4core.dispatch import Selection
+
+__all__ = ["Session", "default_session", "explain", "linear", "select"]
+
+
+class Session:
+    """A policy, and the lifetime of what was prepared under it.
+
+    ``close()`` (or leaving ``with``) gives every byte back and makes later use of its layers a ``LifecycleError``;
+    without it, prepared weights live as long as the layers that use them. Sessions share no mutable state.
+
+    Args:
+        config: What to ask for; unset fields ask the context, the environment and the default, when a layer is made.
+        registry: The plugins to choose among; the process's unless told.
+
+    Raises:
+        ConfigError: The configuration, or a ``Q4_*`` variable, is not legal.
+    """
+
+    def __init__(self, config: SessionConfig | None = None, *, registry: Registry | None = None) -> None:
+        self.config = resolve_config(config)
+        self._registry = registry
+        self._layers: weakref.WeakSet[Q4Linear] = weakref.WeakSet()
+        self._order: list[weakref.ref[Q4Linear]] = []
+        self._by_weight: weakref.WeakKeyDictionary[PackedWeight, dict[Any, Q4Linear]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins that the session chooses among."""
+        return self._registry or default_registry()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LifecycleError("session", name="session", rule="open", value="closed", hint="Make a new session.")
+
+    def linear(
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        name: str | None = None,
+        m: tuple[int, int | None] = (1, None),
+    ) -> Q4Linear:
+        """Return a layer over ``weight``, prepared and proven.
+
+        Args:
+            weight: The packed weight; once prepared, the layer holds no reference to it.
+            bias: [N] or None.
+            name: For messages and reports; the weight's own unless told.
+            m: Rows of x that must be served: (lowest, highest), None for no upper end.
+
+        Raises:
+            LifecycleError: The session is closed.
+            InputError: ``weight`` is no ``PackedWeight``, or the bias does not fit.
+            BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
+                ``prepare_layer``.
+        """
+        self._require_open()
+        if not isinstance(weight, PackedWeight):
+            raise InputError(
+                "session.linear",
+                name="weight",
+                rule="a PackedWeight",
+                value=type(weight).__name__,
+                hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
+            )
+        layer = Q4Linear(weight, bias, config=self.config, registry=self._registry, name=name, m=m)
+        self.adopt(layer)
+        return layer
+
+    def adopt(self, layer: Q4Linear) -> None:
+        """Let the session report and close a layer that was made elsewhere (a copy, say)."""
+        with self._lock:
+            self._layers.add(layer)
+            self._order = [reference for reference in self._order if reference() is not None]
+            self._order.append(weakref.ref(layer))
+
+    def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias`` through a layer that is cached as long as ``weight`` lives.
+
+        Raises:
+            As ``linear``, and as ``Q4Linear.forward``.
+        """
+        self._require_open()
+        config = active_config().over(self.config)
+        key = (x.dtype, x.device, config)
+        with self._lock:
+            known = self._by_weight.get(weight)
+            layer = None if known is None else known.get(key)
+        if layer is None:
+            config = attrs.evolve(config, compute_dtype=x.dtype)
+            if config.device in {None, "auto"}:
+                config = attrs.evolve(config, device=str(x.device))
+            layer = Q4Linear(weight, config=config, registry=self._registry)
+            self.adopt(layer)
+            with self._lock:
+                self._by_weight.setdefault(weight, {})[key] = layer
+        y = layer(x)
+        return y if bias is None else y + bias
+
+    def layers(self) -> list[Q4Linear]:
+        """Return the living layers, in the order in which they were made."""
+        with self._lock:
+            found = [reference() for reference in self._order]
+        return [layer for layer in found if layer is not None]
+
+    def report(self) -> Report:
+        """Return what ran for which M, and why not the others, layer by layer."""
+        self._require_open()
+        return Report([layer.diagnostics() for layer in self.layers() if layer.is_prepared])
+
+    def close(self) -> None:
+        """Give every prepared byte back; closing twice is allowed."""
+        self._closed = True
+        for layer in self.layers():
+            layer.close()
+        self._by_weight.clear()
+        self._order.clear()
+
+    def __enter__(self) -> Session:
+        """Return the session."""
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return state and number of layers."""
+        return f"Session({'closed' if self._closed else 'open'}, {len(self.layers())} layers, {self.config})"
+
+
+_default: Session | None = None
+_default_lock = threading.Lock()
+
+
+def default_session() -> Session:
+    """Return the process's default session, made on first use; a closed one is replaced."""
+    global _default  # noqa: PLW0603  # one per process
+    with _default_lock:
+        if _default is None or _default._closed or _default.registry is not default_registry():  # noqa: SLF001  # own class
+            _default = Session()
+        return _default
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ wᵀ + bias`` in the default session, which caches the prepared weight as long as ``weight`` lives.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16.
+        weight: The packed weight [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        InputError: x does not fit the weight.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError: Nothing may serve.
+    """
+    return default_session().apply(x, weight, bias)
+
+
+def select(request: Request, config: SessionConfig | None = None, *, registry: Registry | None = None) -> Selection:
+    """Return which backend and paths would serve a request, and why not the others; nothing is prepared.
+
+    Args:
+        request: What is asked; see ``Request.for_weight``.
+        config: Wishes; unset fields ask the context, the environment and the default.
+        registry: The plugins to choose among; the process's unless told.
+
+    Raises:
+        UnknownBackendError, PolicyConflictError, BackendUnavailableError: See ``select_backend``.
+    """
+    return select_for(request, resolve_config(config), registry or default_registry())
+
+
+def explain(what: torch.nn.Module | Session) -> Report:
+    """Return the report of every prepared ``Q4Linear`` in a module, or of a session.
+
+    Args:
+        what: A module (a ``Q4Linear`` itself, too) or a ``Session``.
+    """
+    if isinstance(what, Session):
+        return what.report()
+    records = []
+    for name, module in what.named_modules():
+        if isinstance(module, Q4Linear) and module.is_prepared:
+            record = module.diagnostics()
+            records.append(attrs.evolve(record, layer=name) if name else record)
+    return Report(records)
