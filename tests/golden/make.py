@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+os.environ["ATEN_CPU_CAPABILITY"] = "default"  # sums in one order, whatever vector unit this machine has
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes compiles its portable kernel; eager gives the same bits, sooner
 
 import exports
