@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
@@ -30,6 +30,8 @@ __all__ = ["Q4Linear", "WeightInfo"]
 _STATE = "weight."
 _SPEC_KEY = "weight.spec"
 _BUFFER = "packed_"
+_LINEAR = torch.ops.q4core.linear.default
+_LINEAR_OUT = torch.ops.q4core.linear_out.default
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -112,6 +114,10 @@ class Q4Linear(nn.Module):
         self._managed = False
         self._plan_key = ""
         self._buffer_names: tuple[str, ...] = ()
+        self._live: ops.LiveLayer | None = None
+        self._tag_address = 0
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", None)
         self._install(weight, None)
         self.bias = self._as_bias(bias)
 
@@ -129,6 +135,7 @@ class Q4Linear(nn.Module):
             self._ready = None
             self._fast = None
             self._dtype = wanted
+            self._device = weight.device
             return
         prepared = prepare_layer(weight, self._config, self._registry or default_registry(), m=self._m, dtype=dtype)
         self._adopt(prepared)
@@ -138,10 +145,12 @@ class Q4Linear(nn.Module):
         self._set_buffers([*prepared.buffers, tag])
         self._ready = prepared
         self._dtype = prepared.plan.dtype
+        self._device = prepared.selection.request.device
         self._counts = [0] * len(prepared.plan.segments)
         self._plan_key = prepared.plan.key
-        ops.count_by_tag(tag.data_ptr(), self._counts)
         self._tag_address = tag.data_ptr()
+        self._live = ops.LiveLayer(prepared.plan, prepared.prepared, prepared.buffers[0].data_ptr(), self._counts)
+        ops.register_layer(tag, self._live)
         self._fast = self._make_fast_path(prepared)
         self._managed = (
             self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
@@ -165,14 +174,14 @@ class Q4Linear(nn.Module):
         self._set_buffers([])
 
     def _forget_tag(self) -> None:
-        address = self.__dict__.get("_tag_address")
-        if address is not None:
-            ops.forget_tag(address, self._counts)
+        live = self.__dict__.get("_live")
+        if live is not None:
+            ops.forget_layer(self._tag_address, live)
+            self._live = None
 
     def __del__(self) -> None:
         """Let the counters forget the layer."""
-        if "_counts" in self.__dict__:
-            self._forget_tag()
+        self._forget_tag()
 
     def _as_bias(self, bias: torch.Tensor | None) -> nn.Parameter | None:
         if bias is None:
@@ -193,8 +202,7 @@ class Q4Linear(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the layer runs."""
-        first = self._buffers.get(f"{_BUFFER}0")
-        return first.device if first is not None else torch.device("cpu")
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,7 +222,8 @@ class Q4Linear(nn.Module):
         return self._ready is not None
 
     def _own_buffers(self) -> list[torch.Tensor]:
-        return [self._buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
+        buffers = self._buffers
+        return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
 
     def _require_ready(self) -> PreparedLayer:
         if self._ready is None:
@@ -380,43 +389,44 @@ class Q4Linear(nn.Module):
         return fast
 
     def _forward(self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.Tensor:
-        ready = self._require_ready()
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != self._dtype and x.is_floating_point():
+        """Check everything, then call the registered op."""
+        if self._ready is None:
+            self._require_ready()
+        if not isinstance(x, torch.Tensor):
+            self._refuse_input(x)
+        if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
-        self._check_input(x)
-        self._check_out(x, out, out_dtype)
-        x, temporary = self._placed_input(x)
-        bias = self.bias
-        if bias is not None and bias.dtype != self._dtype:
-            bias = bias.to(self._dtype)
-        needs_grad = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-        if out is not None and not torch.compiler.is_compiling() and out.dtype == ready.plan.out_dtype:
-            if needs_grad:
-                raise InputError(
-                    f"layer {self.name!r}",
-                    name="out",
-                    rule="None where gradients are recorded",
-                    value="a tensor",
-                    hint="Call under torch.no_grad(), or leave out= away.",
-                )
-            torch.ops.q4core.linear_out(x, self._own_buffers(), bias, self._plan_key, out)
-            del temporary
-            return out
-        y: torch.Tensor = torch.ops.q4core.linear(x, self._own_buffers(), bias, self._plan_key)
-        if out is not None:
-            out.copy_(y)
-            return out
-        return y if out_dtype is None else y.to(out_dtype)
+        if x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device:
+            self._refuse_input(x)
+        if out is not None or out_dtype is not None:
+            self._check_out(x, out, out_dtype)
+        if self._managed:
+            x = self._placed_input(x)
+        bias = self._parameters["bias"]
+        buffers = self._own_buffers()
+        if out is None:
+            y: torch.Tensor = _LINEAR(x, buffers, bias, self._plan_key)
+            return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
+        if torch.compiler.is_compiling() or out.dtype is not self._dtype:
+            return out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            raise InputError(
+                f"layer {self.name!r}",
+                name="out",
+                rule="None where gradients are recorded",
+                value="a tensor",
+                hint="Call under torch.no_grad(), or leave out= away.",
+            )
+        _LINEAR_OUT(x, buffers, bias, self._plan_key, out)
+        return out
 
-    def _placed_input(self, x: torch.Tensor) -> tuple[torch.Tensor, object]:
-        if not self._managed:
-            return x, None
+    def _placed_input(self, x: torch.Tensor) -> torch.Tensor:
         policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
         registry = self._registry or default_registry()
-        placed, decision = apply_input_policy(x, policy, device=self.device, providers=registry.memory_providers())
-        return placed, decision
+        placed, _ = apply_input_policy(x, policy, device=self.device, providers=registry.memory_providers())
+        return placed
 
-    def _check_input(self, x: torch.Tensor) -> None:
+    def _refuse_input(self, x: Any) -> NoReturn:
         label = f"layer {self.name!r}"
         if not isinstance(x, torch.Tensor):
             raise InputError(label, name="x", rule="a tensor", value=type(x).__name__)
@@ -433,14 +443,13 @@ class Q4Linear(nn.Module):
                 value=x.dtype,
                 hint=f"Use x.to({self._dtype}), or layer.to(dtype) with float32, bfloat16 or float16.",
             )
-        if x.device != self.device:
-            raise InputError(
-                label,
-                name="x",
-                rule=f"on device {self.device}",
-                value=str(x.device),
-                hint=f'Use x.to("{self.device}") or layer.to(device).',
-            )
+        raise InputError(
+            label,
+            name="x",
+            rule=f"on device {self.device}",
+            value=str(x.device),
+            hint=f'Use x.to("{self.device}") or layer.to("{x.device}").',
+        )
 
     def _check_out(self, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
         label = f"layer {self.name!r}"
@@ -475,6 +484,7 @@ class Q4Linear(nn.Module):
         if self._ready is None:
             if probe.device.type != "meta":
                 self._set_buffers([torch.empty_like(buffer, device=probe.device) for buffer in self._own_buffers()])
+                self._device = probe.device
             self._dtype = dtype
             return self._apply_bias(fn)
         weight = self.packed_weight()
@@ -563,6 +573,7 @@ class Q4Linear(nn.Module):
         twin = Q4Linear.__new__(Q4Linear)
         memo[id(self)] = twin
         nn.Module.__init__(twin)
+        twin.register_parameter("bias", None)
         for key in (
             "in_features",
             "out_features",
@@ -574,10 +585,20 @@ class Q4Linear(nn.Module):
             "_spec",
             "_origin",
             "_dtype",
+            "_device",
             "training",
         ):
             setattr(twin, key, getattr(self, key))
-        for key, blank in (("_counts", []), ("_ready", None), ("_fast", None), ("_managed", False), ("_plan_key", ""), ("_buffer_names", ())):
+        for key, blank in (
+            ("_counts", []),
+            ("_ready", None),
+            ("_fast", None),
+            ("_managed", False),
+            ("_plan_key", ""),
+            ("_buffer_names", ()),
+            ("_live", None),
+            ("_tag_address", 0),
+        ):
             setattr(twin, key, blank)
         if self._ready is None:
             twin._set_buffers([buffer.clone() for buffer in self._own_buffers()])  # noqa: SLF001  # own class
