@@ -1,0 +1,21 @@
+"""What every test in this repository runs under: no settings of the user's, one thread policy, one Hypothesis profile."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import torch
+
+# Q4_PLUGIN_MODULES says where code comes from, not what it does, so a source tree that is not installed keeps it.
+for _name in [name for name in os.environ if name.startswith("Q4_") and name != "Q4_PLUGIN_MODULES"]:
+    del os.environ[_name]
+
+# Two threads are enough for tests' sizes; more would make a parallel run oversubscribe a small machine.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
+
+# In CI the examples are the same in every run, so that a failure there is a change's and not the day's; elsewhere new
+# examples are searched. Time limits per example would fail on a busy machine and say nothing about the code.
+hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

