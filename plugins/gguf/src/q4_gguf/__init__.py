@@ -1,0 +1,1 @@
+"""Reads GGUF files for q4core."""

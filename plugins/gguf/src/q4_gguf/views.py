@@ -1,0 +1,115 @@
+"""Tensors that look into a mapped GGUF file: no byte is copied until somebody asks for one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
+from q4core import CheckpointError, PackedWeight, find_format
+
+if TYPE_CHECKING:
+    from q4_gguf.header import TensorEntry
+
+__all__ = ["dense_tensor", "map_file", "packed_weight", "refusal"]
+
+_SMALLEST_HEADER_BYTES = 24
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
+    """Map a file privately: reading costs page cache alone, and writing into a view never reaches the file.
+
+    Raises:
+        CheckpointError: The file can't be opened, or it is shorter than the shortest header.
+    """
+    where = os.fspath(path)
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123  # any path-like
+            size = os.fstat(file.fileno()).st_size
+            if size < _SMALLEST_HEADER_BYTES:
+                raise CheckpointError(
+                    "GGUF file",
+                    name="size",
+                    rule=f"at least {_SMALLEST_HEADER_BYTES} bytes",
+                    value=size,
+                    where=where,
+                    hint="The file is truncated or not a GGUF file.",
+                )
+            if not hasattr(mmap, "MAP_PRIVATE"):
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # torch wants writable memory. Without MAP_NORESERVE a private writable mapping is counted as if all of it
+            # were going to be written, and a file larger than the machine's memory could not be mapped.
+            flags = mmap.MAP_PRIVATE | _NO_RESERVE
+            return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise CheckpointError(
+            "GGUF file", name="file", rule="readable", value=error.strerror or str(error), where=where
+        ) from error
+
+
+def refusal(entry: TensorEntry) -> str | None:
+    """Return why a tensor can't be served, or None where it can."""
+    if entry.type is None:
+        return f"ggml type number {entry.type_number} is not known to the installed package gguf"
+    if not entry.type.served:
+        served = ", ".join((*PACKED_TYPES, *DENSE_TYPES))
+        return f"ggml type {entry.type_name} is not one that q4core reads ({served})"
+    if entry.type_name in PACKED_TYPES and len(entry.shape) not in {2, 3}:
+        return f"a packed tensor must have 2 dimensions, or 3 for experts; this one has the shape {entry.shape}"
+    return None
+
+
+def _bytes(data: mmap.mmap, entry: TensorEntry, step: int) -> torch.Tensor:
+    """Return a tensor's bytes; copied only where a file of odd alignment would break ``step``."""
+    flat = torch.frombuffer(data, dtype=torch.uint8, count=entry.nbytes or 0, offset=entry.position)
+    return flat if flat.data_ptr() % step == 0 else flat.clone()
+
+
+def dense_tensor(data: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+    """Return a dense tensor in the file's own dtype, as a view of the file.
+
+    Args:
+        data: The mapped file.
+        entry: A tensor of one of ``DENSE_TYPES``.
+    """
+    dtype = DENSE_TYPES[entry.type_name]
+    return _bytes(data, entry, dtype.itemsize).view(dtype).view(entry.shape)
+
+
+def packed_weight(data: mmap.mmap, entry: TensorEntry, *, name: str, expert: int | None = None) -> PackedWeight:
+    """Return a packed weight [N, K] whose codes, scales and offsets are strided views of the file.
+
+    Args:
+        data: The mapped file.
+        entry: A tensor of one of ``PACKED_TYPES`` and of shape [N, K], or [E, N, K] with ``expert``.
+        name: The layer's name.
+        expert: Which of the E weights; None for a matrix.
+    """
+    layout = PACKED_TYPES[entry.type_name]
+    kind = entry.type
+    if kind is None:  # pragma: no cover  # PACKED_TYPES has known types only
+        raise CheckpointError("GGUF tensor", name=name, rule="of a known type", value=entry.type_number)
+    *_, rows, columns = entry.shape
+    blocks = _bytes(data, entry, 2).view(-1, rows, columns // kind.block_size, kind.block_bytes)[expert or 0]
+
+    def half(start: int) -> torch.Tensor:
+        return blocks[..., start : start + 2].view(torch.float16).squeeze(-1)
+
+    return PackedWeight(
+        format=find_format(layout.format),
+        qdata=blocks[..., layout.codes :],
+        scale=half(0),
+        offset=None if layout.offset is None else half(layout.offset),
+        out_features=rows,
+        in_features=columns,
+        block_size=kind.block_size,
+        packing=layout.packing,
+        dtype=torch.float32,
+        name=name,
+        dialect="gguf",
+    )

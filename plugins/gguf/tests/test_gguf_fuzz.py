@@ -1,0 +1,109 @@
+"""Mutated files: nothing crashes, hangs or allocates absurdly, and every error is a typed one."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+import tracemalloc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_gguf.ggml import PACKED_TYPES
+from q4_gguf.header import read_header
+from q4_gguf.values import ArrayValue
+from q4_gguf.views import dense_tensor, map_file, packed_weight, refusal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MUTANTS = 1500
+_EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def mutate(data: bytes, header_bytes: int, rng: random.Random) -> bytes:
+    """Return a file with one to three faults, most of them in the header."""
+    mutant = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        limit = header_bytes if rng.random() < 0.9 else len(mutant)
+        at = rng.randrange(min(limit, len(mutant)))
+        fault = rng.randrange(7)
+        if fault == 0:
+            mutant[at] ^= 1 << rng.randrange(8)
+        elif fault == 1:
+            mutant[at] = rng.randrange(256)
+        elif fault == 2:
+            del mutant[rng.randrange(24, len(mutant)) :]
+        elif fault == 3:
+            mutant[at : at + 8] = struct.pack("<Q", rng.choice(_EXTREMES))
+        elif fault == 4:
+            mutant[at : at + 4] = struct.pack("<I", rng.choice(_EXTREMES) & 0xFFFFFFFF)
+        elif fault == 5:
+            del mutant[at : at + rng.randrange(1, 9)]
+        else:
+            mutant[at:at] = rng.randbytes(rng.randrange(1, 9))
+        if len(mutant) < 24:
+            break
+    return bytes(mutant)
+
+
+def read_everything(path: Path) -> int:
+    """Read every metadata value and every tensor of a file; return how many there were."""
+    data = map_file(path)
+    header = read_header(data, str(path))
+    for value in header.metadata.values():
+        if isinstance(value, ArrayValue):
+            value.tolist()
+    for name, entry in header.tensors.items():
+        if refusal(entry) is not None:
+            continue
+        if entry.type_name in PACKED_TYPES:
+            experts = entry.shape[0] if len(entry.shape) == 3 else 1
+            for expert in range(experts):
+                q4.dequantize(packed_weight(data, entry, name=name, expert=expert), torch.float32)
+        else:
+            dense_tensor(data, entry).clone()
+    return len(header.metadata) + len(header.tensors)
+
+
+def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:
+    """1,500 mutants of a small file: each is read in full or refused by a Q4Error that names the file."""
+    good = small_gguf.read_bytes()
+    header_bytes = read_header(good, "good").data_start
+    rng = random.Random(20261121)  # reproducible faults, no secrets
+    path = tmp_path / "mutant.gguf"
+    refused = nameless = 0
+    slowest = 0.0
+    tracemalloc.start()
+    try:
+        for _ in range(MUTANTS):
+            path.unlink(missing_ok=True)  # a new file: the last one may still be mapped
+            path.write_bytes(mutate(good, header_bytes, rng))
+            start = time.perf_counter()
+            try:
+                read_everything(path)
+            except q4.Q4Error as error:
+                refused += 1
+                nameless += not error.rule or (error.where != str(path) and error.name is None)
+            slowest = max(slowest, time.perf_counter() - start)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refused > MUTANTS // 2, "the faults are too mild to test anything"
+    assert refused < MUTANTS, "not one mutant could be read: the reader refuses everything"
+    assert nameless == 0
+    assert slowest < 2.0
+    assert peak < 64 * 2**20
+
+
+@pytest.mark.parametrize("length", range(0, 400, 7))
+def test_truncated_anywhere(length: int, small_gguf: Path, tmp_path: Path) -> None:
+    """A file cut inside its header is always refused, by name."""
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(small_gguf.read_bytes()[:length])
+    with pytest.raises(q4.CheckpointError) as caught:
+        read_everything(path)
+    assert caught.value.where == str(path)

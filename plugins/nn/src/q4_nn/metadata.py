@@ -1,0 +1,110 @@
+"""Typed access to a model file's metadata: a value is there, of its kind and in range, or an error says why not."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from q4core import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Metadata"]
+
+_T = TypeVar("_T")
+_MISSING: Any = object()
+
+
+class Metadata:
+    """A model file's metadata by key.
+
+    Args:
+        values: Key → int, float, bool, str or a sequence of these.
+        where: The file's name, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether the key is there."""
+        return key in self._values
+
+    def fail(self, key: str, rule: str, value: object = _MISSING, hint: str | None = None) -> NoReturn:
+        """Raise a ``CheckpointError`` that names the file, the key, the rule and the value."""
+        data = {} if value is _MISSING else {"value": value}
+        raise CheckpointError(
+            "model metadata", name=f"metadata {key!r}", rule=rule, where=self.where, hint=hint, **data
+        )
+
+    def _get(self, key: str, default: _T) -> Any | _T:
+        if key not in self._values:
+            if default is _MISSING:
+                self.fail(key, "present")
+            return default
+        return self._values[key]
+
+    def integer(self, key: str, *, low: int = 1, high: int = 2**31 - 1, default: Any = _MISSING) -> Any:
+        """Return a whole number from ``low`` to ``high``; ``default`` where the key is absent.
+
+        Raises:
+            CheckpointError: Absent without a default, not a whole number, or out of range.
+        """
+        value = self._get(key, default)
+        if value is default and key not in self._values:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.fail(key, f"a whole number from {low} to {high}", value)
+        return value
+
+    def number(self, key: str, *, above: float, default: Any = _MISSING) -> Any:
+        """Return a finite number greater than ``above``; ``default`` where the key is absent.
+
+        Raises:
+            CheckpointError: Absent without a default, not a number, not finite, or too small.
+        """
+        value = self._get(key, default)
+        if value is default and key not in self._values:
+            return value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+            self.fail(key, f"a finite number greater than {above}", value)
+        return float(value)
+
+    def text(self, key: str, *, default: Any = _MISSING) -> Any:
+        """Return a text; ``default`` where the key is absent.
+
+        Raises:
+            CheckpointError: Absent without a default, or not a text.
+        """
+        value = self._get(key, default)
+        if key in self._values and not isinstance(value, str):
+            self.fail(key, "a text", value)
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a truth value; ``default`` where the key is absent.
+
+        Raises:
+            CheckpointError: Not a truth value.
+        """
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "true or false", value)
+        return value
+
+    def items(self, key: str, kind: type[_T]) -> list[_T]:
+        """Return an array of texts or of whole numbers.
+
+        Raises:
+            CheckpointError: Absent, not an array, or with an item of another kind.
+        """
+        value = self._get(key, _MISSING)
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+            self.fail(key, f"an array of {kind.__name__}", value)
+        found = list(value)
+        for index, item in enumerate(found):
+            if type(item) is not kind:
+                self.fail(f"{key}[{index}]", f"of type {kind.__name__}", item)
+        return found

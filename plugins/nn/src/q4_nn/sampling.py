@@ -1,0 +1,106 @@
+"""Choosing the next token: greedy, or drawn after temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+
+from q4core import ConfigError, InputError
+
+__all__ = ["Sampler"]
+
+
+def _check_number(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
+    del instance
+    low, high = _RANGES[attribute.name]
+    whole = attribute.name in {"top_k", "seed"}
+    legal = isinstance(value, int) if whole else isinstance(value, (int, float)) and math.isfinite(value)
+    if isinstance(value, bool) or not legal or not low <= value <= high:  # type: ignore[operator]  # a number by now
+        kind = "a whole number" if whole else "a finite number"
+        raise ConfigError("sampling", name=attribute.name, rule=f"{kind} from {low} to {high}", value=value)
+    if attribute.name == "top_p" and value == 0:
+        raise ConfigError("sampling", name="top_p", rule="greater than 0", value=value)
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1e6),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "seed": (0, 2**63 - 1),
+}
+
+
+@attrs.define
+class Sampler:
+    """Draws tokens from logits.
+
+    The same logits and the same seed give the same tokens on every device: drawing happens on the CPU, in float32.
+
+    Args:
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Only the k likeliest tokens; 0 keeps all. Ties at the last place are kept.
+        top_p: Only the fewest likeliest tokens whose probabilities reach p; 1 keeps all. The likeliest is always kept.
+        seed: Of the random generator.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    temperature: float = attrs.field(default=0.0, validator=_check_number)
+    top_k: int = attrs.field(default=0, validator=_check_number)
+    top_p: float = attrs.field(default=1.0, validator=_check_number)
+    seed: int = attrs.field(default=0, validator=_check_number)
+    _generator: torch.Generator = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Make the generator."""
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the float32 probabilities [V] that tokens are drawn with; one-hot when greedy.
+
+        Args:
+            logits: [V] float.
+
+        Raises:
+            InputError: A logit is NaN or infinite.
+        """
+        values = _checked(logits)
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(values.argmax(), values.numel()).to(torch.float32)
+        if 0 < self.top_k < values.numel():
+            least = values.topk(self.top_k).values[-1]
+            values = values.masked_fill(values < least, -math.inf)
+        # The greatest logit is taken off first, so that a tiny temperature can't overflow.
+        shares = ((values - values.max()) / self.temperature).softmax(-1)
+        if self.top_p < 1:
+            ordered, order = shares.sort(descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            shares = shares.index_fill(0, order[before >= self.top_p], 0.0)
+            shares = shares / shares.sum()
+        return shares
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """Return the number of the next token.
+
+        Args:
+            logits: [V] float.
+        """
+        if self.temperature == 0:
+            return int(_checked(logits).argmax())
+        return int(torch.multinomial(self.probabilities(logits), 1, generator=self._generator))
+
+
+def _checked(logits: torch.Tensor) -> torch.Tensor:
+    values = logits.detach().to("cpu", torch.float32)
+    if not bool(torch.isfinite(values).all()):
+        raise InputError(
+            "sampling",
+            name="logits",
+            rule="finite",
+            value="NaN or infinity",
+            hint="A layer computed a wrong number; compare with compute path dequant_matmul_only.",
+        )
+    return values

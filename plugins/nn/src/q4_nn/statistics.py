@@ -1,0 +1,173 @@
+"""What a generation cost: speed, memory, and which paths ran how often, as data and as a table."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from q4_nn.generation import Generation
+    from q4_nn.model import LanguageModel
+
+__all__ = ["Statistics", "collect_statistics", "peak_resident_bytes", "print_statistics"]
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the most memory that this process has ever had resident, mapped files included; None where unknown."""
+    try:
+        import resource  # noqa: PLC0415  # not on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@attrs.frozen(kw_only=True)
+class PathUse:
+    """One path and what ran on it.
+
+    Args:
+        format: Format of the layers.
+        backend: Who serves them.
+        path: The path.
+        kind: What it does with the weight.
+        rows: (lowest, highest) M that it serves; None for no upper end.
+        layers: How many layers have it.
+        calls: How often it ran, over all of them.
+    """
+
+    format: str
+    backend: str
+    path: str
+    kind: str
+    rows: tuple[int, int | None]
+    layers: int
+    calls: int
+
+
+@attrs.frozen(kw_only=True)
+class Statistics:
+    """The record of one generation.
+
+    Args:
+        prompt_tokens: Length of the prompt.
+        new_tokens: Length of the answer.
+        stop_reason: Why it ended.
+        open_seconds: Opening the file and preparing the layers.
+        first_token_seconds: From the prompt to the first token.
+        decode_seconds: From there to the end.
+        prompt_tokens_per_second: Prefill.
+        tokens_per_second: Decoding; None for an answer of less than two tokens.
+        prepared_bytes: Of all layers.
+        source_bytes: Those of them that are the source, kept because a backend can't export.
+        cache_bytes: Of keys and values.
+        peak_resident_bytes: Of the process, mapped files included; None where unknown.
+        paths: Which paths ran.
+        reasons: Why others did not: fallback reasons and rejections, each once.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    stop_reason: str | None
+    open_seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+    prompt_tokens_per_second: float | None
+    tokens_per_second: float | None
+    prepared_bytes: int
+    source_bytes: int
+    cache_bytes: int
+    peak_resident_bytes: int | None
+    paths: tuple[PathUse, ...]
+    reasons: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, texts and numbers, ready for JSON."""
+        return attrs.asdict(self)
+
+
+def collect_statistics(model: LanguageModel, generation: Generation, *, open_seconds: float) -> Statistics:
+    """Return the record of a generation that has ended.
+
+    Args:
+        model: The model that ran.
+        generation: What it ran.
+        open_seconds: How long opening took.
+    """
+    report = model.session.report()
+    uses: dict[tuple[Any, ...], list[int]] = {}
+    reasons: dict[str, None] = {}
+    for record in report.layers:
+        for segment, calls in zip(record.segments, record.calls, strict=True):
+            path = segment.path
+            key = (record.format, record.backend, path.name, path.kind.value, (segment.low, segment.high))
+            use = uses.setdefault(key, [0, 0])
+            use[0] += 1
+            use[1] += calls
+        if record.fallback_reason:
+            reasons[f"fallback: {record.fallback_reason}"] = None
+        reasons.update((f"not {rejection}", None) for rejection in record.rejections)
+    names = ("format", "backend", "path", "kind", "rows")
+    seconds = generation.prefill_seconds
+    return Statistics(
+        prompt_tokens=len(generation.prompt),
+        new_tokens=len(generation.tokens),
+        stop_reason=generation.stop_reason.value if generation.stop_reason else None,
+        open_seconds=open_seconds,
+        first_token_seconds=seconds,
+        decode_seconds=generation.decode_seconds,
+        prompt_tokens_per_second=len(generation.prompt) / seconds if seconds > 0 else None,
+        tokens_per_second=generation.tokens_per_second,
+        prepared_bytes=report.prepared_bytes,
+        source_bytes=report.source_bytes,
+        cache_bytes=generation.cache.nbytes if generation.cache else 0,
+        peak_resident_bytes=peak_resident_bytes(),
+        paths=tuple(
+            PathUse(**dict(zip(names, key, strict=True)), layers=use[0], calls=use[1]) for key, use in uses.items()
+        ),
+        reasons=tuple(reasons),
+    )
+
+
+def _megabytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 1e6:,.1f} MB"
+
+
+def _rate(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.1f} tokens/s"
+
+
+def print_statistics(statistics: Statistics, console: Console) -> None:
+    """Print the record as two tables, and why other backends did not run."""
+    from rich.markup import escape  # noqa: PLC0415  # the command's part; the record itself needs no rich
+    from rich.table import Table  # noqa: PLC0415
+
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    kept = f" (of which {_megabytes(statistics.source_bytes)} are the source itself)" if statistics.source_bytes else ""
+    for name, value in (
+        ("prompt", f"{statistics.prompt_tokens} tokens, {_rate(statistics.prompt_tokens_per_second)}"),
+        ("answer", f"{statistics.new_tokens} tokens, {_rate(statistics.tokens_per_second)}"),
+        ("ended by", statistics.stop_reason or "—"),
+        ("time to first token", f"{statistics.first_token_seconds * 1e3:,.0f} ms"),
+        ("opening and preparing", f"{statistics.open_seconds * 1e3:,.0f} ms"),
+        ("prepared weights", _megabytes(statistics.prepared_bytes) + kept),
+        ("key-value cache", _megabytes(statistics.cache_bytes)),
+        ("peak memory of the process", _megabytes(statistics.peak_resident_bytes)),
+    ):
+        facts.add_row(f"[bold]{name}", escape(value))
+    console.print(facts)
+    paths = Table("format", "layers", "backend", "path", "kind", "rows", "ran", box=None, pad_edge=False)
+    for use in statistics.paths:
+        low, high = use.rows
+        rows = f"{low}…{'∞' if high is None else high}"
+        paths.add_row(
+            use.format, str(use.layers), escape(use.backend), escape(use.path), use.kind, rows, f"{use.calls:,} ×"
+        )
+    console.print()
+    console.print(paths)
+    for reason in statistics.reasons:
+        console.print(escape(reason), style="dim")

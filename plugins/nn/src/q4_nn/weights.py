@@ -1,0 +1,131 @@
+"""A model's tensors by name: each is asked for with its shape, and what nobody asked for is an error in the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from q4core import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4core import Checkpoint, Session
+
+__all__ = ["DenseLinear", "Weights"]
+
+
+class DenseLinear(nn.Module):
+    """A linear layer over a dense weight, for tensors that a file does not quantise.
+
+    Args:
+        weight: [N, K] float.
+        bias: [N] float, or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+        self.weight: torch.Tensor
+        self.bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., N] from [..., K]."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the rows [n, K] of an index [n]."""
+        found = nn.functional.embedding(index, self.weight)
+        return found if dtype is None else found.to(dtype)
+
+
+class Weights:
+    """Takes tensors out of a checkpoint and makes layers of them.
+
+    Args:
+        checkpoint: The opened file.
+        session: Makes the linear layers.
+        where: The file's name, for messages.
+        dtype: dtype of activations, and of the dense tensors taken.
+        device: Where the model computes.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, session: Session, *, where: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._session = session
+        self._where = where
+        self.dtype = dtype
+        self.device = device
+        self._left = {*checkpoint, *checkpoint.dense}
+
+    def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:
+        raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self._where, hint=hint)
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor of that name (with its ``.weight`` or ``.bias``) is there."""
+        return name in self._checkpoint.dense or name.removesuffix(".weight") in self._checkpoint
+
+    def vector(self, name: str, size: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a dense vector in the compute dtype (or another one), on the model's device.
+
+        Raises:
+            CheckpointError: It is missing or has another shape.
+        """
+        if name not in self._checkpoint.dense:
+            self._fail(name, "present", "none")
+        self._left.discard(name)
+        tensor = self._checkpoint.dense[name]
+        if tuple(tensor.shape) != (size,):
+            self._fail(name, f"of shape [{size}], which the metadata asks for", list(tensor.shape))
+        # A copy: views would keep the whole file mapped for a few kilobytes.
+        return tensor.to(self.device, dtype or self.dtype, copy=True)
+
+    def linear(self, name: str, out_features: int, in_features: int) -> nn.Module:
+        """Return a linear layer over ``name.weight``, and ``name.bias`` where there is one.
+
+        Raises:
+            CheckpointError: It is missing or has another shape.
+        """
+        bias = self.vector(f"{name}.bias", out_features) if f"{name}.bias" in self._checkpoint.dense else None
+        wanted = (out_features, in_features)
+        if name in self._checkpoint:
+            self._left.discard(name)
+            weight = self._checkpoint[name]
+            self._check_shape(name, weight.shape, wanted)
+            return self._session.linear(weight, bias=bias, name=name)
+        key = f"{name}.weight"
+        if key not in self._checkpoint.dense:
+            self._fail(key, "present", "none")
+        self._left.discard(key)
+        dense = self._checkpoint.dense[key]
+        self._check_shape(name, tuple(dense.shape), wanted)
+        return DenseLinear(dense.to(self.device, self.dtype, copy=True), bias)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, int]) -> None:
+        if found != wanted:
+            self._fail(f"{name}.weight", f"of shape {list(wanted)}, which the metadata asks for", list(found))
+
+    def lookup(self, layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function from token numbers [n] to the layer's rows [n, K] in the compute dtype."""
+        rows: Any = layer.rows
+        return lambda index: rows(index, self.dtype)
+
+    def finish(self) -> None:
+        """Check that every tensor was asked for.
+
+        Raises:
+            CheckpointError: One was not: the model has a part that its builder does not know.
+        """
+        if self._left:
+            names = sorted(self._left)
+            self._fail(
+                names[0],
+                "one that the architecture's builder knows",
+                f"{len(names)} unknown: {', '.join(names[:5])}",
+                "The model has parts that this version does not compute; its answers would be wrong.",
+            )

