@@ -33,11 +33,12 @@ import from_modelopt
 import from_torchao
 import packings
 import safetensors.torch
-import torch
 from case import Case, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import torch
 
 HERE = Path(__file__).parent
 MAKERS = (from_bitsandbytes, from_torchao, from_modelopt, from_compressed_tensors, from_gguf)
@@ -134,10 +135,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the golden files with public packages.")
     parser.add_argument("--check", action="store_true", help="compare with what is there instead of writing")
     if not parser.parse_args().check:
-        print(f"{make(HERE)} cases")  # noqa: T201  # a command's output
+        print(f"{make(HERE)} cases")
         return 0
     problems = check(HERE)
-    print("\n".join(problems) or "all as made today")  # noqa: T201  # a command's output
+    print("\n".join(problems) or "all as made today")
     return 1 if problems else 0
 
 

@@ -1,0 +1,107 @@
+"""What the peer tests share: quiet imports, random weights, files on disk and comparison by bits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+    from types import ModuleType
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Iterator[None]:
+    """Run the libraries' compiled helpers eagerly: the same bits, without a compiler for each new shape."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def peer() -> Callable[[str], ModuleType]:
+    """Return a function that imports a library's module; a missing library is an error."""
+
+    def load(name: str) -> ModuleType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # libraries' words about each other's versions, at import only
+            return importlib.import_module(name)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def dense() -> Callable[..., torch.Tensor]:
+    """Return a function that makes a random weight [n, k] with one outlier a row."""
+
+    def make(n: int, k: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 0.05) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(n, k, generator=generator) * scale
+        column = torch.randint(k, (n, 1), generator=generator)
+        return weight.scatter(1, column, weight.gather(1, column) * 8).to(dtype)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def same_bits() -> Callable[..., None]:
+    """Return an assertion that two tensors are equal in dtype, shape and every bit."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor, *, is_zero_signed: bool = True) -> None:
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        if not is_zero_signed:  # x + 0 is x, but for -0, which becomes +0
+            actual, expected = actual + 0.0, expected + 0.0
+        bits = INTEGERS[actual.element_size()]
+        wrong = actual.contiguous().view(bits) != expected.contiguous().view(bits)
+        count = int(wrong.sum())
+        assert count == 0, f"{count} of {wrong.numel()} differ, such as {actual[wrong][:4]} for {expected[wrong][:4]}"
+
+    return check
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes tensors, header metadata and ``config.json`` to a fresh folder."""
+
+    def write(
+        tensors: Mapping[str, torch.Tensor],
+        metadata: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Path:
+        folder = tmp_path / f"stored-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        path = folder / "model.safetensors"
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        safetensors.torch.save_file(contiguous, path, dict(metadata or {}) or None)
+        if config is not None:
+            (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def rewritten(tmp_path: Path, same_bits: Callable[..., None]) -> Callable[..., None]:
+    """Return an assertion that q4core reads a file and writes the same layer back, byte for byte."""
+
+    def check(path: Path, dialect: str, modules: tuple[str, ...] = ("proj",)) -> None:
+        checkpoint = q4.open(path)
+        again = tmp_path / "again.safetensors"
+        q4.save_checkpoint(again, {name: checkpoint[name] for name in modules}, dialect=dialect)
+        stored, written = safetensors.torch.load_file(path), safetensors.torch.load_file(again)
+        own = {key for key in stored if key.startswith(tuple(f"{name}." for name in modules)) and "bias" not in key}
+        assert set(written) == own
+        for key in own:
+            same_bits(written[key], stored[key])
+
+    return check
