@@ -12,6 +12,8 @@ from torch import nn
 from q4core import ops
 from q4core.codec import dequantize
 from q4core.diagnostics import Diagnostics, diagnose
+from q4core.fast_path import make_fast_path
+from q4core.linear_state import load_weight, save_weight, split_state
 from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.memory import apply_input_policy
 from q4core.plan import as_bytes
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Q4Linear", "WeightInfo"]
 
-_STATE = "weight."
-_SPEC_KEY = "weight.spec"
 _BUFFER = "packed_"
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
@@ -134,6 +134,7 @@ class Q4Linear(nn.Module):
             )
             self._ready = None
             self._fast = None
+            self._plan_key = ""
             self._dtype = wanted
             self._device = weight.device
             return
@@ -151,10 +152,11 @@ class Q4Linear(nn.Module):
         self._tag_address = tag.data_ptr()
         self._live = ops.LiveLayer(prepared.plan, prepared.prepared, prepared.buffers[0].data_ptr(), self._counts)
         ops.register_layer(tag, self._live)
-        self._fast = self._make_fast_path(prepared)
-        self._managed = (
-            self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
-        ) is not UnifiedMemoryPolicy.DISABLED
+        self._fast = make_fast_path(self, prepared) if self._may_go_fast() else None
+        self._managed = not self._may_go_fast()
+
+    def _may_go_fast(self) -> bool:
+        return (self._config.unified_memory or UnifiedMemoryPolicy.DISABLED) is UnifiedMemoryPolicy.DISABLED
 
     def _set_buffers(self, tensors: list[torch.Tensor]) -> None:
         for old in [key for key in self._buffers if key.startswith(_BUFFER)]:
@@ -318,85 +320,19 @@ class Q4Linear(nn.Module):
                     return y
         return self._forward(x, out_dtype, out)
 
-    def _make_fast_path(self, prepared: PreparedLayer) -> Callable[[torch.Tensor, torch.Tensor | None], Any] | None:
-        """Return a call straight to the backend that answers None whenever anything is out of the ordinary."""
-        if (self._config.unified_memory or UnifiedMemoryPolicy.DISABLED) is not UnifiedMemoryPolicy.DISABLED:
-            return None
-        plan, ready = prepared.plan, prepared.prepared
-        device = prepared.selection.request.device
-        if device.type != "cpu" or plan.out_dtype is not plan.dtype:
-            return None
-        linear = plan.backend.linear
-        features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
-        counts, buffers, parameters = self._counts, self._buffers, self._parameters
-        first_key = self._buffer_names[0]
-        first_buffer = buffers[first_key]
-        names = [segment.path.name for segment in plan.segments]
-        low_name = names[0] if plan.segments[0].low == 1 else None
-        segment_index = plan.segment_index
-        tensor_type, empty = torch.Tensor, torch.empty
-        grad_enabled = torch.is_grad_enabled
-        dispatch_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack  # noqa: SLF001  # there is no public way to ask
-        transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001  # there is no public way to ask
-
-        def fast(x: torch.Tensor, out: torch.Tensor | None) -> Any:
-            if (
-                type(x) is not tensor_type
-                or x.dtype is not dtype
-                or not x.is_cpu
-                or dispatch_modes()
-                or function_modes()
-                or buffers.get(first_key) is not first_buffer
-                or transforms() is not None
-            ):
-                return None
-            bias = parameters["bias"]
-            if grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-                return None
-            shape = x.shape
-            if not shape or shape[-1] != features or not x.is_contiguous():
-                return None
-            if len(shape) == 2:  # noqa: PLR2004  # [M, K] needs no view
-                rows, flat = shape[0], x
-            else:
-                rows = x.numel() // features
-                flat = x.view(rows, features) if rows else x
-            if rows == 1 and low_name is not None:
-                index, name = 0, low_name
-            else:
-                found = segment_index(rows) if rows else None
-                if found is None:
-                    return None
-                index, name = found, names[found]
-            if out is None:
-                out = empty((*shape[:-1], outputs), dtype=dtype)
-                target = out if len(shape) == 2 else out.view(rows, outputs)  # noqa: PLR2004  # [M, N] needs no view
-            else:
-                if (
-                    out.dtype is not dtype
-                    or not out.is_cpu
-                    or not out.is_contiguous()
-                    or out.shape[:-1] != shape[:-1]
-                    or out.shape[-1] != outputs
-                    or (out.requires_grad and grad_enabled())
-                ):
-                    return None
-                target = out if len(shape) == 2 else out.view(rows, outputs)  # noqa: PLR2004  # [M, N] needs no view
-            linear(ready, flat, target, bias=bias, path=name)
-            counts[index] += 1
-            return out
-
-        return fast
-
     def _forward(self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.Tensor:
         """Check everything, then call the registered op."""
-        if self._ready is None:
-            self._require_ready()
-        if not isinstance(x, torch.Tensor):
-            self._refuse_input(x)
+        tracing = torch.compiler.is_compiling()
+        if not tracing:  # inside a trace the op's fake kernel refuses, in a way that tracing understands
+            if self._ready is None:
+                self._require_ready()
+            if not isinstance(x, torch.Tensor):
+                self._refuse_input(x)
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
-        if x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device:
+        if not tracing and (
+            x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device
+        ):
             self._refuse_input(x)
         if out is not None or out_dtype is not None:
             self._check_out(x, out, out_dtype)
@@ -407,7 +343,7 @@ class Q4Linear(nn.Module):
         if out is None:
             y: torch.Tensor = _LINEAR(x, buffers, bias, self._plan_key)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
-        if torch.compiler.is_compiling() or out.dtype is not self._dtype:
+        if tracing or out.dtype is not self._dtype:
             return out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise InputError(
@@ -489,7 +425,7 @@ class Q4Linear(nn.Module):
             return self._apply_bias(fn)
         weight = self.packed_weight()
         moved = weight.to(probe.device)
-        if probe.device != self.device:
+        if probe.device != self.device and probe.device.type != "meta":
             self._config = attrs.evolve(self._config, device=str(probe.device))
         self._forget_tag()
         self._install(moved, dtype)
@@ -505,13 +441,8 @@ class Q4Linear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._ready is None:
-            self._require_ready()
-        weight = self.packed_weight()
-        spec = WeightSpec.of(weight)
-        destination[prefix + _SPEC_KEY] = torch.tensor(list(spec.to_json().encode()), dtype=torch.uint8)
-        for field, tensor in weight.tensors():
-            destination[prefix + _STATE + field] = tensor
+        self._require_ready()
+        save_weight(self.packed_weight(), destination, prefix)
 
     def _load_from_state_dict(  # noqa: PLR0913  # nn.Module's signature
         self,
@@ -523,50 +454,20 @@ class Q4Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {key: value for key, value in state_dict.items() if key.startswith(prefix + _STATE)}
-        rest: Any = {key: value for key, value in state_dict.items() if key not in own}
+        own, rest = split_state(state_dict, prefix)
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        spec_tensor = own.pop(prefix + _SPEC_KEY, None)
-        if spec_tensor is None:
-            missing_keys.append(prefix + _SPEC_KEY)
-            return
+        formats = (self._registry or default_registry()).formats().values()
+        device = None if self.device.type == "meta" else self.device
         try:
-            weight = self._read_state(prefix, spec_tensor, own, missing_keys, unexpected_keys)
+            shape = (self.out_features, self.in_features)
+            weight = load_weight(own, prefix, shape, device, formats, missing_keys, unexpected_keys)
             if weight is not None:
+                name, dialect, notes = self._origin
                 self._forget_tag()
-                self._install(weight, self._dtype)
+                self._install(attrs.evolve(weight, name=name, dialect=dialect, notes=notes), self._dtype)
                 self._closed = False
         except Q4Error as error:
             error_msgs.append(f"{prefix}weight: {error}")
-
-    def _read_state(
-        self,
-        prefix: str,
-        spec_tensor: torch.Tensor,
-        own: Mapping[str, torch.Tensor],
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-    ) -> PackedWeight | None:
-        formats = (self._registry or default_registry()).formats().values()
-        text = bytes(spec_tensor.to("cpu", torch.uint8).tolist()).decode("utf-8", errors="replace")
-        spec = WeightSpec.from_json(text, formats=formats, where=f"{prefix}{_SPEC_KEY}")
-        if (spec.out_features, spec.in_features) != (self.out_features, self.in_features):
-            raise InputError(
-                f"layer {self.name!r}",
-                name=f"{prefix}{_SPEC_KEY}",
-                rule=f"that of a {self.out_features}×{self.in_features} weight",
-                value=(spec.out_features, spec.in_features),
-            )
-        expected = [f"{prefix}{_STATE}{field}" for field in spec.fields]
-        absent = [key for key in expected if key not in own]
-        missing_keys.extend(absent)
-        unexpected_keys.extend(key for key in own if key not in expected)
-        if absent:
-            return None
-        device = self.device if self.device.type != "meta" else own[expected[0]].device
-        name, dialect, notes = self._origin
-        tensors = [own[key].detach().to(device) for key in expected]
-        return attrs.evolve(spec.build([_owned(tensor) for tensor in tensors], name=name), dialect=dialect, notes=notes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Q4Linear:
         """Return an independent copy: its own bytes, the same plan, counters at zero."""
@@ -626,11 +527,6 @@ class Q4Linear(nn.Module):
         config = attrs.evolve(state["config"], compute_dtype=state["dtype"])
         self.__init__(state["weight"], state["bias"], config=config, name=state["name"], m=state["m"])  # type: ignore[misc]  # nn.Module unpickles without __init__
         self.train(state["training"])
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a caller's later writes can't reach."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

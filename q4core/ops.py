@@ -181,8 +181,15 @@ def _linear_fake(
     bias: torch.Tensor | None,  # noqa: ARG001  # the op's schema
     plan: str,
 ) -> torch.Tensor:
-    del buffers
     call = plan_by_key(plan)
+    device = buffers[0].device
+    if x.dim() < 1 or x.shape[-1] != call.in_features or x.dtype != call.dtype or x.device != device:
+        raise InputError(
+            "q4core::linear",
+            name="x",
+            rule=f"{call.dtype} [..., {call.in_features}] on {device}",
+            value=f"{x.dtype} {list(x.shape)} on {x.device}",
+        )
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
 

@@ -179,5 +179,5 @@ def plan_by_key(key: str) -> Plan:
             name="plan",
             rule="that of a layer prepared in this process",
             value=key,
-            hint="Prepare the layer (session.linear) before a compiled graph that was made elsewhere calls it.",
+            hint="Prepare the layer first (session.linear, or load its state dict), then compile or call it.",
         ) from None

@@ -1,0 +1,95 @@
+"""The eager fast path of ``Q4Linear``: straight to the backend when nothing is out of the ordinary.
+
+A call through the registered op costs 15-20 µs more than the kernel; a layer of a small model runs for 20 µs. So plain
+eager calls (no gradients, no dispatch modes, no transforms, the layer's own buffers) skip it. Everything is bound once,
+when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4core.linear import Q4Linear
+    from q4core.preparation import PreparedLayer
+
+__all__ = ["make_fast_path"]
+
+# There are no public ways to ask who watches dispatch.
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
+_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+
+
+def make_fast_path(
+    layer: Q4Linear, ready: PreparedLayer
+) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None] | None:
+    """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
+
+    None is returned instead of a function where no call can be plain (not on CPU, another out dtype).
+    """
+    plan = ready.plan
+    if ready.selection.request.device.type != "cpu" or plan.out_dtype is not plan.dtype:
+        return None
+    prepared, linear = ready.prepared, plan.backend.linear
+    features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
+    counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
+    first_key = layer._buffer_names[0]  # noqa: SLF001  # its own fast path
+    first_buffer = buffers[first_key]
+    names = [segment.path.name for segment in plan.segments]
+    serves_one = plan.segments[0].low == 1
+    segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
+    dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
+
+    def is_plain(x: torch.Tensor) -> bool:
+        return (
+            type(x) is plain
+            and x.dtype is dtype
+            and x.is_cpu
+            and not dispatch_modes()
+            and not function_modes()
+            and buffers.get(first_key) is first_buffer
+            and transforms() is None
+            and x.is_contiguous()
+        )
+
+    def fits(out: torch.Tensor, shape: torch.Size) -> bool:
+        return (
+            type(out) is plain
+            and out.dtype is dtype
+            and out.is_cpu
+            and out.is_contiguous()
+            and out.shape == (*shape[:-1], outputs)
+            and not (out.requires_grad and grad_enabled())
+        )
+
+    def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        if not is_plain(x):
+            return None
+        bias: Any = parameters["bias"]
+        if grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            return None
+        shape = x.shape
+        if not shape or shape[-1] != features:
+            return None
+        two = len(shape) == 2  # noqa: PLR2004  # [M, K] needs no view
+        rows = shape[0] if two else x.numel() // features
+        index = 0 if rows == 1 and serves_one else segment_index(rows) if rows else None
+        if index is None:
+            return None
+        if out is None:
+            out = empty((*shape[:-1], outputs), dtype=dtype)
+        elif not fits(out, shape) or out.data_ptr() == x.data_ptr():
+            return None
+        if two:
+            linear(prepared, x, out, bias=bias, path=names[index])
+        else:
+            linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+        counts[index] += 1
+        return out
+
+    return fast

@@ -1,0 +1,275 @@
+"""Straight-through-estimator training: full-precision masters, four-bit forward passes.
+
+Forward equals the quantised weight exactly; the gradient of the master weight is the identity's, the input's is exact.
+``docs/training.md`` states what a training loop owns and what is kept alive.
+
+Reference:
+    Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (straight-through estimator).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core import codec
+from q4core.backend import Request
+from q4core.dispatch import select_backend
+from q4core.errors import BackendUnavailableError, InputError, Q4ProbeWarning
+from q4core.events import emit, warn_once
+from q4core.formats import Format, find_format
+from q4core.registry import default_registry
+
+if TYPE_CHECKING:
+    from q4core.backend import Backend
+    from q4core.weight import PackedWeight
+
+__all__ = ["clear_eval_cache", "dequantize_packed", "eval_cache_bytes", "linear_ste", "quantize_packed", "ste_weight"]
+
+_MASTER_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_SAMPLE_SHAPE = (16, 256)
+
+
+# -- quantising
+
+
+def quantize_packed(master: torch.Tensor, format: str | Format = "nvfp4") -> PackedWeight:  # noqa: A002  # the contract's name
+    """Return ``master`` in four bits: by a backend's native quantiser where there is one, else by the reference codec.
+
+    A native quantiser is compared with the reference, byte by byte, before its first use on a device; one that differs
+    is not used, loudly.
+
+    Args:
+        master: [N, K], float32, bfloat16 or float16.
+        format: Name of the format, or a ``Format``.
+
+    Raises:
+        InputError: ``master`` is no such tensor.
+        FormatError: The format is unknown, or does not take K.
+        WeightError: ``master`` holds NaN or infinity.
+    """
+    _check_master(master)
+    kind = _find(format)
+    dense = master.detach()
+    if dense.device.type != "cpu":
+        native = _native_quantizer(kind, dense)
+        if native is not None:
+            backend, request = native
+            packed: PackedWeight = backend.quantize(dense, request)  # type: ignore[attr-defined]  # declared by op "quantize"
+            return packed
+    return codec.quantize(dense, kind)
+
+
+def dequantize_packed(weight: PackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the dense weight [N, K], in ``dtype`` or the weight's own; the same as ``q4.dequantize``."""
+    return codec.dequantize(weight, dtype)
+
+
+def _find(format_: str | Format) -> Format:
+    return find_format(format_, default_registry().formats().values())
+
+
+def _check_master(master: torch.Tensor) -> None:
+    if not isinstance(master, torch.Tensor) or master.dim() != 2 or master.dtype not in _MASTER_DTYPES:  # noqa: PLR2004  # [N, K]
+        value = f"{master.dtype} {list(master.shape)}" if isinstance(master, torch.Tensor) else type(master).__name__
+        raise InputError(
+            "training",
+            name="master",
+            rule="a float32, bfloat16 or float16 tensor [N, K]",
+            value=value,
+            hint="Integer tensors carry no gradients; keep the master in floating point.",
+        )
+
+
+_native: dict[Any, tuple[Backend, Request] | None] = {}
+_native_lock = threading.Lock()
+
+
+def _native_quantizer(kind: Format, dense: torch.Tensor) -> tuple[Backend, Request] | None:
+    request = _quantize_request(kind, dense)
+    registry = default_registry()
+    key = (id(registry), request)
+    with _native_lock:
+        if key not in _native:
+            _native[key] = _find_native(request, dense)
+        return _native[key]
+
+
+def _quantize_request(kind: Format, dense: torch.Tensor) -> Request:
+    sample = codec.quantize(torch.zeros(1, kind.block_size), kind)  # the reference says which levels the format has
+    rows, columns = dense.shape
+    return attrs.evolve(
+        Request.for_weight(sample, device=dense.device, dtype=dense.dtype),
+        op="quantize",
+        out_features=rows,
+        in_features=columns,
+    )
+
+
+def _find_native(request: Request, dense: torch.Tensor) -> tuple[Backend, Request] | None:
+    registry = default_registry()
+    try:
+        selection = select_backend(request, registry.backends(), refused=registry.refused_backends())
+    except BackendUnavailableError:
+        return None
+    backend = registry.backends()[selection.backend]
+    generator = torch.Generator().manual_seed(4)
+    sample = torch.randn(_SAMPLE_SHAPE, generator=generator).to(dense.device, dense.dtype)
+    sample[0] = 0.0
+    wanted = codec.quantize(sample, request.format)
+    try:
+        got: PackedWeight = backend.quantize(sample, attrs.evolve(request, out_features=16, in_features=256))  # type: ignore[attr-defined]  # declared by op "quantize"
+        same = all(
+            torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            for (_, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True)
+        )
+        fault = None if same else "its bytes differ from the reference's"
+    except Exception as error:  # noqa: BLE001  # the plugin boundary; reported below
+        fault = f"it raised {type(error).__name__}: {error}"
+    emit(
+        "q4.probe",
+        level=logging.DEBUG if fault is None else logging.ERROR,
+        backend=backend.name,
+        path="quantize",
+        format=request.format.name,
+        passed=fault is None,
+        fault=fault,
+    )
+    if fault is None:
+        return backend, request
+    message = f"the native quantiser of {backend.name!r} is not used for {request.format.name}: {fault}"
+    warn_once((backend.name, "quantize", request.format.name), Q4ProbeWarning, message)
+    return None
+
+
+# -- the straight-through estimator
+
+
+class _StraightThrough(torch.autograd.Function):
+    """quantise → dequantise forward, identity backward."""
+
+    @staticmethod
+    def forward(master: torch.Tensor, kind: Format) -> torch.Tensor:
+        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep nothing: the identity's backward needs nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # torch's own is looser
+        del ctx
+        return grad, None
+
+
+def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Tensor:  # noqa: A002  # the contract's name
+    """Return the quantised weight as a dense tensor whose gradient goes to ``master`` unchanged.
+
+    Args:
+        master: [N, K], float32, bfloat16 or float16.
+        format: Name of the format, or a ``Format``.
+
+    Returns:
+        [N, K] of the master's dtype: exactly ``dequantize_packed(quantize_packed(master))``. Without gradients it may
+        come from the eval cache: do not write to it.
+
+    Raises:
+        As ``quantize_packed``.
+    """
+    _check_master(master)
+    kind = _find(format)
+    if torch.is_grad_enabled() and master.requires_grad:
+        dense: torch.Tensor = _StraightThrough.apply(master, kind)
+        return dense
+    return _cached(master, kind)
+
+
+def linear_ste(
+    x: torch.Tensor,
+    master: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str | Format = "nvfp4",  # noqa: A002  # the contract's name
+) -> torch.Tensor:
+    """Return ``x @ quantised(master)ᵀ + bias``, with straight-through gradients to ``master``.
+
+    Gradients: to x, ``grad @ quantised(master)``, exact; to ``master``, ``gradᵀ @ x`` as if it were not quantised; to the
+    bias, the sum. Double backward works.
+
+    Args:
+        x: [..., K] of the master's dtype, on its device.
+        master: [N, K], float32, bfloat16 or float16.
+        bias: [N] or None.
+        format: Name of the format, or a ``Format``.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        InputError: x does not fit ``master``.
+        As ``quantize_packed``.
+    """
+    _check_master(master)
+    if x.dim() < 1 or x.shape[-1] != master.shape[1] or x.dtype != master.dtype or x.device != master.device:
+        raise InputError(
+            "linear_ste",
+            name="x",
+            rule=f"{master.dtype} [..., {master.shape[1]}] on {master.device}",
+            value=f"{x.dtype} {list(x.shape)} on {x.device}",
+        )
+    return torch.nn.functional.linear(x, ste_weight(master, format), bias)
+
+
+# -- the eval cache
+
+
+@attrs.frozen(eq=False)
+class _Cached:
+    master: weakref.ref[torch.Tensor]
+    version: int
+    address: int
+    dense: torch.Tensor
+
+
+_cache: dict[tuple[int, Format], _Cached] = {}
+_cache_lock = threading.Lock()
+
+
+def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
+    """Return the quantised weight of a master that needs no gradient, made again when the master's version moved."""
+    if master.is_inference():  # has no version to tell a change by
+        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+    key = (id(master), kind)
+    with _cache_lock:
+        known = _cache.get(key)
+    if (
+        known is not None
+        and known.master() is master
+        and known.version == master._version  # noqa: SLF001  # torch's documented counter of in-place changes
+        and known.address == master.data_ptr()
+    ):
+        return known.dense
+    version = master._version  # noqa: SLF001  # as above; read before the data is
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        dense = codec.dequantize(quantize_packed(master, kind), master.dtype)
+    reference = weakref.ref(master, lambda _: _cache.pop(key, None))
+    with _cache_lock:
+        _cache[key] = _Cached(reference, version, master.data_ptr(), dense)
+    return dense
+
+
+def clear_eval_cache() -> None:
+    """Give back every weight that the eval cache holds."""
+    with _cache_lock:
+        _cache.clear()
+
+
+def eval_cache_bytes() -> int:
+    """Return the bytes that the eval cache holds."""
+    with _cache_lock:
+        return sum(entry.dense.numel() * entry.dense.element_size() for entry in _cache.values())
