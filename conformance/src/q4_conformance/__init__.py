@@ -1,0 +1,1 @@
+"""The kit that certifies any q4core backend: an oracle, a judge and a table of cases."""

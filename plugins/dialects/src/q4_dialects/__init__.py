@@ -1,0 +1,1 @@
+"""The checkpoint dialects of other libraries, one file each, for q4core."""
