@@ -16,12 +16,13 @@ import torch
 
 from q4core.errors import ConfigError
 from q4core.formats import BlockOrder, Format, ScaleKind
-from q4core.packing import Packing
 from q4core.policy import ActivationPrecision
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
+
+    from q4core.packing import Packing
 
 __all__ = [
     "API_VERSION",
@@ -174,6 +175,14 @@ class KernelPath:
         return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.kind.value}, {self.precision.value})"
 
 
+def _paths(items: Iterable[KernelPath]) -> tuple[KernelPath, ...]:
+    return tuple(items)
+
+
+def _reasons(items: Iterable[Reason]) -> tuple[Reason, ...]:
+    return tuple(items)
+
+
 @attrs.frozen
 class Verdict:
     """A backend's answer to a request: the paths that it offers, or every reason why not.
@@ -188,8 +197,8 @@ class Verdict:
     """
 
     native_state: str
-    paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=tuple)
-    reasons: tuple[Reason, ...] = attrs.field(default=(), converter=tuple)
+    paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=_paths)
+    reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_reasons)
 
     def __attrs_post_init__(self) -> None:
         """Check that exactly one of paths and reasons is there."""
@@ -311,6 +320,30 @@ class Request:
         return low <= rows <= (math.inf if high is None else high)
 
 
+def _texts(items: Iterable[str]) -> frozenset[str]:
+    return frozenset(items)
+
+
+def _scale_kinds(items: Iterable[ScaleKind]) -> frozenset[ScaleKind]:
+    return frozenset(items)
+
+
+def _packings(items: Iterable[Packing]) -> frozenset[Packing]:
+    return frozenset(items)
+
+
+def _dtypes(items: Iterable[torch.dtype]) -> frozenset[torch.dtype]:
+    return frozenset(items)
+
+
+def _precisions(items: Iterable[Precision]) -> frozenset[Precision]:
+    return frozenset(items)
+
+
+def _features(items: Iterable[Feature]) -> Features:
+    return frozenset(items)
+
+
 @attrs.frozen(kw_only=True)
 class Capabilities:
     """A backend's manifest: static, declared, certified by the kit. What is not declared is refused by the core.
@@ -328,17 +361,17 @@ class Capabilities:
         ops: ``"linear"``, ``"quantize"``.
     """
 
-    formats: frozenset[str] = attrs.field(converter=frozenset)
-    scale_kinds: frozenset[ScaleKind] = attrs.field(converter=frozenset)
-    packings: frozenset[Packing] = attrs.field(default=frozenset(), converter=frozenset)
-    devices: frozenset[str] = attrs.field(converter=frozenset)
-    dtypes: frozenset[torch.dtype] = attrs.field(converter=frozenset)
+    formats: frozenset[str] = attrs.field(converter=_texts)
+    scale_kinds: frozenset[ScaleKind] = attrs.field(converter=_scale_kinds)
+    packings: frozenset[Packing] = attrs.field(default=frozenset(), converter=_packings)
+    devices: frozenset[str] = attrs.field(converter=_texts)
+    dtypes: frozenset[torch.dtype] = attrs.field(converter=_dtypes)
     out_dtypes: frozenset[torch.dtype] = attrs.field(
-        default=attrs.Factory(lambda self: self.dtypes, takes_self=True), converter=frozenset
+        default=attrs.Factory(lambda self: self.dtypes, takes_self=True), converter=_dtypes
     )
-    precisions: frozenset[Precision] = attrs.field(converter=frozenset)
-    features: Features = attrs.field(default=frozenset(), converter=frozenset)
-    ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=frozenset)
+    precisions: frozenset[Precision] = attrs.field(converter=_precisions)
+    features: Features = attrs.field(default=frozenset(), converter=_features)
+    ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_texts)
 
     def refusals(self, request: Request) -> tuple[Reason, ...]:
         """Return every reason for which the manifest alone refuses a request; the core's default deny."""
@@ -360,6 +393,10 @@ class Capabilities:
         return tuple(reasons)
 
 
+def _tensors(items: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(items)
+
+
 @attrs.frozen
 class Prepared:
     """A weight in a backend's own layout.
@@ -370,7 +407,7 @@ class Prepared:
             one shape), so that equal layers share one compiled graph. Its ``repr`` must be stable across processes.
     """
 
-    tensors: tuple[torch.Tensor, ...] = attrs.field(converter=tuple)
+    tensors: tuple[torch.Tensor, ...] = attrs.field(converter=_tensors)
     meta: Hashable = None
 
     @property

@@ -11,11 +11,10 @@ from torch import nn
 
 from q4core.codec import dequantize, quantize
 from q4core.errors import InputError, Q4Error
-from q4core.linear import Q4Linear
 from q4core.session import Session, default_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from q4core.formats import Format
 
@@ -47,11 +46,15 @@ class Conversion:
     backend: str | None = None
 
 
+def _rows(items: Iterable[Conversion]) -> tuple[Conversion, ...]:
+    return tuple(items)
+
+
 @attrs.frozen
 class ConversionTable:
     """One row per linear layer, in the order of the model."""
 
-    rows: tuple[Conversion, ...] = attrs.field(converter=tuple)
+    rows: tuple[Conversion, ...] = attrs.field(converter=_rows)
 
     @property
     def converted(self) -> tuple[Conversion, ...]:
@@ -92,8 +95,8 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
 ) -> ConversionTable:
     """Replace the ``nn.Linear`` layers of a model by ``Q4Linear`` ones, in place.
 
-    A layer whose weight another module shares (a tied head) is skipped, because converting it would cut the tie. A layer
-    that can't be converted stays as it is, with the reason in the table; nothing is half-converted.
+    A layer whose weight another module shares (a tied head) is skipped, because converting it would cut the tie. A
+    layer that can't be converted stays as it is, with the reason in the table; nothing is half-converted.
 
     Args:
         model: Any module but an ``nn.Linear`` itself, which can't replace itself.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from q4core.dispatch import Rejection, Segment
     from q4core.preparation import PreparedLayer
@@ -136,11 +136,15 @@ def diagnose(prepared: PreparedLayer, *, layer: str, calls: Sequence[int], notes
     )
 
 
+def _records(items: Iterable[Diagnostics]) -> tuple[Diagnostics, ...]:
+    return tuple(items)
+
+
 @attrs.frozen
 class Report:
     """The records of many layers."""
 
-    layers: tuple[Diagnostics, ...] = attrs.field(converter=tuple)
+    layers: tuple[Diagnostics, ...] = attrs.field(converter=_records)
 
     @property
     def path_calls(self) -> dict[str, int]:

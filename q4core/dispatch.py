@@ -1,8 +1,8 @@
 """Turns a request into a ``Selection``: one winner, and a reason for every loser.
 
 Selection is a pure function of (request, backends, wishes, what probes have shown): no globals, no effect of the order
-of registration. Paths are compared where they would run: at the lowest M asked for first, then at each higher M at which
-any candidate changes path; the higher tier wins, ties go by name.
+of registration. Paths are compared where they would run: at the lowest M asked for first, then at each higher M at
+which any candidate changes path; the higher tier wins, ties go by name.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class _Candidate:
 def adapt_request(request: Request, capabilities: Capabilities) -> Request:
     """Return the request as a backend would see it once the core has resolved what the backend does not read.
 
-    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the first
-    declared one (by name) that the row length allows.
+    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the
+    first declared one (by name) that the row length allows.
     """
     if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
         features = request.features - {Feature.ROW_GLOBAL_SCALE}
@@ -185,7 +185,7 @@ def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
     if refusals:
         return adapted, Verdict.refuse(refusals, native_state="not asked")
     try:
-        verdict = backend.check(adapted)
+        verdict: object = backend.check(adapted)
     except Exception as error:  # noqa: BLE001  # the plugin boundary; reported as a rejection
         reason = Reason(ReasonCode.PLUGIN_ERROR, f"check raised {type(error).__name__}: {error}")
         return adapted, Verdict.refuse([reason], native_state="failed")
@@ -272,10 +272,9 @@ def _outranked(loser: _Candidate, winner: _Candidate, override: str | None) -> R
         reason = Reason(ReasonCode.POLICY, f"the override names {override!r}")
     else:
         first, better = loser.segments[0].path, winner.segments[0].path
-        reason = Reason(
-            ReasonCode.OUTRANKED,
-            f"offers {first.name} (tier {int(first.tier)}), outranked by {winner.name}'s {better.name} (tier {int(better.tier)})",
-        )
+        message = f"offers {first.name} (tier {int(first.tier)})"
+        message += f", outranked by {winner.name}'s {better.name} (tier {int(better.tier)})"
+        reason = Reason(ReasonCode.OUTRANKED, message)
     return Rejection(loser.name, (reason,), loser.verdict.native_state)
 
 

@@ -104,7 +104,7 @@ class _EventFormatter(logging.Formatter):
 
     def __init__(self, style: str) -> None:
         super().__init__()
-        self._style = style
+        self._as_json = style == "json"
 
     def format(self, record: logging.LogRecord) -> str:
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
@@ -115,12 +115,13 @@ class _EventFormatter(logging.Formatter):
             "event": getattr(record, "q4_event", record.getMessage()),
             **getattr(record, "q4_fields", {}),
         }
-        if self._style == "json":
+        text: str | bytes
+        if self._as_json:
             text = structlog.processors.JSONRenderer(default=str)(None, "", fields)
         else:
             order = ["timestamp", "level", "event"]
             text = structlog.processors.KeyValueRenderer(key_order=order, repr_native_str=False)(None, "", fields)
-        return text.decode() if isinstance(text, bytes) else text
+        return text if isinstance(text, str) else text.decode()
 
 
 @functools.cache

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from q4core.linear import Q4Linear
     from q4core.preparation import PreparedLayer
 
+    FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+
 __all__ = ["make_fast_path"]
 
 # There are no public ways to ask who watches dispatch.
@@ -25,9 +27,9 @@ _function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
-def make_fast_path(
+def make_fast_path(  # noqa: C901  # closures bound once; each is small
     layer: Q4Linear, ready: PreparedLayer
-) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None] | None:
+) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
 
     None is returned instead of a function where no call can be plain (not on CPU, another out dtype).

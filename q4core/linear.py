@@ -12,9 +12,9 @@ from torch import nn
 from q4core import ops
 from q4core.codec import dequantize
 from q4core.diagnostics import Diagnostics, diagnose
+from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.fast_path import make_fast_path
 from q4core.linear_state import load_weight, save_weight, split_state
-from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.memory import apply_input_policy
 from q4core.plan import as_bytes
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
@@ -25,6 +25,7 @@ from q4core.weight_spec import WeightSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from q4core.fast_path import FastPath
     from q4core.weight import PackedWeight
 
 __all__ = ["Q4Linear", "WeightInfo"]
@@ -71,8 +72,8 @@ class Q4Linear(nn.Module):
     """``y = x @ wᵀ + bias`` with a 4-bit w; made by ``Session.linear``.
 
     ``state_dict`` holds, strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``), one
-    ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend prepared
-    stands in non-persistent uint8 buffers ``packed_0 …``.
+    ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend
+    prepared stands in non-persistent uint8 buffers ``packed_0 …``.
 
     Args:
         weight: The packed weight; on the meta device the layer waits for ``load_state_dict``.
@@ -110,7 +111,7 @@ class Q4Linear(nn.Module):
         self._closed = False
         self._counts: list[int] = []
         self._ready: PreparedLayer | None = None
-        self._fast: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None
+        self._fast: FastPath | None = None
         self._managed = False
         self._plan_key = ""
         self._buffer_names: tuple[str, ...] = ()
@@ -263,7 +264,7 @@ class Q4Linear(nn.Module):
         ready = self._require_ready()
         flat = index.reshape(-1)
         if index.dtype not in {torch.int64, torch.int32} or (
-            flat.numel() and not (0 <= int(flat.min()) and int(flat.max()) < self.out_features)
+            flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.out_features)
         ):
             raise InputError(
                 f"layer {self.name!r}", name="index", rule=f"integers in 0 … {self.out_features - 1}", value=index.dtype
@@ -320,7 +321,9 @@ class Q4Linear(nn.Module):
                     return y
         return self._forward(x, out_dtype, out)
 
-    def _forward(self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None) -> torch.Tensor:
+    def _forward(  # noqa: C901  # the checks of one call, in the order of their cost
+        self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """Check everything, then call the registered op."""
         tracing = torch.compiler.is_compiling()
         if not tracing:  # inside a trace the op's fake kernel refuses, in a way that tracing understands
@@ -344,7 +347,8 @@ class Q4Linear(nn.Module):
             y: torch.Tensor = _LINEAR(x, buffers, bias, self._plan_key)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
         if tracing or out.dtype is not self._dtype:
-            return out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
+            out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
+            return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise InputError(
                 f"layer {self.name!r}",
@@ -411,7 +415,7 @@ class Q4Linear(nn.Module):
 
     # -- moving, copying, saving
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: FBT001, FBT002  # nn.Module's signature
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: ARG002, FBT001, FBT002  # nn.Module's signature
         """Follow ``.to()``, ``.half()`` and the like: codes and scales keep their bytes; see ``docs/decisions``."""
         probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
         dtype = probe.dtype if probe.dtype in _FLOATS else self._dtype

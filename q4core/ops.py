@@ -1,8 +1,8 @@
 """The registered torch ops, their fake kernels and autograd: written once, here, for every backend.
 
 ``q4core::linear(x, buffers, bias, plan)`` and ``q4core::linear_out`` compute y; ``q4core::linear_input_grad`` is their
-exact gradient to x. ``buffers`` are the layer's uint8 buffers: the backend's, then the source's where the backend has no
-export, then the layer's tag, whose address tells the counters which layer ran.
+exact gradient to x. ``buffers`` are the layer's uint8 buffers: the backend's, then the source's where the backend has
+no export, then the layer's tag, whose address tells the counters which layer ran.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def run_plan(
 ) -> int | None:
     """Run a checked call: x [..., K] and out [..., N] of the plan's dtypes, on one device.
 
-    Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device, and
-    treats M = 0.
+    Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device,
+    and treats M = 0.
 
     Returns:
         Index of the segment of M that ran; None where M = 0 and nothing had to.
@@ -174,7 +174,6 @@ for _name, _function in (
         _LIBRARY.impl(_name, _function, _key)
 
 
-@torch.library.register_fake("q4core::linear", lib=_LIBRARY)
 def _linear_fake(
     x: torch.Tensor,
     buffers: list[torch.Tensor],
@@ -193,18 +192,21 @@ def _linear_fake(
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
 
-@torch.library.register_fake("q4core::linear_out", lib=_LIBRARY)
 def _linear_out_fake(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
 ) -> None:
     del x, buffers, bias, plan, out
 
 
-@torch.library.register_fake("q4core::linear_input_grad", lib=_LIBRARY)
 def _linear_input_grad_fake(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
     del buffers
     call = plan_by_key(plan)
     return torch.empty((*grad.shape[:-1], call.in_features), dtype=call.dtype, device=grad.device)
+
+
+torch.library.register_fake("q4core::linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=_LIBRARY)
+torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=_LIBRARY)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -224,7 +226,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*buffers)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch's own is looser
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         buffers = list(ctx.saved_tensors)
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -243,7 +245,8 @@ def _linear_autograd(
     below is called straight away, which saves a second round through the dispatcher (5 µs).
     """
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        recorded: torch.Tensor = _LinearFunction.apply(x, bias, plan, *buffers)
+        call: Any = _LinearFunction.apply
+        recorded: torch.Tensor = call(x, bias, plan, *buffers)
         return recorded
     if type(x) is torch.Tensor and not _dispatch_modes() and _transforms() is None and not x.is_meta:
         return _run(x, buffers, bias, plan, None)

@@ -70,22 +70,31 @@ class ActivationPrecision(enum.Enum):
     """Quantised to four bits (w4a4)."""
 
 
-def _to_enum(kind: type[_EnumT], field: str) -> Any:
-    def convert(value: object) -> _EnumT | None:
-        if value is None or isinstance(value, kind):
-            return value
-        if isinstance(value, str):
-            wanted = value.strip().lower().replace("-", "_")
-            for member in kind:
-                if member.value == wanted:
-                    return member
-        legal = ", ".join(repr(member.value) for member in kind)
-        raise ConfigError("configuration", name=field, rule=f"one of {legal}", value=value)
-
-    return convert
+def _member(kind: type[_EnumT], field: str, value: object) -> _EnumT | None:
+    if value is None or isinstance(value, kind):
+        return value
+    if isinstance(value, str):
+        wanted = value.strip().lower().replace("-", "_")
+        for member in kind:
+            if member.value == wanted:
+                return member
+    legal = ", ".join(repr(member.value) for member in kind)
+    raise ConfigError("configuration", name=field, rule=f"one of {legal}", value=value)
 
 
-def _to_device(value: object) -> str | None:
+def _to_compute_path(value: ComputePath | str | None) -> ComputePath | None:
+    return _member(ComputePath, "compute_path", value)
+
+
+def _to_activation_precision(value: ActivationPrecision | str | None) -> ActivationPrecision | None:
+    return _member(ActivationPrecision, "activation_precision", value)
+
+
+def _to_unified_memory(value: UnifiedMemoryPolicy | str | None) -> UnifiedMemoryPolicy | None:
+    return _member(UnifiedMemoryPolicy, "unified_memory", value)
+
+
+def _to_device(value: str | torch.device | None) -> str | None:
     if value is None:
         return None
     text = str(value) if isinstance(value, torch.device) else value
@@ -99,7 +108,7 @@ def _to_device(value: object) -> str | None:
     raise ConfigError("configuration", name="device", rule="'auto', 'cpu', 'cuda' or 'cuda:<index>'", value=value)
 
 
-def _to_dtype(value: object) -> torch.dtype | None:
+def _to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         if value is None or value.is_floating_point:
             return value
@@ -110,16 +119,21 @@ def _to_dtype(value: object) -> torch.dtype | None:
     raise ConfigError("configuration", name="compute_dtype", rule="a floating-point torch dtype", value=value)
 
 
-def _to_bool(field: str) -> Any:
-    def convert(value: object) -> bool | None:
-        if value is None or isinstance(value, bool):
-            return value
-        raise ConfigError("configuration", name=field, rule="True, False or None", value=value)
-
-    return convert
+def _flag(field: str, value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ConfigError("configuration", name=field, rule="True, False or None", value=value)
 
 
-def _to_backend(value: object) -> str | None:
+def _to_gradients(value: bool | None) -> bool | None:  # noqa: FBT001  # a converter takes its value by position
+    return _flag("gradients", value)
+
+
+def _to_diagnostics(value: bool | None) -> bool | None:  # noqa: FBT001  # a converter takes its value by position
+    return _flag("diagnostics", value)
+
+
+def _to_backend(value: str | None) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise ConfigError("configuration", name="backend", rule="the name of a backend or None", value=value)
@@ -145,16 +159,12 @@ class SessionConfig:
 
     device: str | None = attrs.field(default=None, converter=_to_device)
     backend: str | None = attrs.field(default=None, converter=_to_backend)
-    compute_path: ComputePath | None = attrs.field(default=None, converter=_to_enum(ComputePath, "compute_path"))
-    activation_precision: ActivationPrecision | None = attrs.field(
-        default=None, converter=_to_enum(ActivationPrecision, "activation_precision")
-    )
-    gradients: bool | None = attrs.field(default=None, converter=_to_bool("gradients"))
-    unified_memory: UnifiedMemoryPolicy | None = attrs.field(
-        default=None, converter=_to_enum(UnifiedMemoryPolicy, "unified_memory")
-    )
+    compute_path: ComputePath | None = attrs.field(default=None, converter=_to_compute_path)
+    activation_precision: ActivationPrecision | None = attrs.field(default=None, converter=_to_activation_precision)
+    gradients: bool | None = attrs.field(default=None, converter=_to_gradients)
+    unified_memory: UnifiedMemoryPolicy | None = attrs.field(default=None, converter=_to_unified_memory)
     compute_dtype: torch.dtype | None = attrs.field(default=None, converter=_to_dtype)
-    diagnostics: bool | None = attrs.field(default=None, converter=_to_bool("diagnostics"))
+    diagnostics: bool | None = attrs.field(default=None, converter=_to_diagnostics)
 
     def over(self, other: SessionConfig) -> SessionConfig:
         """Return this configuration with its unset fields taken from ``other``."""
@@ -179,9 +189,9 @@ _VARIABLES = {"Q4_DEVICE": "device", "Q4_BACKEND": "backend", "Q4_COMPUTE_PATH":
 
 
 def _from_environment(environment: Mapping[str, str]) -> SessionConfig:
-    found = {field: environment[name] for name, field in _VARIABLES.items() if environment.get(name)}
+    found: dict[str, Any] = {field: environment[name] for name, field in _VARIABLES.items() if environment.get(name)}
     try:
-        return SessionConfig(**found)  # type: ignore[arg-type]  # the converters take text
+        return SessionConfig(**found)
     except ConfigError as error:
         variable = next(name for name, field in _VARIABLES.items() if field == error.name)
         raise ConfigError(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.backend import Prepared, PrepareContext, Reason, ReasonCode, Request
+from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode, Request
 from q4core.dispatch import ProbeHistory, Selection, select_backend
 from q4core.errors import ConfigError, LifecycleError, Q4FallbackWarning, Q4ProbeWarning
 from q4core.events import emit, warn_once
@@ -116,7 +116,7 @@ def select_for(
     """
     compute_path = config.compute_path or ComputePath.AUTO
     key = (PROBES.generation, request, compute_path, config.backend)
-    known = registry.selections.get(key) if history is PROBES else None
+    known: Selection | None = registry.selections.get(key) if history is PROBES else None
     if known is not None:
         return known
     selection = select_backend(
@@ -315,5 +315,6 @@ def _place(
         tensor, decision = apply_policy(buffer, policy, device=device, providers=registry.memory_providers())
         placed.append(tensor)
         decisions.append(decision)
-        emit("q4.memory", **{key: str(value) for key, value in attrs.asdict(decision, recurse=False).items()})
+        fields: dict[str, Any] = {key: str(value) for key, value in attrs.asdict(decision, recurse=False).items()}
+        emit("q4.memory", **fields)
     return placed, tuple(decisions)

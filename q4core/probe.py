@@ -132,7 +132,8 @@ def grid_activations(
     shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
     values.scatter_(1, starts + shifts, peak)
     signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
-    return (values * signs / 64).to(dtype)
+    scaled: torch.Tensor = values * signs / 64
+    return scaled.to(dtype)
 
 
 def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -145,8 +146,8 @@ def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, 
         out_dtype: dtype that y is rounded to.
     """
     steps = (columns + 8) * _UNIT_ROUNDOFF
-    accumulated = steps / (1 - steps) * magnitude
-    rounded = (reference.abs() + accumulated) * _HALF_ULP[out_dtype] + _TINY[out_dtype]
+    accumulated: torch.Tensor = steps / (1 - steps) * magnitude
+    rounded: torch.Tensor = (reference.abs() + accumulated) * _HALF_ULP[out_dtype] + _TINY[out_dtype]
     return accumulated + rounded
 
 
@@ -155,7 +156,8 @@ def _sampled_rows(total: int) -> torch.Tensor:
         return torch.arange(total)
     middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
     ends = (torch.arange(_END_ROWS), torch.arange(total - _END_ROWS, total))
-    return torch.unique(torch.cat((ends[0], middle, ends[1])))
+    chosen: torch.Tensor = torch.unique(torch.cat((ends[0], middle, ends[1])))
+    return chosen
 
 
 def _row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:

@@ -1,7 +1,8 @@
 """Finds, isolates and lists plugins.
 
-Loaded on first need; each plugin, and each hook call, in its own try. Nothing that a plugin does wrong stops the others:
-it is recorded, shown by ``q4 doctor`` and listed among the rejections. No answer depends on the order of registration.
+Loaded on first need; each plugin, and each hook call, in its own try. Nothing that a plugin does wrong stops the
+others: it is recorded, shown by ``q4 doctor`` and listed among the rejections. No answer depends on the order of
+registration.
 """
 
 from __future__ import annotations
@@ -307,8 +308,7 @@ def _refuse_backend(item: Any) -> Reason | None:
     if not isinstance(getattr(item, "name", None), str) or not item.name:
         return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have a name, got {item!r}")
     version = getattr(item, "api_version", None)
-    valid = isinstance(version, tuple) and len(version) == len(API_VERSION) and all(isinstance(n, int) for n in version)
-    if not valid or version[0] != API_VERSION[0] or version[1] > API_VERSION[1]:
+    if not _is_served_version(version):
         return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
     if not isinstance(getattr(item, "capabilities", None), Capabilities):
         return Reason(ReasonCode.PLUGIN_ERROR, "capabilities must be a Capabilities")
@@ -318,6 +318,14 @@ def _refuse_backend(item: Any) -> Reason | None:
     if missing:
         return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}")
     return None
+
+
+def _is_served_version(version: object) -> bool:
+    """Return whether a backend of that API version may serve: the same major, the same or an older minor."""
+    if not isinstance(version, tuple) or len(version) != len(API_VERSION):
+        return False
+    major, minor = version
+    return bool(major == API_VERSION[0] and isinstance(minor, int) and 0 <= minor <= API_VERSION[1])
 
 
 _default: Registry | None = None

@@ -7,7 +7,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from q4core.diagnostics import Report
 from q4core.errors import InputError, LifecycleError
@@ -19,6 +18,9 @@ from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    import torch
+    from typing_extensions import Self
 
     from q4core.backend import Request
     from q4core.dispatch import Selection
@@ -120,7 +122,7 @@ class Session:
             self.adopt(layer)
             with self._lock:
                 self._by_weight.setdefault(weight, {})[key] = layer
-        y = layer(x)
+        y: torch.Tensor = layer(x)
         return y if bias is None else y + bias
 
     def layers(self) -> list[Q4Linear]:
@@ -142,7 +144,7 @@ class Session:
         self._by_weight.clear()
         self._order.clear()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         """Return the session."""
         self._require_open()
         return self

@@ -162,7 +162,7 @@ class _StraightThrough(torch.autograd.Function):
         """Keep nothing: the identity's backward needs nothing."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]  # torch's own is looser
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         del ctx
         return grad, None
 
@@ -184,7 +184,8 @@ def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Te
     _check_master(master)
     kind = _find(format)
     if torch.is_grad_enabled() and master.requires_grad:
-        dense: torch.Tensor = _StraightThrough.apply(master, kind)
+        call: Any = _StraightThrough.apply
+        dense: torch.Tensor = call(master, kind)
         return dense
     return _cached(master, kind)
 
@@ -198,8 +199,8 @@ def linear_ste(
 ) -> torch.Tensor:
     """Return ``x @ quantised(master)ᵀ + bias``, with straight-through gradients to ``master``.
 
-    Gradients: to x, ``grad @ quantised(master)``, exact; to ``master``, ``gradᵀ @ x`` as if it were not quantised; to the
-    bias, the sum. Double backward works.
+    Gradients: to x, ``grad @ quantised(master)``, exact; to ``master``, ``gradᵀ @ x`` as if it were not quantised; to
+    the bias, the sum. Double backward works.
 
     Args:
         x: [..., K] of the master's dtype, on its device.

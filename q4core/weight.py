@@ -147,7 +147,8 @@ class PackedWeight:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
         """Return a weight whose tensors are ``function`` of this one's."""
-        return attrs.evolve(self, **{name: function(tensor) for name, tensor in self.tensors()})
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors()}
+        return attrs.evolve(self, **changed)
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """Return the weight on another device; codes and scales keep their bytes."""

@@ -53,7 +53,8 @@ class WeightSpec:
         if len(tensors) != len(self.fields):
             raise WeightError("weight", name="tensors", rule=f"{len(self.fields)} long", value=len(tensors), where=name)
         facts: dict[str, Any] = {field: getattr(self, field) for field in _PLAIN_FIELDS}
-        return PackedWeight(name=name, **facts, **dict(zip(self.fields, tensors, strict=True)))
+        facts.update(zip(self.fields, tensors, strict=True))
+        return PackedWeight(name=name, **facts)
 
     def to_json(self) -> str:
         """Return the spec as one line of JSON with sorted keys."""

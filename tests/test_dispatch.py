@@ -241,7 +241,7 @@ OFFERS = st.one_of(st.just(()), st.lists(PATHS, min_size=1, max_size=3))
     low=st.integers(1, 6),
     high=st.one_of(st.none(), st.integers(6, 12)),
 )
-def test_every_mix_of_wishes_is_answered_truly(  # noqa: PLR0913  # one argument per axis
+def test_every_mix_of_wishes_is_answered_truly(  # one argument per axis
     offers: list[list[q4.KernelPath]],
     compute_path: q4.ComputePath,
     override: int | None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from q4core import hookimpl
 from q4_dequant_fallback.backend import DequantFallback
+from q4core import hookimpl
 
 __all__ = ["DequantFallback", "q4_backends"]
 

@@ -1,8 +1,8 @@
 """``DequantFallback``: y = x @ dequantise(w)ᵀ, a slice of out-features at a time.
 
-Weights are decoded exactly and multiplied in float32 whatever the dtype of x, so that the result is right to the float32
-bound; the temporary dense slice stays below ``SLICE_BYTES``. The prepared weight is the packed weight itself: views of a
-mapped file stay views of it, and cost no anonymous memory.
+Weights are decoded exactly and multiplied in float32 whatever the dtype of x, so that the result is right to the
+float32 bound; the temporary dense slice stays below ``SLICE_BYTES``. The prepared weight is the packed weight itself:
+views of a mapped file stay views of it, and cost no anonymous memory.
 """
 
 from __future__ import annotations
