@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -101,7 +102,10 @@ def _top(item: Import) -> str:
 
 def _run_fresh(code: str) -> dict[str, object]:
     """Run code in a new interpreter and return the JSON object that it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    # Compiled modules are kept, as they are on a user's machine, whatever this shell says.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     answer: dict[str, object] = json.loads(done.stdout)
     return answer
 
