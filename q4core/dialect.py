@@ -8,6 +8,9 @@ sees a dialect. The two simplified dialects live in ``dialects_simple.py``; all 
 from __future__ import annotations
 
 import abc
+import difflib
+import json
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -20,7 +23,27 @@ if TYPE_CHECKING:
 
     from q4core.weight import PackedWeight
 
-__all__ = ["Catalogue", "Dialect", "LayerSchema", "Problem", "TensorInfo", "WrittenLayer"]
+__all__ = [
+    "Catalogue",
+    "Dialect",
+    "LayerSchema",
+    "Problem",
+    "TensorInfo",
+    "WeightFacts",
+    "WrittenLayer",
+    "find_dialect",
+    "float_dtype",
+    "read_fact",
+    "stored_fact",
+]
+
+
+def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+def _as_dict(items: Mapping[str, str]) -> dict[str, str]:
+    return dict(items)
 
 
 @attrs.frozen
@@ -28,7 +51,7 @@ class TensorInfo:
     """dtype and shape of a stored tensor, as torch would load it."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_as_tuple)
 
     @property
     def numel(self) -> int:
@@ -49,7 +72,8 @@ class Problem:
     """One thing that is wrong with a layer.
 
     Args:
-        code: ``missing_key``, ``unknown_key``, ``dtype``, ``shape``, ``value``, ``ambiguous`` or ``unsupported``.
+        code: ``missing_key``, ``unknown_key``, ``dtype``, ``shape``, ``value``, ``ambiguous``, ``dialect`` (no layer is
+            in the dialect that was asked for) or ``unsupported`` (recognised, but nothing here reads it).
         key: The tensor's key (or the module's name).
         rule: What must hold, to be read after "must be".
         value: What was found; None where there is nothing to show.
@@ -81,17 +105,22 @@ class LayerSchema:
         problems: What is wrong with the keys themselves (missing, unknown, ambiguous).
         notes: What is assumed, for the record.
         extras: Further hashable facts that the dialect needs to read the layer.
+        named: Whether metadata or ``config.json`` name this dialect for the layer, so that no other reading of the same
+            keys counts.
+        nbytes: Stored bytes of the layer's tensors; None where unknown (``detect`` fills it in).
     """
 
     module: str
     dialect: str
     format: str
-    keys: Mapping[str, str] = attrs.field(converter=dict, hash=False)
+    keys: Mapping[str, str] = attrs.field(converter=_as_dict, hash=False)
     shape: tuple[int, int] | None = None
     block_size: int | None = None
-    problems: tuple[Problem, ...] = attrs.field(default=(), converter=tuple)
-    notes: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    extras: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=tuple)
+    problems: tuple[Problem, ...] = attrs.field(default=(), converter=_as_tuple)
+    notes: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    extras: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_as_tuple)
+    named: bool = False
+    nbytes: int | None = None
 
     def extra(self, name: str, default: Any = None) -> Any:
         """Return one of the extras."""
@@ -134,12 +163,14 @@ class Catalogue:
         self.config = dict(config or {})
         self.load = load
         self.options = dict(options or {})
-        self._children: dict[str, dict[str, str]] = {}
+        self._below: dict[str, list[str]] = {}
         for name in self.tensors:
-            parts = name.split(".")
-            for cut in range(1, len(parts)):
-                self._children.setdefault(".".join(parts[:cut]), {})[".".join(parts[cut:])] = name
-            self._children.setdefault("", {})[name] = name
+            cut = len(name)
+            for _ in range(_MAX_SUFFIX_PARTS):
+                cut = name.rfind(".", 0, cut)
+                if cut < 0:
+                    break
+                self._below.setdefault(name[:cut], []).append(name)
 
     def __contains__(self, name: object) -> bool:
         """Return whether a tensor of that name is there."""
@@ -150,21 +181,60 @@ class Catalogue:
         return self.tensors.get(name)
 
     def children(self, module: str) -> dict[str, str]:
-        """Return suffix → key for every tensor below a module (``"weight.absmax"`` → ``"proj.weight.absmax"``)."""
-        return self._children.get(module, {})
+        """Return suffix → key for every tensor at most three names below a module.
 
-    def modules_with(self, suffix: str) -> Iterator[str]:
-        """Yield each module that has a tensor at ``module.suffix``, in the order of the file."""
-        tail = f".{suffix}"
+        ``"weight.absmax"`` → ``"proj.weight.absmax"``, for example.
+        """
+        return {name[len(module) + 1 :]: name for name in self._below.get(module, ())}
+
+    def modules_with(self, *suffixes: str) -> Iterator[str]:
+        """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in the file's order."""
+        tails = tuple(f".{suffix}" for suffix in suffixes)
+        seen: set[str] = set()
         for name in self.tensors:
-            if name.endswith(tail):
-                yield name[: -len(tail)]
+            if name.endswith(tails):
+                module = next(name.removesuffix(tail) for tail in tails if name.endswith(tail))
+                if module and module not in seen:
+                    seen.add(module)
+                    yield module
+
+    def unknown_scales(self, module: str, known: Iterable[str]) -> tuple[Problem, ...]:
+        """Return an ``unknown_key`` problem for each scale-like key of a module that is not among the known suffixes.
+
+        A key is scale-like when its last name speaks of scales, zero points, code books and the like; only the module's
+        own tensors count (``x`` and ``weight.x``), not those of the modules below it.
+        """
+        legal = set(known)
+        return tuple(
+            Problem("unknown_key", key, f"one that the dialect knows ({', '.join(sorted(legal))})")
+            for suffix, key in self.children(module).items()
+            if suffix not in legal
+            and (("." not in suffix) or suffix.startswith("weight."))
+            and _SCALE_LIKE.search(suffix.removeprefix("weight."))
+        )
+
+    def load_small(self, name: str) -> torch.Tensor | None:
+        """Return a side tensor of at most 64 KiB, or None where there is none, or only metadata is at hand."""
+        info = self.tensors.get(name)
+        if self.load is None or info is None or info.nbytes > _MAX_SIDE_BYTES:
+            return None
+        return self.load(name)
 
     @property
     def quantization_config(self) -> Mapping[str, Any]:
-        """``config["quantization_config"]``, or an empty mapping."""
-        found = self.config.get("quantization_config")
-        return found if isinstance(found, dict) else {}
+        """``quantization_config`` of ``config.json`` (the text model's, where a model has several), or empty."""
+        text = self.config.get("text_config")
+        for holder in (self.config, text if isinstance(text, dict) else {}):
+            found = holder.get("quantization_config")
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The model's dtype by ``config.json``, or None."""
+        found = self.config.get("dtype", self.config.get("torch_dtype"))
+        return float_dtype(found)
 
 
 class Dialect(abc.ABC):
@@ -173,6 +243,10 @@ class Dialect(abc.ABC):
     name: ClassVar[str]
     formats: ClassVar[frozenset[str]]
     """Names of the formats that the dialect can hold."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Names of the reader options that the dialect understands."""
+    shares_keys: ClassVar[bool] = False
+    """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
 
     @abc.abstractmethod
     def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
@@ -198,16 +272,89 @@ class Dialect(abc.ABC):
             WeightError, DialectError: The values contradict the dialect.
         """
 
-    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:  # noqa: ARG002  # a default
         """Return the tensors and metadata that hold ``weight`` in this dialect, exactly.
 
         Raises:
             DialectError: The dialect can't express the weight's format, levels or features.
         """
-        raise DialectError(
-            f"write {module!r}",
-            name="dialect",
-            rule="one that q4core can write",
-            value=self.name,
-            where=type(weight).__name__,
-        )
+        raise self.refusal(module, "dialect", "one that q4core can write", self.name)
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Return the nearest weight that ``write`` takes, for a caller who allows a loss; itself where none is near."""
+        return weight
+
+    def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
+        """Return one file's header metadata.
+
+        Args:
+            layers: Module → what ``write`` gave, for the layers of the file.
+            dense: Names of the other tensors of the file.
+        """
+        del dense
+        return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
+
+    def quantization_config(self, weights: Iterable[WeightFacts]) -> dict[str, Any] | None:
+        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing."""
+        del weights
+        return None
+
+    def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:
+        """Return the error that says what of a layer the dialect can't express."""
+        return DialectError(f"{self.name}: layer {module!r}", name=name, rule=rule, value=value, hint=hint)
+
+
+@attrs.frozen
+class WeightFacts:
+    """What ``config.json`` needs to know of a written layer."""
+
+    module: str
+    format: str
+    block_size: int
+    dtype: torch.dtype
+    double_quant: bool
+    static_activations: bool
+
+
+def float_dtype(name: object) -> torch.dtype | None:
+    """Return float32, float16, bfloat16 or float64 by name (``"torch."`` before it or not), or None."""
+    return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
+    """Return a dialect by name.
+
+    Raises:
+        DialectError: No such dialect; the message lists the ones there are, and the closest.
+    """
+    known = {dialect.name: dialect for dialect in dialects}
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f"Did you mean {close[0]!r}?" if close else None
+    rule = f"one of {', '.join(sorted(known))}"
+    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close[0] if close else None)
+
+
+def stored_fact(key: str, value: Any) -> str:
+    """Return a note that keeps a stored detail that only the dialect's writer needs; ``read_fact`` reads it."""
+    return f"stored {key}: {json.dumps(value)}"
+
+
+def read_fact(weight: PackedWeight, key: str) -> Any:
+    """Return the detail that ``stored_fact`` kept, or None."""
+    head = f"stored {key}: "
+    return next((json.loads(note[len(head) :]) for note in weight.notes if note.startswith(head)), None)
+
+
+_MAX_SUFFIX_PARTS = 3
+_MAX_SIDE_BYTES = 1 << 16
+_SCALE_LIKE = re.compile(
+    r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
+)
+_FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}

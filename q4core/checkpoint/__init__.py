@@ -1,0 +1,9 @@
+"""Checkpoint files: lazy, mapped reading, and atomic writing, of safetensors in one file or several.
+
+Readers of other kinds of files come from plugins.
+"""
+
+from q4core.checkpoint.opened import Checkpoint, DenseTensors
+from q4core.checkpoint.source import CheckpointReader, CheckpointSource
+
+__all__ = ["Checkpoint", "CheckpointReader", "CheckpointSource", "DenseTensors"]
