@@ -36,7 +36,8 @@ _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
 _STRIDED_ROWS = 256
-_ROW_STRIDE_CHUNK = 64
+_CHUNK_ELEMENTS = 1 << 20
+"""Weights decoded to float64 at a time (8 MB)."""
 _HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 _OPEN_END_ROWS = 16
@@ -184,7 +185,7 @@ def probe_path(
     """
     started = time.perf_counter()
     rows = _sampled_rows(request.out_features)
-    worst = 0.0
+    runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(_row_counts(path, request.m)):
         x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
@@ -192,55 +193,56 @@ def probe_path(
         try:
             backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
         except Exception as error:  # noqa: BLE001  # the plugin boundary; becomes a rejection
-            fault = Reason(
-                ReasonCode.PROBE_FAILED, f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
-            )
+            message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
+            fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
-        ratio = _worst_ratio(out.to("cpu", torch.float64)[:, rows], x, source, rows, request.out_dtype, path)
-        worst = max(worst, ratio) if ratio == ratio else float("nan")  # noqa: PLR0124  # NaN is the one that differs
-        if not ratio <= 1.0:
-            kind = _describe(out)
-            fault = Reason(
-                ReasonCode.PROBE_FAILED,
-                f"path {path.name} computed wrong numbers at M = {count}: {kind}, error {ratio:.3g} × its bound",
-            )
+        runs.append(_Run(x.to(torch.float64), out.to("cpu", torch.float64)[:, rows], request.out_dtype))
+    _compare(runs, source, rows, path)
+    worst = 0.0
+    for run in runs:
+        worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # noqa: PLR0124  # NaN is what differs
+        if not run.worst <= 1.0:
+            message = f"path {path.name} computed wrong numbers at M = {len(run.x)}: {run.describe()}"
+            fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
     return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
 
 
-def _describe(out: torch.Tensor) -> str:
-    if not bool(torch.isfinite(out).all()):
-        return "output is not finite"
-    return "output is all zero" if not bool(out.any()) else "output is off"
+@attrs.define(eq=False)
+class _Run:
+    """One call: x [M, K] and the sampled outputs [M, R], both in float64, and the worst error over its bound so far."""
+
+    x: torch.Tensor
+    computed: torch.Tensor
+    out_dtype: torch.dtype
+    worst: float = 0.0
+
+    def judge(self, dense: torch.Tensor, computed: torch.Tensor) -> None:
+        """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
+        reference = self.x @ dense.T
+        bound = error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out_dtype)
+        error = (computed - reference).abs()
+        # Beyond the dtype's range an infinity of the right sign is right.
+        beyond = reference.abs() + bound > torch.finfo(self.out_dtype).max
+        error = torch.where(beyond & (computed == reference.sign() * torch.inf), 0.0, error)
+        # A bound of zero (a block of zeros) allows no error at all.
+        ratio = float(torch.where(error == 0, 0.0, error / bound).max())
+        self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
+
+    def describe(self) -> str:
+        if not bool(torch.isfinite(self.computed).all()):
+            return "output is not finite"
+        return "output is all zero" if not bool(self.computed.any()) else f"error {self.worst:.3g} × its bound"
 
 
-def _worst_ratio(  # noqa: PLR0913  # the facts of one comparison
-    computed: torch.Tensor,
-    x: torch.Tensor,
-    source: PackedWeight,
-    rows: torch.Tensor,
-    out_dtype: torch.dtype,
-    path: KernelPath,
-) -> float:
-    """Return the largest error over its bound, over the sampled rows; NaN where an output is not finite."""
-    exact_x = x.to(torch.float64)
+def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: KernelPath) -> None:
+    """Decode the sampled rows once, chunk by chunk, and judge every run with them."""
     weight = source
     if path.codebook is not None:
         weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
-    worst = 0.0
-    for start in range(0, rows.numel(), _ROW_STRIDE_CHUNK):
-        chunk = rows[start : start + _ROW_STRIDE_CHUNK]
-        dense = decode_rows(weight, chunk, dtype=torch.float64).to("cpu")
-        reference = exact_x @ dense.T
-        magnitude = exact_x.abs() @ dense.abs().T
-        bound = error_bound(reference, magnitude, source.in_features, out_dtype)
-        error = (computed[:, start : start + chunk.numel()] - reference).abs()
-        # A zero bound (a zero block) allows no error at all, and NaN compares as wrong.
-        ratio = torch.where(
-            error <= bound, torch.where(bound > 0, error / bound, torch.zeros_like(error)), error / bound
-        )
-        highest = float(ratio.max())
-        if highest != highest:  # noqa: PLR0124  # NaN is the one that differs from itself
-            return highest
-        worst = max(worst, highest)
-    return worst
+    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    for start in range(0, rows.numel(), step):
+        dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
+        for run in runs:
+            if run.worst == run.worst:  # noqa: PLR0124  # NaN is final
+                run.judge(dense, run.computed[:, start : start + step])

@@ -1,0 +1,191 @@
+"""The self-probe: a path that computes wrong numbers never serves, and says so loudly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+from fakes import KERNEL_PATH, FakeBackend, registry
+
+import q4core as q4
+from q4core.events import forget_warnings
+from q4core.preparation import PROBES
+from q4core.probe import error_bound, grid_activations, probe_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    """Start without any probe's memory."""
+    PROBES.forget()
+    forget_warnings()
+
+
+def _weight(format_: str = "nf4", rows: int = 40, columns: int = 128) -> q4.PackedWeight:
+    generator = torch.Generator().manual_seed(3)
+    return q4.quantize(torch.randn(rows, columns, generator=generator), format_)
+
+
+def _zero_one(y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y[0, 17] = 0.0
+    return y
+
+
+def _swapped(y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y[:, [3, 4]] = y[:, [4, 3]]
+    return y
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all zero": torch.zeros_like,
+    "not finite": lambda y: y / 0,
+    "one NaN": lambda y: torch.where(torch.arange(y.numel()).view_as(y) == 5, torch.nan, y),
+    "one element zero": _zero_one,
+    "two columns swapped": _swapped,
+    "scaled by 1 + 2^-7": lambda y: y * (1 + 2**-7),
+    "half precision": lambda y: y.to(torch.float16).to(torch.float32),
+    "last column off": lambda y: torch.cat((y[:, :-1], y[:, -1:] + 1), 1),
+    "zero above one row": lambda y: y if y.shape[0] == 1 else torch.zeros_like(y),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_is_disqualified_and_the_next_one_serves(fault: str) -> None:
+    """Each planted fault is found before the layer serves: a warning, a rejection, and the reference's numbers."""
+    backend = FakeBackend("wrong", damage=FAULTS[fault])
+    weight = _weight()
+    with pytest.warns(q4.Q4ProbeWarning, match="fake_gemm"):
+        layer = q4.Session(registry=registry(backend)).linear(weight)
+    record = layer.diagnostics()
+    assert record.backend == "dequant-fallback"
+    assert record.rejections[0].reasons[0].code is q4.ReasonCode.PROBE_FAILED
+    x = torch.ones(2, 128)
+    torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T)
+
+
+def test_swapped_nibbles_are_found() -> None:
+    """A backend that reads the nibbles in the wrong order is consistently wrong, and found."""
+
+    class Swapped(FakeBackend):
+        def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+            wrong = attrs.evolve(weight, packing=q4.Packing.LOW_FIRST)
+            return super().prepare(wrong, request, context)
+
+    with pytest.warns(q4.Q4ProbeWarning):
+        layer = q4.Session(registry=registry(Swapped("swapped"))).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
+
+
+def test_a_right_kernel_is_proven_once_per_kind() -> None:
+    """A right path is probed at the ends of its M range, once, and the selection says that it is proven."""
+    backend = FakeBackend(
+        paths=(attrs.evolve(KERNEL_PATH, m=(1, 8)), attrs.evolve(KERNEL_PATH, name="big", m=(9, None)))
+    )
+    plugins = registry(backend)
+    request = q4.Request.for_weight(_weight())
+    assert not q4.select(request, registry=plugins).proven
+    session = q4.Session(registry=plugins)
+    assert session.linear(_weight()).diagnostics().proven
+    assert backend.calls == [("fake_gemm", 1), ("fake_gemm", 2), ("fake_gemm", 8), ("big", 9), ("big", 10), ("big", 25)]
+    assert q4.select(request, registry=plugins).proven
+    session.linear(_weight())
+    assert len(backend.calls) == 6
+    session.linear(_weight(rows=41))  # another tail class of N
+    assert len(backend.calls) == 12
+
+
+def test_nothing_proven_under_kernel_only_is_an_error() -> None:
+    """Where the only kernel is wrong, KERNEL_ONLY fails with the probe's reason."""
+    config = q4.SessionConfig(compute_path=q4.ComputePath.KERNEL_ONLY)
+    with pytest.warns(q4.Q4ProbeWarning), pytest.raises(q4.BackendUnavailableError) as caught:
+        q4.Session(config, registry=registry(FakeBackend("wrong", damage=torch.zeros_like))).linear(_weight())
+    reasons = {item.backend: item.reasons[0].code for item in caught.value.rejections}
+    assert reasons["wrong"] is q4.ReasonCode.PROBE_FAILED
+
+
+def test_a_kernel_that_raises_in_its_probe_is_disqualified() -> None:
+    """An exception in linear while probing is a reason, not a crash."""
+
+    def explode(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("illegal instruction")
+
+    with pytest.warns(q4.Q4ProbeWarning, match="illegal instruction"):
+        layer = q4.Session(registry=registry(FakeBackend("wild", damage=explode))).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
+
+
+def test_a_prepare_that_raises_gives_way_to_the_next_backend() -> None:
+    """An exception in prepare is a plugin_error rejection of that layer, and the next backend is asked."""
+    backend = FakeBackend("wild", prepare_error=MemoryError("no room"))
+    layer = q4.Session(registry=registry(backend)).linear(_weight())
+    record = layer.diagnostics()
+    assert record.backend == "dequant-fallback"
+    assert record.rejections[0].reasons[0].code is q4.ReasonCode.PLUGIN_ERROR
+    assert "no room" in record.rejections[0].reasons[0].message
+
+
+def test_an_approximated_codebook_is_judged_against_its_own_table() -> None:
+    """A path that declares the table that it really uses is right by that table, and wrong by another."""
+    table = tuple(round(value * 127) / 127 for value in q4.BUILTIN_FORMATS["nf4"].codebook)
+
+    class Table(FakeBackend):
+        def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+            weight = attrs.evolve(prepared.meta.build(prepared.tensors), codebook=torch.tensor(table))
+            out.copy_(x.to(torch.float32) @ q4.dequantize(weight, torch.float32).T)
+
+    honest = Table("honest", paths=(attrs.evolve(KERNEL_PATH, codebook=table),))
+    assert q4.Session(registry=registry(honest)).linear(_weight()).diagnostics().backend == "honest"
+    with pytest.warns(q4.Q4ProbeWarning):
+        layer = q4.Session(registry=registry(Table("silent"))).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
+
+
+@pytest.mark.parametrize("precision", list(q4.Precision))
+def test_grid_activations_lie_on_their_grid(precision: q4.Precision) -> None:
+    """Quantising the probe's activations to the path's precision changes nothing, and every block has its peak."""
+    x = grid_activations(5, 200, precision).to(torch.float64)
+    block, peak = (16, 6.0) if precision is q4.Precision.W4A4 else (32, 127.0)
+    for start in range(0, 200, block):
+        part = x[:, start : start + block].abs()
+        assert bool((part.amax(1) * 64 == peak).all())
+    if precision is q4.Precision.W4A4:
+        assert set((x.abs() * 64).unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
+    else:
+        assert torch.equal((x * 64).round(), x * 64)
+        for dtype in (torch.bfloat16, torch.float16):
+            assert torch.equal(x.to(dtype).to(torch.float64), x)
+
+
+def test_the_bound_holds_for_float32_and_catches_one_lost_product() -> None:
+    """Sums in float32, in any order, stay inside the bound; leaving out one large product does not."""
+    columns = 4096
+    x = grid_activations(3, columns, q4.Precision.W4A32)
+    w = torch.randn(64, columns, generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ w.double().T
+    bound = error_bound(exact, x.double().abs() @ w.double().abs().T, columns, torch.float32)
+    for order in (torch.arange(columns), torch.arange(columns).flip(0), torch.randperm(columns)):
+        total = torch.zeros(3, 64)
+        for k in order.tolist():
+            total += x[:, k : k + 1] * w[:, k]
+        assert bool(((total.double() - exact).abs() <= bound).all())
+    assert bool(((torch.zeros(3, 64).double() - exact).abs() > bound).any())
+
+
+@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_reference_passes_its_own_probe_for_every_format(format_: str, dtype: torch.dtype) -> None:
+    """The fallback is right within the bound for every format and dtype, also for a large weight that is sampled."""
+    weight = _weight(format_, rows=1100, columns=256)
+    backend = registry().backends()["dequant-fallback"]
+    request = q4.Request.for_weight(weight, dtype=dtype)
+    (path,) = backend.check(request).paths
+    prepared = backend.prepare(weight, request, q4.PrepareContext(torch.device("cpu")))
+    result = probe_path(backend, prepared, weight, request, path)
+    assert result.fault is None
+    assert 0 <= result.worst_ratio <= 1
