@@ -9,14 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import nox
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -174,10 +169,14 @@ def lowest(session: nox.Session) -> None:
     """Run the tests with the lowest versions that pyproject.toml promises (of all but torch)."""
     _install_packages(session, environment="lowest")
     _install_group(session, "test", environment="lowest")
-    promised = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["cli"]]
-    session.install(*_floors(requirement for requirement in promised if not requirement.startswith("torch")))
+    session.install(*_lowest_versions())
     _pytest(session, "-m", "not gpu and not peer", *session.posargs, environment="lowest")
 
 
-def _floors(requirements: Iterable[str]) -> list[str]:
-    return [re.sub(">=", "==", requirement) for requirement in requirements]
+def _lowest_versions() -> list[str]:
+    """Return what every distribution here promises to work with, pinned at its lower bound; all but torch."""
+    promised: set[str] = set()
+    for folder in _distributions():
+        project = nox.project.load_toml(folder / "pyproject.toml")["project"]
+        promised.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
+    return sorted(line.replace(">=", "==") for line in promised if ">=" in line and not line.startswith("torch"))
