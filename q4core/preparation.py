@@ -16,7 +16,7 @@ from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode, Request
 from q4core.dispatch import ProbeHistory, Selection, select_backend
 from q4core.errors import ConfigError, LifecycleError, Q4FallbackWarning, Q4ProbeWarning
 from q4core.events import emit, warn_once
-from q4core.memory import apply_policy
+from q4core.memory import apply_mutable_policy, apply_policy
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import ActivationPrecision, ComputePath, SessionConfig, UnifiedMemoryPolicy
 from q4core.probe import ProbeBook, probe_path
@@ -163,6 +163,7 @@ def prepare_layer(
     _refuse_inside_trace(weight)
     weight.check_values()
     request = layer_request(weight, config, m, dtype)
+    _require_memory(config, registry, request.device)
     source = weight if weight.device == request.device else weight.to(request.device)
     failures: dict[str, Reason] = {}
     while True:
@@ -211,6 +212,13 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
             rule="prepared before it is traced or captured",
             hint="Make the layer (session.linear) and move it to its device first, then compile.",
         )
+
+
+def _require_memory(config: SessionConfig, registry: Registry, device: torch.device) -> None:
+    """Fail before anything is done where unified memory is required and can't be had."""
+    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
+    if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+        apply_mutable_policy(torch.empty(1), policy, device=device, providers=registry.memory_providers())
 
 
 def _stream(device: torch.device) -> object | None:

@@ -11,7 +11,7 @@ import attrs
 from q4core.diagnostics import Report
 from q4core.errors import InputError, LifecycleError
 from q4core.linear import Q4Linear
-from q4core.policy import SessionConfig, active_config, resolve_config
+from q4core.policy import SessionConfig, resolve_config
 from q4core.preparation import select_for
 from q4core.registry import Registry, default_registry
 from q4core.weight import PackedWeight
@@ -43,7 +43,9 @@ class Session:
     """
 
     def __init__(self, config: SessionConfig | None = None, *, registry: Registry | None = None) -> None:
-        self.config = resolve_config(config)
+        self.config = config or SessionConfig()
+        """What was asked for; unset fields are resolved whenever a layer is made."""
+        resolve_config(self.config)  # a wish that is not legal is refused here, not at the first layer
         self._registry = registry
         self._layers: weakref.WeakSet[Q4Linear] = weakref.WeakSet()
         self._order: list[weakref.ref[Q4Linear]] = []
@@ -91,7 +93,8 @@ class Session:
                 value=type(weight).__name__,
                 hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
             )
-        layer = Q4Linear(weight, bias, config=self.config, registry=self._registry, name=name, m=m)
+        config = resolve_config(self.config)
+        layer = Q4Linear(weight, bias, config=config, registry=self._registry, name=name, m=m)
         self.adopt(layer)
         return layer
 
@@ -109,7 +112,7 @@ class Session:
             As ``linear``, and as ``Q4Linear.forward``.
         """
         self._require_open()
-        config = active_config().over(self.config)
+        config = resolve_config(self.config)
         key = (x.dtype, x.device, config)
         with self._lock:
             known = self._by_weight.get(weight)
