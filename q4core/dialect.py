@@ -188,7 +188,7 @@ class Catalogue:
         return {name[len(module) + 1 :]: name for name in self._below.get(module, ())}
 
     def modules_with(self, *suffixes: str) -> Iterator[str]:
-        """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in the file's order."""
+        """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in file order."""
         tails = tuple(f".{suffix}" for suffix in suffixes)
         seen: set[str] = set()
         for name in self.tensors:

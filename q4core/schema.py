@@ -6,6 +6,7 @@ file.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +14,7 @@ import torch
 
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.errors import DialectError, SchemaError
+from q4core.errors import DialectError, Q4Error, Q4PluginWarning, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,7 +223,7 @@ def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect
     return tuple(dict.fromkeys(problems))
 
 
-def make_catalogue(  # noqa: PLR0913, PLR0917  # the contract's arguments, without their defaults
+def make_catalogue(  # noqa: PLR0913  # the contract's arguments, without their defaults
     tensors: Mapping[str, Any],
     metadata: Mapping[str, str] | None,
     config: Mapping[str, Any] | None,
@@ -254,7 +255,7 @@ def _readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, li
     """Return module → its readings, by the dialects' names, modules in the order in which the file has their codes."""
     readings: dict[str, list[LayerSchema]] = {}
     for dialect in sorted(dialects, key=lambda item: item.name):
-        for layer in dialect.find(catalogue):
+        for layer in _found(dialect, catalogue):
             readings.setdefault(layer.module, []).append(layer)
     place = {name: index for index, name in enumerate(catalogue.tensors)}
 
@@ -263,6 +264,18 @@ def _readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, li
         return min((place[key] for key in keys if key in place), default=len(place))
 
     return {module: readings[module] for module in sorted(readings, key=first)}
+
+
+def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
+    """Return what a dialect finds; one that raises is left out, with a warning."""
+    try:
+        return list(dialect.find(catalogue))
+    except Q4Error:
+        raise
+    except Exception as error:  # noqa: BLE001  # the plugin boundary
+        message = f"dialect {dialect.name!r} raised {type(error).__name__} and is left out: {error}"
+        warnings.warn(Q4PluginWarning(message), stacklevel=5)
+        return []
 
 
 def _countable(candidates: list[LayerSchema]) -> list[LayerSchema]:

@@ -4,6 +4,14 @@ Readers of other kinds of files come from plugins.
 """
 
 from q4core.checkpoint.opened import Checkpoint, DenseTensors
+from q4core.checkpoint.reading import SafetensorsReader, open_checkpoint
 from q4core.checkpoint.source import CheckpointReader, CheckpointSource
 
-__all__ = ["Checkpoint", "CheckpointReader", "CheckpointSource", "DenseTensors"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointReader",
+    "CheckpointSource",
+    "DenseTensors",
+    "SafetensorsReader",
+    "open_checkpoint",
+]
