@@ -103,7 +103,7 @@ def _awkward(n: int, k: int, block: int) -> torch.Tensor:
     flat[: min(block, 5)] = -0.0
     flat[block : 2 * block] = 0.0
     flat[2 * block : 3 * block] *= 1e-42
-    flat[3 * block : 4 * block] *= 1e38
+    flat[3 * block : 4 * block] *= 3e37
     flat[4 * block : 5 * block] = 1e-30
     flat[-3:] = 0.0
     return flat.reshape(n, k)

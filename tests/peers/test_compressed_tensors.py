@@ -125,7 +125,7 @@ def test_quantize_has_its_codes_and_scales(
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("n", "k", "group"), [(16, 128, 32), (8, 256, 128), (11, 48, 16), (5, 19, 19)])
+@pytest.mark.parametrize(("n", "k", "group"), [(16, 128, 32), (24, 256, 128), (11, 48, 16), (5, 19, 19)])
 def test_int4_has_its_codes_scales_and_values(
     n: int,
     k: int,
