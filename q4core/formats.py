@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
+import itertools
+import struct
 from typing import TYPE_CHECKING
 
 import attrs
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILTIN_FORMATS",
     "BlockOrder",
-    "Format",
     "Form",
+    "Format",
     "ScaleKind",
+    "as_e4m3",
+    "as_e8m0",
+    "dynamic_map",
     "find_format",
     "resolve_levels",
 ]
@@ -195,6 +201,32 @@ _DEFAULT_PACKINGS = {
     "q4_1": Packing.half_split(32),
 }
 
+_DYNAMIC_DECADES = 7
+
+
+@functools.cache
+def dynamic_map() -> tuple[float, ...]:
+    """Return the 256 ascending float32 levels of bitsandbytes' signed dynamic 8-bit type, -0.99297 … 1.
+
+    Decade e (10^-6 … 1) holds 2^e levels of each sign, each the middle of one of as many equal parts of [0.1, 1]; with
+    0 and 1. The float32 roundings are those of a fused multiply-add, as torch computes them on CPUs that have one.
+    """
+    start, end = _round32(0.1), 1.0
+    levels = [0.0, 1.0]
+    for decade in range(_DYNAMIC_DECADES):
+        parts = 2**decade
+        step = _round32(_round32(end - start) / parts)
+        half = (parts + 1) // 2
+        edges = [_round32(start + step * i if i < half else end - step * (parts - i)) for i in range(parts + 1)]
+        middles = [_round32(_round32(low + high) / 2) for low, high in itertools.pairwise(edges)]
+        power = _round32(10.0 ** (decade - _DYNAMIC_DECADES + 1))
+        levels += [sign * _round32(power * middle) for sign in (1, -1) for middle in middles]
+    return tuple(sorted(levels))
+
+
+def _round32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+
 
 def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:
     """Return a format by name.
@@ -247,7 +279,7 @@ def _double_quant(
     return (product + mean.to(torch.float32)).reshape(scale.shape)
 
 
-def resolve_levels(
+def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
     kind: ScaleKind,
     scale: torch.Tensor,
     *,

@@ -101,7 +101,9 @@ def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
         raise FormatError(
             "unpack_codes", name="packed bytes", rule=f"a multiple of {half} for {packing}", value=qdata.shape[-1]
         )
-    halves: torch.Tensor = torch.cat((low.unflatten(-1, (-1, half)), high.unflatten(-1, (-1, half))), dim=-1)
+    halves: torch.Tensor = torch.cat(
+        (torch.unflatten(low, -1, (-1, half)), torch.unflatten(high, -1, (-1, half))), dim=-1
+    )
     return halves.flatten(-2)
 
 
@@ -126,12 +128,12 @@ def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
             raise FormatError(
                 "pack_codes", name="codes", rule=f"a multiple of {packing.group} for {packing}", value=codes.shape[-1]
             )
-        groups = codes.unflatten(-1, (-1, 2, packing.group // 2))
+        groups = torch.unflatten(codes, -1, (-1, 2, packing.group // 2))
         packed: torch.Tensor = groups[..., 0, :] | (groups[..., 1, :] << 4)
         return packed.flatten(-2)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs = torch.unflatten(codes, -1, (-1, 2))
     first, second = pairs[..., 0], pairs[..., 1]
     low, high = (first, second) if packing.order is NibbleOrder.LOW_FIRST else (second, first)
     pairs_packed: torch.Tensor = low | (high << 4)

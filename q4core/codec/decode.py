@@ -1,0 +1,256 @@
+"""Dequantise: the values that a packed weight stands for, bit-equal to each dialect's own library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.errors import InputError, WeightError
+from q4core.formats import BlockOrder, Form, ScaleKind, resolve_levels
+from q4core.packing import unpack_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4core.weight import PackedWeight
+
+__all__ = ["decode_rows", "dequantize"]
+
+_CHUNK_ELEMENTS = 1 << 19
+"""Elements decoded at once; their temporaries (at most 30 bytes each, in float64) stay below 16 MB."""
+_MOST_ELEMENTS = 1 << 40
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SYMMETRIC_ZERO = 8
+
+
+def dequantize(
+    weight: PackedWeight, dtype: torch.dtype | None = None, *, rows: slice | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the effective dense weight, so that ``y = x @ result.T``.
+
+    Each operation is rounded to float32 once, in the order of the dialect's own library: ``code * scale``, then
+    ``+ offset``; or ``(code - zero) * scale`` (no zero point means 8); then ``input_permutation`` and
+    ``input_channel_scale``; then one cast to ``dtype``. For float64 the same formula is computed in float64 from the
+    resolved float32 scales and the float32 codebook: the exact value, against which kernels are judged.
+
+    Args:
+        weight: The weight, on any device; it is only read.
+        dtype: float32, bfloat16, float16 or float64; None for ``weight.dtype``.
+        rows: The rows to decode, as a slice or as an int64 vector of row numbers in 0 … N - 1 (repeats allowed); None
+            for all of them.
+
+    Returns:
+        [R, K] of ``dtype``, contiguous, on the weight's device. Temporaries beside it take at most 16 MB (or what one
+        row needs).
+
+    Raises:
+        InputError: ``dtype`` or ``rows`` is not legal, or the result would be absurdly large.
+        WeightError: ``input_permutation`` is not a permutation.
+
+    Reference:
+        ``formats.py`` for the two formulas.
+    """
+    target = weight.dtype if dtype is None else dtype
+    if target not in _DTYPES:
+        raise InputError("dequantize", name="dtype", rule=f"one of {', '.join(map(str, _DTYPES))}", value=target)
+    chosen = _chosen_rows(weight, rows)
+    columns = weight.in_features
+    if len(chosen) * columns > _MOST_ELEMENTS:
+        raise InputError(
+            "dequantize",
+            name="rows * K",
+            rule="at most 2^40",
+            value=len(chosen) * columns,
+            where=weight.name,
+            hint="Decode some rows at a time.",
+        )
+    result = torch.empty((len(chosen), columns), dtype=target, device=weight.device)
+    work = torch.float64 if target is torch.float64 else torch.float32
+    codebook = _codebook(weight).to(work)
+    permutation = _permutation(weight)
+    for first, part in _parts(weight, chosen):
+        values = part.values(weight.format.form, codebook, work)
+        if permutation is not None:
+            values = torch.empty_like(values).index_copy_(1, permutation, values)
+        if weight.input_channel_scale is not None:
+            values *= weight.input_channel_scale.to(work)
+        result[first : first + len(values)] = values
+    return result
+
+
+def decode_rows(
+    weight: PackedWeight, start: int | torch.Tensor, stop: int | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return rows ``start … stop``, or the rows of an index vector, for callers that stream through a weight.
+
+    Args:
+        weight: The weight.
+        start: First row; or an int64 vector of row numbers, and then ``stop`` is left out.
+        stop: One past the last row; None for the end.
+        dtype: As in ``dequantize``.
+
+    Returns:
+        [R, K] of ``dtype``.
+
+    Raises:
+        InputError: As ``dequantize``.
+        WeightError: As ``dequantize``.
+    """
+    return dequantize(weight, dtype, rows=start if isinstance(start, torch.Tensor) else slice(start, stop))
+
+
+def _chosen_rows(weight: PackedWeight, rows: slice | torch.Tensor | None) -> range | torch.Tensor:
+    """Return a range of step 1, or an int64 vector on the weight's device."""
+    total = weight.out_features
+    if rows is None:
+        return range(total)
+    if isinstance(rows, slice):
+        chosen = range(*rows.indices(total))
+        return chosen if chosen.step == 1 else torch.tensor(chosen, dtype=torch.int64, device=weight.device)
+    if not isinstance(rows, torch.Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise InputError("dequantize", name="rows", rule="a slice or an int64 vector", value=got)
+    outside = (rows < 0) | (rows >= total)
+    if bool(outside.any()):
+        raise InputError("dequantize", name="rows", rule=f"in 0 … {total - 1}", value=int(rows[outside][0]))
+    return rows.to(weight.device)
+
+
+def _codebook(weight: PackedWeight) -> torch.Tensor:
+    if weight.codebook is None:
+        return weight.format.codebook_tensor(weight.device)
+    return weight.codebook.to(torch.float32)
+
+
+def _permutation(weight: PackedWeight) -> torch.Tensor | None:
+    permutation = weight.input_permutation
+    if permutation is not None:
+        wanted = torch.arange(weight.in_features, device=weight.device)
+        if not torch.equal(permutation.sort().values, wanted):
+            rule = f"a permutation of 0 … {weight.in_features - 1}"
+            raise WeightError("dequantize", name="input_permutation", rule=rule, where=weight.name)
+    return permutation
+
+
+def _parts(weight: PackedWeight, chosen: range | torch.Tensor) -> Iterator[tuple[int, _Part]]:
+    """Yield (first row in the result, part) for chunks of the chosen rows."""
+    flat = weight.blocks is BlockOrder.FLAT
+    # A flat block may straddle rows, so scattered rows of such a weight are decoded one by one.
+    step = 1 if flat and isinstance(chosen, torch.Tensor) else max(1, _CHUNK_ELEMENTS // weight.in_features)
+    for first in range(0, len(chosen), step):
+        rows = chosen[first : first + step]
+        if flat:
+            start = int(rows[0])
+            yield first, _Part.of_flat(weight, range(start, start + len(rows)))
+        else:
+            yield first, _Part.of_rows(weight, rows)
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 as bytes, which can be indexed; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _by_block(values: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of ``values`` [R, K] as [R, blocks, block] with their numbers [R, blocks, 1]; a short block last."""
+    whole = values.shape[1] // block
+    if whole:
+        yield torch.unflatten(values[:, : whole * block], 1, (whole, block)), numbers[:, :whole, None]
+    if whole < numbers.shape[1]:
+        yield values[:, None, whole * block :], numbers[:, whole:, None]
+
+
+@attrs.frozen
+class _Part:
+    """Some rows of a weight: one code per byte, and the numbers of their blocks."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    """Resolved, float32."""
+    offset: torch.Tensor | None
+    zero: torch.Tensor | None
+    block: int
+
+    @classmethod
+    def of_rows(cls, weight: PackedWeight, rows: range | torch.Tensor) -> _Part:
+        """Return ROW blocks: codes [R, K], numbers [R, blocks]."""
+        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        codes = unpack_codes(weight.qdata[chosen], weight.packing).reshape(len(rows), -1)[:, : weight.in_features]
+        positions = None
+        if weight.scale_kind is ScaleKind.DOUBLE_QUANT:
+            numbers = torch.arange(rows.start, rows.stop, device=weight.device) if isinstance(rows, range) else rows
+            blocks = torch.arange(weight.blocks_per_row, device=weight.device)
+            positions = numbers[:, None] * weight.blocks_per_row + blocks
+        total = weight.global_scale
+        if total is not None and total.numel() > 1:
+            total = total[chosen]
+        return cls(
+            codes,
+            _resolve(weight, _bytes(weight.scale)[chosen].view(weight.scale.dtype), positions, total),
+            None if weight.offset is None else weight.offset[chosen],
+            None if weight.zero is None else weight.zero[chosen],
+            weight.block_size,
+        )
+
+    @classmethod
+    def of_flat(cls, weight: PackedWeight, rows: range) -> _Part:
+        """Return FLAT blocks with their numbers repeated for every element: all [R, K], blocks of one."""
+        shape = (len(rows), weight.in_features)
+        start, stop = rows.start * weight.in_features, rows.stop * weight.in_features
+        first_byte = start // weight.packing.codes_per_byte
+        last_byte = _cdiv(stop, weight.packing.codes_per_byte)
+        codes = unpack_codes(weight.qdata[first_byte:last_byte], weight.packing)
+        codes = codes[start - first_byte * weight.packing.codes_per_byte :][: stop - start]
+        blocks = slice(start // weight.block_size, _cdiv(stop, weight.block_size))
+        block_of = torch.arange(start, stop, device=weight.device) // weight.block_size - blocks.start
+        positions = torch.arange(blocks.start, blocks.stop, device=weight.device)
+        scale = _resolve(weight, weight.scale[blocks], positions, weight.global_scale)
+        return cls(
+            codes.view(shape),
+            scale[block_of].view(shape),
+            None if weight.offset is None else weight.offset[blocks][block_of].view(shape),
+            None if weight.zero is None else weight.zero[blocks][block_of].view(shape),
+            1,
+        )
+
+    def values(self, form: Form, codebook: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return [R, K] of ``dtype``, by the formula of the form."""
+        if form is Form.INTEGER:
+            values = self.codes.to(dtype)
+            if self.zero is None:
+                values -= _SYMMETRIC_ZERO
+            else:
+                for part, zero in _by_block(values, self.zero.to(dtype), self.block):
+                    part.sub_(zero)
+        else:
+            values = codebook[self.codes.to(torch.int32)]
+        for part, scale in _by_block(values, self.scale.to(dtype), self.block):
+            part.mul_(scale)
+        if self.offset is not None:
+            for part, offset in _by_block(values, self.offset.to(dtype), self.block):
+                part.add_(offset)
+        return values
+
+
+def _resolve(
+    weight: PackedWeight, scale: torch.Tensor, positions: torch.Tensor | None, total: torch.Tensor | None
+) -> torch.Tensor:
+    """Return float32 block scales; ``positions`` are their places among all scales, for double quantisation."""
+    nested = weight.nested_scale
+    if nested is not None and positions is not None:
+        nested = nested[positions // weight.nested_block_size].reshape(-1)
+    return resolve_levels(
+        weight.scale_kind,
+        scale,
+        global_scale=total,
+        nested_codebook=weight.nested_codebook,
+        nested_scale=nested,
+        nested_offset=weight.nested_offset,
+        nested_block_size=1,
+    )

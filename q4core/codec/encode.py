@@ -1,0 +1,150 @@
+"""Quantise: a dense weight into a ``PackedWeight``, bit-equal to the library that each format comes from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.codec import checks
+from q4core.codec.absmax import absmax_rule, code_of_zero, double_quantise
+from q4core.codec.e2m1 import mxfp4_rule, nvfp4_global_scale, nvfp4_rule
+from q4core.codec.ggml import q4_0_rule, q4_1_rule, q8_0_rule
+from q4core.codec.integer import int4_rule
+from q4core.codec.rule import Coded
+from q4core.errors import FormatError
+from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, ScaleKind, find_format
+from q4core.packing import Packing, pack_codes
+from q4core.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from q4core.codec.rule import Rule
+
+__all__ = ["quantize"]
+
+_CHUNK_ELEMENTS = 1 << 19
+_DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
+_FLAT_FORMATS = frozenset({"nf4", "fp4"})
+_TWO_LEVELS = frozenset({ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
+
+
+def quantize(  # noqa: PLR0913  # the choices that a format leaves open
+    dense: torch.Tensor,
+    format: str | Format,  # noqa: A002  # the contract's name
+    *,
+    block_size: int | None = None,
+    scale_kind: ScaleKind | None = None,
+    packing: Packing | None = None,
+    symmetric: bool = False,
+    name: str | None = None,
+) -> PackedWeight:
+    """Quantise a dense weight by the rule of the library that the format comes from.
+
+    Codes and scales are bit-equal to bitsandbytes (nf4, fp4), torchao (nvfp4, mxfp4), compressed-tensors (nvfp4 with
+    E4M3_DIV, int4) and gguf (q4_0, q4_1, q8_0) on CPU for float32; bfloat16 and float16 are widened to float32 first.
+
+    Args:
+        dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.
+        format: One of the eight built-in formats.
+        block_size: In-features per scale; None for the format's own.
+        scale_kind: How scales are stored. None for E4M3_MUL (nvfp4), E8M0 (mxfp4), PLAIN (the others); DOUBLE_QUANT is
+            bitsandbytes' double quantisation.
+        packing: The nibble order; None for the format's own.
+        symmetric: For int4: no zero points, code 8 stands for 0.
+        name: The layer's name, for messages.
+
+    Returns:
+        The weight, on the device of ``dense``, with scales in the dtype that the dialect stores: absmax float32, e4m3,
+        e8m0, ggml's float16, INT4's the dtype of ``dense``. nf4 and fp4 with K not a multiple of the block have FLAT
+        blocks; int4 has a short last block.
+
+    Raises:
+        InputError: ``dense`` is not a finite float matrix, or holds values that the format's scales can't reach.
+        FormatError: The format is unknown, or the block size, scale kind, packing or K is not legal for it.
+    """
+    chosen = find_format(format)
+    if BUILTIN_FORMATS.get(chosen.name) is not chosen:
+        known = ", ".join(BUILTIN_FORMATS)
+        raise FormatError("quantize", name="format", rule=f"one of {known}", value=chosen.name, where=name)
+    checks.check_dense(dense, name)
+    dense = dense.detach()
+    rows, columns = dense.shape
+    block = chosen.block_size if block_size is None else block_size
+    kind = _DEFAULT_KINDS.get(chosen.name, ScaleKind.PLAIN) if scale_kind is None else scale_kind
+    order = chosen.default_packing() if packing is None else packing
+    checks.check_choices(chosen, block, kind, order, symmetric=symmetric, where=name)
+    blocks = BlockOrder.FLAT if chosen.name in _FLAT_FORMATS and columns % block else BlockOrder.ROW
+    checks.check_columns(chosen, block, columns, order, blocks, name)
+    checks.check_finite(dense, name)
+    fields: dict[str, Any] = {}
+    if kind in _TWO_LEVELS:
+        least, greatest = dense.aminmax()
+        fields["global_scale"] = nvfp4_global_scale(torch.maximum(-least, greatest).to(torch.float32), kind)
+    rule = _rule(chosen, kind, fields.get("global_scale"), dense.dtype, symmetric=symmetric)
+    if blocks is BlockOrder.ROW:
+        coded = _encode_rows(dense, block, rule, order)
+    else:
+        coded = _encode_flat(dense.reshape(-1), block, rule, order, code_of_zero(chosen))
+    checks.check_scales(coded, chosen, name)
+    fields["scale"] = coded.scale
+    if kind is ScaleKind.DOUBLE_QUANT:
+        fields.update(double_quantise(coded.scale))
+    return PackedWeight(
+        format=chosen,
+        qdata=coded.codes,
+        out_features=rows,
+        in_features=columns,
+        block_size=block,
+        scale_kind=kind,
+        packing=order,
+        blocks=blocks,
+        offset=coded.offset,
+        zero=coded.zero,
+        dtype=dense.dtype,
+        name=name,
+        **fields,
+    )
+
+
+def _rule(
+    chosen: Format, kind: ScaleKind, global_scale: torch.Tensor | None, dtype: torch.dtype, *, symmetric: bool
+) -> Rule:
+    if chosen.name in _FLAT_FORMATS:
+        return absmax_rule(chosen)
+    if chosen.name == "nvfp4":
+        return nvfp4_rule(kind, global_scale)
+    if chosen.name == "int4":
+        return int4_rule(dtype, symmetric=symmetric)
+    rules: dict[str, Rule] = {"mxfp4": mxfp4_rule, "q4_0": q4_0_rule, "q4_1": q4_1_rule, "q8_0": q8_0_rule}
+    return rules[chosen.name]
+
+
+def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) -> Coded:
+    """Return packed codes [N, P] and numbers [N, blocks]."""
+    rows, columns = dense.shape
+    whole = columns // block * block
+    parts = []
+    for first in range(0, rows, max(1, _CHUNK_ELEMENTS // columns)):
+        chunk = dense[first : first + max(1, _CHUNK_ELEMENTS // columns)].to(torch.float32)
+        pieces = []
+        if whole:
+            pieces.append(rule(torch.unflatten(chunk[:, :whole], 1, (-1, block)), short=False))
+        if whole < columns:
+            pieces.append(rule(chunk[:, None, whole:], short=True))
+        codes = torch.cat([piece.codes.flatten(1) for piece in pieces], dim=1)
+        parts.append(Coded.join(pack_codes(codes, packing), pieces, 1))
+    return Coded.join(torch.cat([part.codes for part in parts]), parts, 0)
+
+
+def _encode_flat(flat: torch.Tensor, block: int, rule: Rule, packing: Packing, pad: int) -> Coded:
+    """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)]; ``pad`` fills an odd last byte."""
+    whole = flat.numel() // block * block
+    pieces = []
+    for first in range(0, whole, max(1, _CHUNK_ELEMENTS // block) * block):
+        last = min(whole, first + max(1, _CHUNK_ELEMENTS // block) * block)
+        pieces.append(rule(torch.unflatten(flat[first:last].to(torch.float32), 0, (-1, block)), short=False))
+    if whole < flat.numel():
+        pieces.append(rule(flat[None, whole:].to(torch.float32), short=True))
+    codes = torch.cat([piece.codes.reshape(-1) for piece in pieces])
+    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=pad)
+    return Coded.join(pack_codes(codes, packing), pieces, 0)
