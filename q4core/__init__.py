@@ -5,6 +5,16 @@ touches no device and no network.
 """
 
 from q4core import errors, memory, training
+from q4core.api import (
+    detect,
+    detect_all,
+    detect_or_fail,
+    dialects,
+    open,  # noqa: A004  # the contract's name: q4.open(path)
+    quantize,
+    save_checkpoint,
+    validate,
+)
 from q4core.backend import (
     API_VERSION,
     Backend,
@@ -20,9 +30,11 @@ from q4core.backend import (
     Tier,
     Verdict,
 )
-from q4core.codec import dequantize, quantize
+from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
+from q4core.codec import dequantize
 from q4core.convert import ConversionTable, convert_linears_
 from q4core.diagnostics import Diagnostics, Report
+from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
 from q4core.dispatch import Rejection, Segment, Selection
 from q4core.errors import (
     BackendError,
@@ -51,6 +63,7 @@ from q4core.formats import BUILTIN_FORMATS, BlockOrder, Form, Format, ScaleKind,
 from q4core.hooks import hookimpl
 from q4core.linear import Q4Linear, WeightInfo
 from q4core.memory import MemoryDecision, MemoryProvider
+from q4core.mutable import MutableMode, MutableTensor
 from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
 from q4core.policy import (
     ActivationPrecision,
@@ -63,6 +76,7 @@ from q4core.policy import (
 from q4core.probe import ProbeResult, error_bound, grid_activations
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts
+from q4core.schema import Schema
 from q4core.session import Session, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, cat
 from q4core.weight_spec import WeightSpec
@@ -78,11 +92,16 @@ __all__ = [
     "BackendUnavailableError",
     "BlockOrder",
     "Capabilities",
+    "Catalogue",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointReader",
+    "CheckpointSource",
     "ComputePath",
     "ConfigError",
     "ConversionTable",
     "Diagnostics",
+    "Dialect",
     "DialectError",
     "Feature",
     "Form",
@@ -90,10 +109,13 @@ __all__ = [
     "FormatError",
     "InputError",
     "KernelPath",
+    "LayerSchema",
     "LifecycleError",
     "MachineFacts",
     "MemoryDecision",
     "MemoryProvider",
+    "MutableMode",
+    "MutableTensor",
     "NibbleOrder",
     "PackedWeight",
     "Packing",
@@ -106,6 +128,7 @@ __all__ = [
     "PrepareContext",
     "Prepared",
     "ProbeResult",
+    "Problem",
     "Q4Error",
     "Q4FallbackWarning",
     "Q4Linear",
@@ -119,11 +142,13 @@ __all__ = [
     "Report",
     "Request",
     "ScaleKind",
+    "Schema",
     "SchemaError",
     "Segment",
     "Selection",
     "Session",
     "SessionConfig",
+    "TensorInfo",
     "Tier",
     "UnifiedMemoryError",
     "UnifiedMemoryPolicy",
@@ -133,11 +158,16 @@ __all__ = [
     "WeightInfo",
     "WeightSpec",
     "WriteConflictError",
+    "WrittenLayer",
     "cat",
     "convert_linears_",
     "default_registry",
     "default_session",
     "dequantize",
+    "detect",
+    "detect_all",
+    "detect_or_fail",
+    "dialects",
     "error_bound",
     "errors",
     "explain",
@@ -147,13 +177,16 @@ __all__ = [
     "linear",
     "machine_facts",
     "memory",
+    "open",
     "pack_codes",
     "quantize",
     "reset_registry",
     "resolve_config",
     "resolve_levels",
+    "save_checkpoint",
     "select",
     "training",
     "unpack_codes",
     "using",
+    "validate",
 ]

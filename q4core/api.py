@@ -1,0 +1,180 @@
+"""The functions that people type, with the registry's plugins filled in.
+
+Each one delegates: what it does stands in the module that it names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from q4core import checkpoint, codec, schema
+from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.formats import find_format
+from q4core.registry import default_registry
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from q4core.checkpoint import Checkpoint
+    from q4core.dialect import Dialect, LayerSchema, Problem
+    from q4core.formats import Format, ScaleKind
+    from q4core.packing import Packing
+    from q4core.schema import Schema
+    from q4core.weight import PackedWeight
+
+__all__ = ["detect", "detect_all", "detect_or_fail", "dialects", "open", "quantize", "save_checkpoint", "validate"]
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """Return every dialect there is: the two simplified ones, then the plugins', by name."""
+    return (*SIMPLE_DIALECTS, *default_registry().dialects())
+
+
+def open(  # noqa: A001  # the contract's name: q4.open(path)
+    path: str | os.PathLike[str],
+    *,
+    dialect: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint: a lazy mapping of module name to ``PackedWeight``; ``.dense`` holds the other tensors.
+
+    Args:
+        path: A safetensors file, an index of shards, a folder with either, or a file that a plugin reads (GGUF).
+        dialect: Name of the dialect, where keys alone can't tell.
+        config: The model's ``config.json``, taken instead of the one beside the file.
+        options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
+
+    Raises:
+        CheckpointError: The file can't be read, or is malformed; it names file, key, rule and value.
+        DialectError: The dialect's name, or an option's, is unknown.
+    """
+    return checkpoint.open_checkpoint(
+        path,
+        dialect=dialect,
+        config=config,
+        options=options,
+        dialects=dialects(),
+        readers=default_registry().checkpoint_readers(),
+    )
+
+
+def save_checkpoint(  # noqa: PLR0913  # one argument per fact
+    path: str | os.PathLike[str],
+    weights: Mapping[str, PackedWeight],
+    *,
+    dialect: str,
+    dense: Mapping[str, torch.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
+    lossy: bool = False,
+) -> None:
+    """Write weights in a dialect, atomically; see ``checkpoint.save_checkpoint``.
+
+    Args:
+        path: A safetensors file, or a folder for shards and ``config.json``.
+        weights: Module name → weight.
+        dialect: Name of the dialect.
+        dense: Further tensors by name, written as they are.
+        metadata: Header metadata to add.
+        config: The model's ``config.json``, to which the dialect adds its ``quantization_config``.
+        max_shard_bytes: Start a new shard before this size; None writes one file.
+        lossy: Allow a conversion that does not keep every scale level.
+
+    Raises:
+        CheckpointError: The file can't be written; nothing is left half-written.
+        DialectError: The dialect is unknown, or can't express a weight.
+        WeightError: A scale is not a legal number.
+    """
+    checkpoint.save_checkpoint(
+        path,
+        weights,
+        dialect=dialect,
+        dense=dense,
+        metadata=metadata,
+        config=config,
+        max_shard_bytes=max_shard_bytes,
+        lossy=lossy,
+        dialects=dialects(),
+    )
+
+
+def quantize(  # noqa: PLR0913  # one argument per wish
+    dense: torch.Tensor,
+    format: str | Format,  # noqa: A002  # the contract's name
+    *,
+    block_size: int | None = None,
+    scale_kind: ScaleKind | None = None,
+    packing: Packing | None = None,
+    symmetric: bool = False,
+    name: str | None = None,
+) -> PackedWeight:
+    """Return a dense weight in four bits, by the reference codec; plugins' formats are known by name too.
+
+    Arguments, result and errors are those of ``codec.quantize``.
+    """
+    kind = find_format(format, default_registry().formats().values()) if isinstance(format, str) else format
+    return codec.quantize(
+        dense, kind, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name
+    )
+
+
+def detect(  # noqa: PLR0913  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    dialect: str | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schema | None:
+    """Return what a mapping of names to tensors holds, in any dialect there is; see ``schema.detect``."""
+    return schema.detect(
+        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
+    )
+
+
+def detect_all(  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[LayerSchema, ...]:
+    """Return every reading of every layer, in any dialect there is; see ``schema.detect_all``."""
+    return schema.detect_all(tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects())
+
+
+def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    dialect: str | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schema:
+    """Return what a mapping holds, once nothing is wrong with it; see ``schema.detect_or_fail``."""
+    return schema.detect_or_fail(
+        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
+    )
+
+
+def validate(  # noqa: PLR0913  # the contract's arguments
+    found: Schema,
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Problem, ...]:
+    """Return every problem of a schema over tensors, or () when all is well; see ``schema.validate``."""
+    return schema.validate(
+        found, tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
+    )
