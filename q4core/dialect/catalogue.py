@@ -1,41 +1,34 @@
-"""What a dialect is: the mapping between a checkpoint's keys and ``PackedWeight``, in both directions.
-
-A dialect recognises its layers from names, dtypes and shapes alone, says everything that is wrong with them, reads one
-layer at a time and writes one layer at a time. Swizzled scales, key names and header metadata end here; no backend ever
-sees a dialect. The two simplified dialects live in ``dialects_simple.py``; all others are plugins.
-"""
+"""The names of a checkpoint with their dtypes and shapes, and how one layer is stored among them."""
 
 from __future__ import annotations
 
-import abc
-import difflib
-import json
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.errors import DialectError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from q4core.weight import PackedWeight
+__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "float_dtype"]
 
-__all__ = [
-    "Catalogue",
-    "Dialect",
-    "LayerSchema",
-    "Problem",
-    "TensorInfo",
-    "WeightFacts",
-    "WrittenLayer",
-    "find_dialect",
-    "float_dtype",
-    "read_fact",
-    "stored_fact",
-]
+_MAX_SUFFIX_PARTS = 3
+_MAX_SIDE_BYTES = 1 << 16
+_SCALE_LIKE = re.compile(
+    r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
+)
+_FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def float_dtype(name: object) -> torch.dtype | None:
+    """Return float32, float16, bfloat16 or float64 by name (``"torch."`` before it or not), or None."""
+    return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
 def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -122,17 +115,9 @@ class LayerSchema:
     named: bool = False
     nbytes: int | None = None
 
-    def extra(self, name: str, default: Any = None) -> Any:
+    def fact(self, name: str, default: Any = None) -> Any:
         """Return one of the extras."""
         return dict(self.extras).get(name, default)
-
-
-@attrs.frozen(kw_only=True)
-class WrittenLayer:
-    """What a dialect writes for one layer: tensors by key, and header metadata to merge (text by key)."""
-
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str] = attrs.field(factory=dict)
 
 
 class Catalogue:
@@ -235,126 +220,3 @@ class Catalogue:
         """The model's dtype by ``config.json``, or None."""
         found = self.config.get("dtype", self.config.get("torch_dtype"))
         return float_dtype(found)
-
-
-class Dialect(abc.ABC):
-    """One on-disk dialect. Subclasses are stateless; one instance serves every file."""
-
-    name: ClassVar[str]
-    formats: ClassVar[frozenset[str]]
-    """Names of the formats that the dialect can hold."""
-    options: ClassVar[frozenset[str]] = frozenset()
-    """Names of the reader options that the dialect understands."""
-    shares_keys: ClassVar[bool] = False
-    """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
-
-    @abc.abstractmethod
-    def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
-        """Yield every layer that looks like this dialect's, complete or not.
-
-        A layer whose keys are incomplete, or that has scale keys which the dialect does not know, is yielded with its
-        ``problems``; one that belongs to another dialect is not yielded.
-        """
-
-    @abc.abstractmethod
-    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
-        """Yield *every* problem of dtype and shape (``layer.problems`` are added by the caller)."""
-
-    @abc.abstractmethod
-    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
-        """Return the layer's weight; tensors are used as they are (views of the mapped file), not copied.
-
-        Args:
-            layer: A layer that ``find`` gave, without problems.
-            load: Key → tensor.
-
-        Raises:
-            WeightError, DialectError: The values contradict the dialect.
-        """
-
-    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:  # noqa: ARG002  # a default
-        """Return the tensors and metadata that hold ``weight`` in this dialect, exactly.
-
-        Raises:
-            DialectError: The dialect can't express the weight's format, levels or features.
-        """
-        raise self.refusal(module, "dialect", "one that q4core can write", self.name)
-
-    def approximate(self, weight: PackedWeight) -> PackedWeight:
-        """Return the nearest weight that ``write`` takes, for a caller who allows a loss; itself where none is near."""
-        return weight
-
-    def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
-        """Return one file's header metadata.
-
-        Args:
-            layers: Module → what ``write`` gave, for the layers of the file.
-            dense: Names of the other tensors of the file.
-        """
-        del dense
-        return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
-
-    def quantization_config(self, weights: Iterable[WeightFacts]) -> dict[str, Any] | None:
-        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing."""
-        del weights
-        return None
-
-    def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:
-        """Return the error that says what of a layer the dialect can't express."""
-        return DialectError(f"{self.name}: layer {module!r}", name=name, rule=rule, value=value, hint=hint)
-
-
-@attrs.frozen
-class WeightFacts:
-    """What ``config.json`` needs to know of a written layer."""
-
-    module: str
-    format: str
-    block_size: int
-    dtype: torch.dtype
-    double_quant: bool
-    static_activations: bool
-
-
-def float_dtype(name: object) -> torch.dtype | None:
-    """Return float32, float16, bfloat16 or float64 by name (``"torch."`` before it or not), or None."""
-    return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
-
-
-def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
-    """Return a dialect by name.
-
-    Raises:
-        DialectError: No such dialect; the message lists the ones there are, and the closest.
-    """
-    known = {dialect.name: dialect for dialect in dialects}
-    if name in known:
-        return known[name]
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f"Did you mean {close[0]!r}?" if close else None
-    rule = f"one of {', '.join(sorted(known))}"
-    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close[0] if close else None)
-
-
-def stored_fact(key: str, value: Any) -> str:
-    """Return a note that keeps a stored detail that only the dialect's writer needs; ``read_fact`` reads it."""
-    return f"stored {key}: {json.dumps(value)}"
-
-
-def read_fact(weight: PackedWeight, key: str) -> Any:
-    """Return the detail that ``stored_fact`` kept, or None."""
-    head = f"stored {key}: "
-    return next((json.loads(note[len(head) :]) for note in weight.notes if note.startswith(head)), None)
-
-
-_MAX_SUFFIX_PARTS = 3
-_MAX_SIDE_BYTES = 1 << 16
-_SCALE_LIKE = re.compile(
-    r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
-)
-_FLOAT_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}

@@ -1,0 +1,174 @@
+"""What a dialect is: it finds its layers, says what is wrong with them, reads them and writes them."""
+
+from __future__ import annotations
+
+import abc
+import difflib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from q4core.dialect.catalogue import Problem
+from q4core.errors import DialectError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    import torch
+
+    from q4core.dialect.catalogue import Catalogue, LayerSchema
+    from q4core.weight import Feature, PackedWeight
+
+__all__ = ["Dialect", "WeightFacts", "WrittenLayer", "find_dialect"]
+
+
+@attrs.frozen(kw_only=True)
+class WrittenLayer:
+    """What a dialect writes for one layer: tensors by key, and header metadata to merge (text by key)."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen
+class WeightFacts:
+    """What ``config.json`` needs to know of a written layer."""
+
+    module: str
+    format: str
+    block_size: int
+    dtype: torch.dtype
+    double_quant: bool
+    static_activations: bool
+
+
+class Dialect(abc.ABC):
+    """One on-disk dialect. Subclasses are stateless; one instance serves every file."""
+
+    name: ClassVar[str]
+    formats: ClassVar[frozenset[str]]
+    """Names of the formats that the dialect can hold."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Names of the reader options that the dialect understands."""
+    shares_keys: ClassVar[bool] = False
+    """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
+
+    @abc.abstractmethod
+    def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
+        """Yield every layer that looks like this dialect's, complete or not.
+
+        A layer whose keys are incomplete, or that has scale keys which the dialect does not know, is yielded with its
+        ``problems``; one that belongs to another dialect is not yielded.
+        """
+
+    @abc.abstractmethod
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
+        """Yield *every* problem of dtype and shape (``layer.problems`` are added by the caller)."""
+
+    @abc.abstractmethod
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the layer's weight; tensors are used as they are (views of the mapped file), not copied.
+
+        Args:
+            layer: A layer that ``find`` gave, without problems.
+            load: Key → tensor.
+
+        Raises:
+            WeightError, DialectError: The values contradict the dialect.
+        """
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:  # noqa: ARG002  # a default
+        """Return the tensors and metadata that hold ``weight`` in this dialect, exactly.
+
+        Raises:
+            DialectError: The dialect can't express the weight's format, levels or features.
+        """
+        raise self.refusal(module, "dialect", "one that q4core can write", self.name)
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Return the nearest weight that ``write`` takes, for a caller who allows a loss; itself where none is near."""
+        return weight
+
+    def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
+        """Return one file's header metadata.
+
+        Args:
+            layers: Module → what ``write`` gave, for the layers of the file.
+            dense: Names of the other tensors of the file.
+        """
+        del dense
+        return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
+
+    def quantization_config(self, weights: Iterable[WeightFacts]) -> dict[str, Any] | None:
+        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing."""
+        del weights
+        return None
+
+    def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:
+        """Return the error that says what of a layer the dialect can't express."""
+        return DialectError(f"{self.name}: layer {module!r}", name=name, rule=rule, value=value, hint=hint)
+
+    def check_writable(
+        self, module: str, weight: PackedWeight, *, features: Collection[Feature] = (), activation_scale: bool = False
+    ) -> None:
+        """Check format and features of a weight that is to be written.
+
+        Args:
+            module: The layer's name, for the error.
+            weight: What is to be written.
+            features: The features that the dialect can express.
+            activation_scale: Whether it can express a static activation scale.
+
+        Raises:
+            DialectError: The dialect can't express something; the message names it.
+        """
+        if weight.format.name not in self.formats:
+            raise self.refusal(module, "format", f"one of {', '.join(sorted(self.formats))}", weight.format.name)
+        excess = sorted(feature.value for feature in weight.features - set(features))
+        if excess:
+            rule = f"among {', '.join(sorted(item.value for item in features)) or 'none'}"
+            raise self.refusal(module, "features", rule, ", ".join(excess))
+        if weight.activation_scale is not None and not activation_scale:
+            hint = "With lossy=True the static activation scale is left out."
+            raise self.refusal(module, "activation_scale", "absent", float(weight.activation_scale), hint)
+
+    @staticmethod
+    def expect(
+        catalogue: Catalogue, key: str | None, *, dtypes: Collection[torch.dtype], shape: Iterable[int | None]
+    ) -> Iterator[Problem]:
+        """Yield what is wrong with dtype and shape of a tensor; nothing where it is absent.
+
+        Args:
+            catalogue: Where to look.
+            key: The tensor's name.
+            dtypes: The legal dtypes.
+            shape: The legal sizes; None allows any size from 1.
+        """
+        info = None if key is None else catalogue.get(key)
+        if key is None or info is None:
+            return
+        if info.dtype not in dtypes:
+            names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            yield Problem("dtype", key, f"of dtype {names}", str(info.dtype).removeprefix("torch."))
+        wanted = tuple(shape)
+        fits = len(wanted) == len(info.shape) and all(
+            size == legal or (legal is None and size > 0) for size, legal in zip(info.shape, wanted, strict=True)
+        )
+        if not fits:
+            sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+            yield Problem("shape", key, f"of shape [{sizes}]", list(info.shape))
+
+
+def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
+    """Return a dialect by name.
+
+    Raises:
+        DialectError: No such dialect; the message lists the ones there are, and the closest.
+    """
+    known = {dialect.name: dialect for dialect in dialects}
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f"Did you mean {close[0]!r}?" if close else None
+    rule = f"one of {', '.join(sorted(known))}"
+    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close[0] if close else None)
