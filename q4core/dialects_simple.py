@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import torch
 
-from q4core.dialect import (
-    Catalogue,
-    Dialect,
-    LayerSchema,
-    Problem,
-    TensorInfo,
-    WrittenLayer,
-    flat_bytes,
-    read_fact,
-    row_bytes,
-    stored_fact,
-)
+from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
 from q4core.errors import DialectError
 from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, ScaleKind
 from q4core.packing import Packing
@@ -137,7 +126,8 @@ class SimpleNf4(Dialect):
             raise DialectError(self.name, name="codebook", rule=_CODEBOOK_RULE, value=float(table[0]))
         kind = BUILTIN_FORMATS[name]
         by_row = columns % block == 0
-        order = layer.fact("order")
+        extras = dict(layer.extras)
+        order = extras["order"]
         return PackedWeight(
             format=kind,
             qdata=codes if by_row else codes.reshape(-1),
@@ -148,10 +138,10 @@ class SimpleNf4(Dialect):
             packing=_ORDERS[order],
             blocks=BlockOrder.ROW if by_row else BlockOrder.FLAT,
             codebook=None if is_own_table(table, kind) else table,
-            dtype=layer.fact("dtype"),
+            dtype=extras["dtype"],
             name=layer.module,
             dialect=self.name,
-            notes=layer.notes if order == _DEFAULT_ORDER else (*layer.notes, stored_fact("nibble_order", order)),
+            notes=layer.notes if order == _DEFAULT_ORDER else (*layer.notes, self.stored_fact("nibble_order", order)),
         )
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
@@ -168,8 +158,8 @@ class SimpleNf4(Dialect):
         if columns % 2 or rows * columns % weight.block_size:
             rule = f"even, and N * K a multiple of the block size {weight.block_size}"
             raise self.refusal(module, "in_features", rule, columns)
-        order = read_fact(weight, "nibble_order") or _DEFAULT_ORDER
-        codes = flat_bytes(weight, _ORDERS[order])
+        order = self.read_fact(weight, "nibble_order") or _DEFAULT_ORDER
+        codes = self.flat_bytes(weight, _ORDERS[order])
         table = weight.format.codebook_tensor(weight.device) if weight.codebook is None else weight.codebook
         tensors = {
             "weight": codes[: rows * columns // 2].reshape(rows, columns // 2),
@@ -226,7 +216,8 @@ class SimpleNvfp4(Dialect):
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight."""
         codes, scale = load(layer.keys["qdata"]), load(layer.keys["scale"])
-        prefix = layer.fact("prefix")
+        extras = dict(layer.extras)
+        prefix = extras["prefix"]
         return PackedWeight(
             format=BUILTIN_FORMATS["nvfp4"],
             qdata=codes,
@@ -236,10 +227,10 @@ class SimpleNvfp4(Dialect):
             block_size=_BLOCK,
             scale_kind=ScaleKind.PLAIN if scale.dtype == torch.float16 else ScaleKind.E4M3,
             packing=Packing.LOW_FIRST,
-            dtype=layer.fact("dtype"),
+            dtype=extras["dtype"],
             name=layer.module,
             dialect=self.name,
-            notes=(*layer.notes, stored_fact("prefix", prefix)) if prefix else layer.notes,
+            notes=(*layer.notes, self.stored_fact("prefix", prefix)) if prefix else layer.notes,
         )
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
@@ -256,8 +247,8 @@ class SimpleNvfp4(Dialect):
             found = f"{weight.scale_kind.value} of {str(weight.scale.dtype).removeprefix('torch.')}"
             hint = "With lossy=True the levels are collapsed into one float16 scale."
             raise self.refusal(module, "scale levels", "e4m3 without a global scale, or float16", found, hint)
-        prefix = read_fact(weight, "prefix") or ""
-        tensors = {"qdata": row_bytes(weight, Packing.LOW_FIRST), "scale": weight.scale}
+        prefix = self.read_fact(weight, "prefix") or ""
+        tensors = {"qdata": self.row_bytes(weight, Packing.LOW_FIRST), "scale": weight.scale}
         return WrittenLayer(tensors={f"{module}.{prefix}{suffix}": tensor for suffix, tensor in tensors.items()})
 
     def approximate(self, weight: PackedWeight) -> PackedWeight:

@@ -5,24 +5,7 @@ layer at a time and writes one layer at a time. Swizzled scales, key names and h
 sees a dialect. The two simplified dialects live in ``dialects_simple.py``; all others are plugins.
 """
 
-from q4core.dialect.catalogue import Catalogue, LayerSchema, Problem, TensorInfo, float_dtype
-from q4core.dialect.contract import Dialect, WeightFacts, WrittenLayer, find_dialect
-from q4core.dialect.facts import read_fact, stored_fact
-from q4core.dialect.writing import flat_bytes, is_power_of_two, row_bytes
+from q4core.dialect.catalogue import Catalogue, LayerSchema, Problem, TensorInfo
+from q4core.dialect.contract import Dialect, WrittenLayer, find_dialect
 
-__all__ = [
-    "Catalogue",
-    "Dialect",
-    "LayerSchema",
-    "Problem",
-    "TensorInfo",
-    "WeightFacts",
-    "WrittenLayer",
-    "find_dialect",
-    "flat_bytes",
-    "float_dtype",
-    "is_power_of_two",
-    "read_fact",
-    "row_bytes",
-    "stored_fact",
-]
+__all__ = ["Catalogue", "Dialect", "LayerSchema", "Problem", "TensorInfo", "WrittenLayer", "find_dialect"]

@@ -115,7 +115,7 @@ class LayerSchema:
     named: bool = False
     nbytes: int | None = None
 
-    def fact(self, name: str, default: Any = None) -> Any:
+    def extra(self, name: str, default: Any = None) -> Any:
         """Return one of the extras."""
         return dict(self.extras).get(name, default)
 

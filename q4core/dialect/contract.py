@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import difflib
+import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
 from q4core.dialect.catalogue import Problem
+from q4core.dialect.writing import flat_bytes, row_bytes
 from q4core.errors import DialectError
 
 if TYPE_CHECKING:
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.dialect.catalogue import Catalogue, LayerSchema
+    from q4core.packing import Packing
     from q4core.weight import Feature, PackedWeight
+    from q4core.weight_spec import WeightSpec
 
-__all__ = ["Dialect", "WeightFacts", "WrittenLayer", "find_dialect"]
+__all__ = ["Dialect", "WrittenLayer", "find_dialect"]
 
 
 @attrs.frozen(kw_only=True)
@@ -28,18 +32,6 @@ class WrittenLayer:
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] = attrs.field(factory=dict)
-
-
-@attrs.frozen
-class WeightFacts:
-    """What ``config.json`` needs to know of a written layer."""
-
-    module: str
-    format: str
-    block_size: int
-    dtype: torch.dtype
-    double_quant: bool
-    static_activations: bool
 
 
 class Dialect(abc.ABC):
@@ -99,9 +91,13 @@ class Dialect(abc.ABC):
         del dense
         return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
 
-    def quantization_config(self, weights: Iterable[WeightFacts]) -> dict[str, Any] | None:
-        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing."""
-        del weights
+    def quantization_config(self, layers: Mapping[str, WeightSpec]) -> dict[str, Any] | None:
+        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing.
+
+        Args:
+            layers: Module → layout of each layer that was written.
+        """
+        del layers
         return None
 
     def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:
@@ -131,6 +127,27 @@ class Dialect(abc.ABC):
         if weight.activation_scale is not None and not activation_scale:
             hint = "With lossy=True the static activation scale is left out."
             raise self.refusal(module, "activation_scale", "absent", float(weight.activation_scale), hint)
+
+    @staticmethod
+    def row_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
+        """Return the codes of ROW blocks as uint8 [N, ceil(K / 2)] in a packing, without a copy where they are that."""
+        return row_bytes(weight, packing)
+
+    @staticmethod
+    def flat_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
+        """Return the codes of the flattened weight as uint8 [ceil(N * K / 2)] in a packing."""
+        return flat_bytes(weight, packing)
+
+    @staticmethod
+    def stored_fact(key: str, value: Any) -> str:
+        """Return a note for ``PackedWeight.notes`` that keeps a stored detail, any JSON value, for the writer."""
+        return f"stored {key}: {json.dumps(value)}"
+
+    @staticmethod
+    def read_fact(weight: PackedWeight, key: str) -> Any:
+        """Return the detail that ``stored_fact`` kept, or None."""
+        head = f"stored {key}: "
+        return next((json.loads(note[len(head) :]) for note in weight.notes if note.startswith(head)), None)
 
     @staticmethod
     def expect(

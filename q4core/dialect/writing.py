@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from q4core.errors import WeightError
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from q4core.weight import PackedWeight
 
-__all__ = ["flat_bytes", "is_power_of_two", "row_bytes"]
+__all__ = ["flat_bytes", "row_bytes"]
 
 _PLAIN_ORDERS = (Packing.LOW_FIRST, Packing.HIGH_FIRST)
 
@@ -47,8 +46,3 @@ def flat_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
     if weight.in_features % 2:
         return pack_codes(weight.codes().reshape(-1), packing)
     return row_bytes(weight, packing).reshape(-1)
-
-
-def is_power_of_two(value: float) -> bool:
-    """Return whether a positive number is a power of two, so that to divide by it is to multiply by its reciprocal."""
-    return value > 0 and math.frexp(value)[0] == 0.5  # noqa: PLR2004  # the mantissa of a power of two
