@@ -1,0 +1,402 @@
+"""What a ``MutableTensor`` is inside: the content with its version, and the blocks in which it is read and written.
+
+``docs/memory.md`` states the protocol, its invariants, and why no reader sees half an update.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+import attrs
+import torch
+
+from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
+from q4core.memory import detached_copy
+from q4core.mutable.exclusion import Exclusion, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["Content", "MutableStats", "ReadView", "Snapshot", "WriteBlock"]
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """The reader's own copy of one version.
+
+    Args:
+        tensor: Contiguous, detached, shared with nobody.
+        version: The version that it is a copy of.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+@attrs.frozen
+class MutableStats:
+    """What has happened since the tensor was made.
+
+    Args:
+        reads: ``read()`` blocks that were let in.
+        writes: Updates that took effect, by ``write()``, ``replace()`` and ``reset()``.
+        snapshots: Snapshots taken.
+        failures: Updates that were let in and did not take effect.
+        conflicts: ``WriteConflictError`` raised.
+        copies: Copies of the whole content.
+        bytes_copied: Bytes of these copies.
+    """
+
+    reads: int
+    writes: int
+    snapshots: int
+    failures: int
+    conflicts: int
+    copies: int
+    bytes_copied: int
+
+
+class ReadView(Ticket):
+    """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
+
+    __slots__ = ("_alias", "_content", "base", "mark", "timeout", "version")
+    base: torch.Tensor
+    mark: tuple[int, int]
+    version: int
+
+    def __init__(self, content: Content, timeout: float | None) -> None:
+        self.thread = 0
+        self.is_admitted = False
+        self._content = content
+        self._alias: torch.Tensor | None = None
+        self.timeout = timeout
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The content, by an alias without graph. To be read; see ``docs/memory.md`` for how a change is found out.
+
+        Raises:
+            LifecycleError: The block has ended, or was never entered.
+        """
+        if self._alias is None:
+            raise LifecycleError(
+                f"read view of {self._content.label}",
+                name="view.tensor",
+                rule="used inside its with block",
+                hint="Take a snapshot() for what must last longer.",
+            )
+        return self._alias
+
+    def __enter__(self) -> Self:
+        """Begin to read."""
+        if self.thread:
+            _refuse_again(self._content.label)
+        self.thread = threading.get_ident()
+        self._alias = self._content.begin_read(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the read, and raise ``PoisonedError`` if this version was changed meanwhile."""
+        self._alias = None
+        if self.is_admitted:
+            self._content.end_read(self, error)
+
+
+class WriteBlock(Ticket):
+    """What ``write()`` gives: the tensor to change, while its ``with`` block lasts."""
+
+    __slots__ = ("_content", "alias", "healing", "source", "timeout", "wait", "work")
+
+    work: torch.Tensor
+    alias: torch.Tensor
+
+    def __init__(
+        self,
+        content: Content,
+        wait: bool,  # noqa: FBT001  # called by position, on the fast path
+        timeout: float | None,
+        source: torch.Tensor | None = None,
+        healing: bool = False,  # noqa: FBT001, FBT002  # as above
+    ) -> None:
+        self.thread = 0
+        self.is_admitted = False
+        self._content = content
+        self.wait = wait
+        self.timeout = timeout
+        self.source = source
+        self.healing = healing
+
+    def __enter__(self) -> torch.Tensor:
+        """Begin to write."""
+        if self.thread:
+            _refuse_again(self._content.label)
+        self.thread = threading.get_ident()
+        return self._content.begin_write(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Publish the update as the next version, or drop it if the block failed."""
+        if self.is_admitted:
+            self._content.end_write(self, error)
+
+
+def _refuse_again(label: str) -> NoReturn:
+    raise LifecycleError(label, name="with block", rule="entered once", hint="Call read() or write() each time.")
+
+
+def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return torch's count of in-place changes, which all aliases share, and the address."""
+    return tensor._version, tensor.data_ptr()  # noqa: SLF001  # torch documents it under this name
+
+
+class Content:
+    """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
+
+    def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
+        self.label = label
+        self.is_in_place = is_in_place
+        self.gate = Exclusion(excludes_readers=self.is_in_place)
+        self.lock = self.gate.lock
+        self.grown = threading.Condition(self.lock)
+        self.waiting = 0
+        self.tensor = tensor
+        self.mark = _mark_of(tensor)
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.nbytes = tensor.nbytes
+        self.is_asynchronous = tensor.device.type == "cuda"
+        self.version = 0
+        self.poison: str | None = None
+        self.is_closed = False
+        self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
+        self.bytes_copied = 0
+
+    # -- complaints
+
+    def check(self) -> None:
+        """Raise if it is closed or poisoned."""
+        if self.is_closed:
+            raise LifecycleError(self.label, name="it", rule="open", value="closed", hint="Make a new one.")
+        if self.poison is not None:
+            raise PoisonedError(
+                self.label,
+                name="content",
+                rule="known",
+                value=self.poison,
+                hint="Give it new content with reset(tensor).",
+                version=self.version,
+            )
+
+    def check_healing(self) -> None:
+        """Raise if there is nothing that ``reset()`` could heal."""
+        if self.is_closed or self.poison is None:
+            rule, got = ("open", "closed") if self.is_closed else ("poisoned", "healthy")
+            hint = "Update a healthy tensor with write() or replace(tensor)."
+            raise LifecycleError(f"reset() of {self.label}", name="it", rule=rule, value=got, hint=hint)
+
+    def refuse(self, name: str, rule: str, value: str, hint: str) -> NoReturn:
+        """Count a conflict and raise it."""
+        self.conflicts += 1
+        raise WriteConflictError(self.label, name=name, rule=rule, value=value, hint=hint, version=self.version)
+
+    def set_poison(self, cause: str) -> None:
+        """Declare the content unknown, and tell everybody who waits."""
+        self.poison = cause
+        self.gate.wake()
+        self.grown.notify_all()
+
+    def refuse_touched(self, base: torch.Tensor, version: int) -> NoReturn:
+        """Raise, since a version was changed outside ``write()``: by a reader, or a writer that kept its tensor."""
+        cause = f"version {version} was changed in place outside write()"
+        if base is self.tensor and self.poison is None:
+            self.set_poison(cause)
+        raise PoisonedError(
+            self.label,
+            name="content",
+            rule="changed inside write() only",
+            value=cause,
+            hint="Change a snapshot(), or write inside write(); then call reset(tensor).",
+            version=version,
+        )
+
+    # -- reading
+
+    def begin_read(self, view: ReadView) -> torch.Tensor:
+        """Let the view in, when its turn comes, to the newest version."""
+        try:
+            with self.lock:
+                gate = self.gate
+                if self.is_in_place and gate.is_writing(view.thread):
+                    self.refuse("read()", "outside this thread's own write()", "inside", "Read what write() gave you.")
+                if not gate.enter_read(view, view.timeout, self.check):
+                    self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
+                if self.is_closed or self.poison is not None:
+                    self.check()
+                base, mark = self.tensor, self.mark
+                if _mark_of(base) != mark:
+                    self.refuse_touched(base, self.version)
+                view.base, view.mark, view.version = base, mark, self.version
+            return base.detach()
+        except BaseException:
+            with self.lock:
+                self.gate.leave_read(view)
+            raise
+
+    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
+        """Let the view out, after a look at whether its version is still what it was."""
+        base, version = view.base, view.version
+        del view.base  # an old version goes with its last reader
+        try:
+            if self.is_asynchronous and self.is_in_place:
+                self.synchronise()
+        finally:
+            with self.lock:
+                is_touched = _mark_of(base) != view.mark
+                if is_copied:
+                    self.snapshots += 1
+                    self.copies += 1
+                    self.bytes_copied += self.nbytes
+                else:
+                    self.reads += 1
+                try:
+                    if is_touched:
+                        self.refuse_touched(base, version)
+                except PoisonedError:
+                    if error is None:
+                        raise
+                finally:
+                    self.gate.leave_read(view)
+
+    def snapshot(self, timeout: float | None) -> Snapshot:
+        """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
+        view = ReadView(self, timeout)
+        view.thread = threading.get_ident()
+        self.begin_read(view)
+        error: BaseException | None = None
+        try:
+            copy = detached_copy(view.base)
+            if self.is_asynchronous:
+                self.synchronise()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.end_read(view, error, is_copied=error is None)
+        return Snapshot(copy, view.version)
+
+    # -- writing
+
+    def begin_write(self, block: WriteBlock) -> torch.Tensor:
+        """Let the block in, when its turn comes, and return an alias of what it may change."""
+        check = self.check_healing if block.healing else self.check
+        try:
+            with self.lock:
+                check()
+                if not self.gate.try_write(block):
+                    self.enter_write(block, check)
+                    check()
+                base, mark = self.tensor, self.mark
+                if _mark_of(base) != mark and not block.healing:
+                    self.refuse_touched(base, self.version)
+            block.work = work = self.working_copy(block, base, mark)
+            block.alias = alias = work.detach()
+        except BaseException:
+            with self.lock:
+                self.gate.leave_write(block)
+            raise
+        return alias
+
+    def enter_write(self, block: WriteBlock, check: Callable[[], object]) -> None:
+        """Let the block in when its turn comes, or refuse it."""
+        gate = self.gate
+        if gate.is_writing(block.thread) or gate.is_reading(block.thread):
+            inside = "write()" if gate.is_writing(block.thread) else "read()"
+            self.refuse("write()", f"outside this thread's own {inside}", "inside", "Leave the outer block first.")
+        if not block.wait and gate.has_writer:
+            self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
+        if not gate.enter_write(block, block.timeout, check):
+            self.refuse("write()", f"let in within {block.timeout} s", "others", "Wait longer, or hold blocks shorter.")
+
+    def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
+        """Return what the writer changes: the content itself, or a copy of it (or of what replaces it)."""
+        if block.healing:
+            if self.is_in_place and base.data_ptr() == mark[1]:
+                return base
+            if block.source is None:
+                return detached_copy(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
+        elif self.is_in_place:
+            return base
+        copy = detached_copy(base if block.source is None else block.source)
+        if _mark_of(base) != mark and not block.healing:
+            with self.lock:
+                self.refuse_touched(base, self.version)
+        return copy
+
+    def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
+        """Publish the update, or drop it, or poison the content; then let the block out."""
+        work, alias = block.work, block.alias
+        del block.work, block.alias
+        problem = error
+        if problem is None:
+            try:
+                self.check_form(block, work, alias)
+                if self.is_asynchronous:
+                    self.synchronise()
+            except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
+                problem = raised
+        with self.lock:
+            try:
+                if not self.is_in_place or block.source is not None:
+                    self.copies += 1
+                    self.bytes_copied += self.nbytes
+                may_publish = not self.is_closed and (block.healing or self.poison is None)
+                if problem is None and may_publish:
+                    self.publish(work)
+                else:
+                    self.failures += 1
+                    if self.is_in_place and problem is not None and self.poison is None:
+                        self.set_poison(f"a writer failed with {type(problem).__name__}: {problem}")
+            finally:
+                self.gate.leave_write(block)
+        if problem is None and not may_publish:
+            self.check()
+        if problem is not None and problem is not error:
+            raise problem
+
+    def check_form(self, block: WriteBlock, work: torch.Tensor, alias: torch.Tensor) -> None:
+        """Refuse an update that changed more than values."""
+        is_moved = self.is_in_place and not block.healing and work.data_ptr() != self.mark[1]
+        if alias.is_set_to(work) and not is_moved:
+            return
+        address = self.mark[1] if is_moved else work.data_ptr()
+        wanted = (self.shape, self.dtype, work.stride(), address)
+        found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr())
+        for name, rule, got in zip(("shape", "dtype", "stride", "address"), wanted, found, strict=True):
+            if rule != got:
+                raise InputError(
+                    f"update of {self.label}",
+                    name=name,
+                    rule=f"left as it is ({rule})",
+                    value=got,
+                    hint="Change values only, or use replace(tensor).",
+                )
+
+    def publish(self, work: torch.Tensor) -> None:
+        """Make ``work`` the newest version."""
+        self.tensor = work
+        self.mark = _mark_of(work)
+        self.version += 1
+        self.poison = None
+        self.writes += 1
+        if self.waiting:
+            self.grown.notify_all()
+
+    def synchronise(self) -> None:
+        """Wait for what this thread has queued on the device's current stream."""
+        torch.cuda.current_stream(self.device).synchronize()

@@ -1,0 +1,331 @@
+"""``MutableTensor``: one writer at a time, any number of readers, a version that only grows. For threads."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.memory import detached_copy
+from q4core.mutable.content import Content, MutableStats, ReadView, Snapshot, WriteBlock
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["MutableMode", "MutableTensor"]
+
+
+class MutableMode(enum.Enum):
+    """How an update and its readers are kept apart."""
+
+    VERSIONED = "versioned"
+    """Copy-on-write: readers never wait for a writer, a failed writer changes nothing, the address moves."""
+    IN_PLACE = "in_place"
+    """Stable address, no copy: readers and the writer keep each other out, a failed writer poisons the tensor."""
+
+
+class MutableTensor:
+    """A tensor that one thread at a time updates and any number of threads read, whole versions only.
+
+    Args:
+        tensor: The first content, version 0: strided, on CPU or CUDA, of any dtype and shape. It is detached.
+        mode: How an update and its readers are kept apart.
+        name: For messages.
+        copy: False takes ``tensor`` itself instead of a copy: for its sole owner, who doesn't touch it again.
+
+    Raises:
+        InputError: ``tensor`` is none that can be shared so.
+        ConfigError: ``mode`` or ``name`` is not legal.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        mode: MutableMode = MutableMode.VERSIONED,
+        name: str | None = None,
+        copy: bool = True,
+    ) -> None:
+        label = "mutable tensor" if name is None else f"mutable tensor {name!r}"
+        if name is not None and not isinstance(name, str):
+            raise ConfigError("MutableTensor", name="name", rule="text or None", value=name)
+        try:
+            self._mode = MutableMode(mode)
+        except ValueError:
+            legal = " or ".join(repr(member.value) for member in MutableMode)
+            raise ConfigError(label, name="mode", rule=f"a MutableMode ({legal})", value=mode) from None
+        _check_content(label, tensor, copy=copy)
+        self._name = name
+        self._content = Content(
+            detached_copy(tensor) if copy else tensor.detach(), label, is_in_place=self._mode is MutableMode.IN_PLACE
+        )
+        if self._content.is_asynchronous:
+            self._content.synchronise()
+
+    # -- facts
+
+    @property
+    def name(self) -> str | None:
+        """The name given, for messages."""
+        return self._name
+
+    @property
+    def mode(self) -> MutableMode:
+        """How an update and its readers are kept apart."""
+        return self._mode
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape, which never changes."""
+        return self._content.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype, which never changes."""
+        return self._content.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device, which never changes."""
+        return self._content.device
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version; 0 is the first content.
+
+        Raises:
+            LifecycleError: It is closed.
+        """
+        with self._content.lock:
+            if self._content.is_closed:
+                self._content.check()
+            return self._content.version
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the content is unknown until ``reset()``."""
+        with self._content.lock:
+            return self._content.poison is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        with self._content.lock:
+            return self._content.is_closed
+
+    def stats(self) -> MutableStats:
+        """Return what has happened so far; also after ``close()``."""
+        content = self._content
+        with content.lock:
+            return MutableStats(
+                reads=content.reads,
+                writes=content.writes,
+                snapshots=content.snapshots,
+                failures=content.failures,
+                conflicts=content.conflicts,
+                copies=content.copies,
+                bytes_copied=content.bytes_copied,
+            )
+
+    # -- reading
+
+    def read(self, *, timeout: float | None = None) -> ReadView:
+        """Return a ``with`` block that gives ``view.tensor`` and ``view.version`` of one whole version, uncopied.
+
+        Args:
+            timeout: Seconds to wait for the writer, None for no limit. Only ``IN_PLACE`` ever waits.
+
+        Raises:
+            LifecycleError: It is closed (on entering, as all that follow).
+            PoisonedError: The content is unknown; or (on leaving) somebody changed the version while it was read.
+            WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
+            ConfigError: ``timeout`` is not legal.
+        """
+        return ReadView(self._content, None if timeout is None else _to_seconds(self._content.label, timeout))
+
+    def snapshot(self, *, timeout: float | None = None) -> Snapshot:
+        """Return an own copy of one whole version; arguments and errors as for ``read``."""
+        return self._content.snapshot(None if timeout is None else _to_seconds(self._content.label, timeout))
+
+    def wait(self, version: int, timeout: float | None = None) -> bool:
+        """Wait until the version is at least ``version``.
+
+        Args:
+            version: The version to wait for.
+            timeout: Seconds to wait, None for no limit.
+
+        Returns:
+            True once it is there, False if the time ran out.
+
+        Raises:
+            LifecycleError: It is closed, or was while waiting.
+            PoisonedError: The content is unknown, or became so while waiting.
+            WriteConflictError: It would never end: this thread itself writes, or holds an ``IN_PLACE`` read.
+            ConfigError: ``version`` or ``timeout`` is not legal.
+        """
+        content = self._content
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ConfigError(content.label, name="version", rule="an integer", value=version)
+        deadline = None if timeout is None else time.monotonic() + _to_seconds(content.label, timeout)
+        thread = threading.get_ident()
+        with content.lock:
+            while True:
+                content.check()
+                if content.version >= version:
+                    return True
+                if content.gate.is_writing(thread) or (content.is_in_place and content.gate.is_reading(thread)):
+                    content.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return False
+                content.waiting += 1
+                try:
+                    content.grown.wait(remaining)
+                finally:
+                    content.waiting -= 1
+
+    # -- writing
+
+    def write(self, *, wait: bool = False, timeout: float | None = None) -> WriteBlock:
+        """Return a ``with`` block that gives the tensor to change in place; on success the version grows by one.
+
+        If the block raises, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE`` one is poisoned.
+
+        Args:
+            wait: Whether to wait in turn for another writer, instead of a ``WriteConflictError`` at once.
+            timeout: Seconds to wait, for the other writer or (``IN_PLACE``, always) for readers; None for no limit.
+
+        Raises:
+            WriteConflictError: Another writer is there or waits; the time ran out; or this thread holds a block of
+                this tensor already (on entering, as all that follow).
+            LifecycleError: It is closed; also on leaving, and then the update is dropped.
+            PoisonedError: The content is unknown.
+            InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
+            ConfigError: ``timeout`` is not legal.
+        """
+        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        return WriteBlock(self._content, wait, seconds)
+
+    def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Make a copy of ``tensor`` the next version, in one update and with one copy.
+
+        Args:
+            tensor: Same shape, dtype and device.
+            wait: As for ``write``.
+            timeout: As for ``write``.
+
+        Raises:
+            InputError: Another shape, dtype or device; nothing has changed.
+            WriteConflictError, LifecycleError, PoisonedError, ConfigError: As ``write``.
+        """
+        source = self._fitting("replace", tensor)
+        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        with WriteBlock(self._content, wait, seconds, source) as content:
+            if self._mode is MutableMode.IN_PLACE:
+                content.copy_(source)
+
+    def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:
+        """Give a poisoned tensor known content again, as the next version.
+
+        Args:
+            tensor: Same shape, dtype and device; None for zeros.
+            timeout: Seconds to wait for readers and other writers, None for no limit.
+
+        Raises:
+            LifecycleError: It is closed, or not poisoned (any more).
+            InputError: Another shape, dtype or device; it stays poisoned.
+            WriteConflictError, ConfigError: As ``write``.
+        """
+        source = None if tensor is None else self._fitting("reset", tensor)
+        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
+            if self._mode is MutableMode.IN_PLACE:
+                content.zero_() if source is None else content.copy_(source)
+
+    def _fitting(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        label = f"{what}() of {self._content.label}"
+        _check_content(label, tensor, copy=True)
+        for name in ("shape", "dtype", "device"):
+            wanted, got = getattr(self, name), getattr(tensor, name)
+            if wanted != got:
+                raise InputError(label, name=name, rule=str(wanted), value=got)
+        return tensor.detach()
+
+    # -- lifetime
+
+    def close(self) -> None:
+        """Let the content go; later use is a ``LifecycleError``. Closing twice is allowed.
+
+        Whoever waits is told; readers inside their block keep their version; an update under way is dropped.
+        """
+        content = self._content
+        with content.lock:
+            content.is_closed = True
+            content.tensor = torch.empty(0)
+            content.gate.wake()
+            content.grown.notify_all()
+
+    def __enter__(self) -> Self:
+        """Return itself, to be closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``: a copy would be another tensor that looks like this one.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        raise LifecycleError(
+            f"copy of {self._content.label}",
+            name="it",
+            rule="shared, not copied or pickled",
+            hint="Make another one from snapshot().tensor.",
+        )
+
+    def __repr__(self) -> str:
+        """Name, mode, form and state."""
+        content = self._content
+        state = (
+            "closed"
+            if content.is_closed
+            else "poisoned"
+            if content.poison is not None
+            else f"version {content.version}"
+        )
+        name = "" if self._name is None else f"{self._name!r}, "
+        form = f"{content.dtype} {list(content.shape)} on {content.device}"
+        return f"MutableTensor({name}{self._mode.value}, {form}, {state})"
+
+
+def _check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
+    if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
+        raise InputError(label, name="tensor", rule="plain and strided", value=f"{type(tensor).__name__}")
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise InputError(label, name="tensor", rule="on CPU or CUDA", value=str(tensor.device))
+    if copy:
+        return
+    hint = "Leave copy=True."
+    if tensor.is_inference():
+        raise InputError(label, name="tensor", rule="one that counts its changes", value="inference tensor", hint=hint)
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise InputError(label, name="tensor", rule="without overlap", value=tensor.stride(), hint=hint)
+
+
+def _to_seconds(label: str, timeout: float) -> float:
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
+        return min(float(timeout), threading.TIMEOUT_MAX)
+    raise ConfigError(label, name="timeout", rule="seconds, 0 or more, or None", value=timeout)
