@@ -12,10 +12,8 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_gguf.ggml import PACKED_TYPES
 from q4_gguf.header import read_header
 from q4_gguf.values import ArrayValue
-from q4_gguf.views import dense_tensor, map_file, packed_weight, refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,21 +50,15 @@ def mutate(data: bytes, header_bytes: int, rng: random.Random) -> bytes:
 
 def read_everything(path: Path) -> int:
     """Read every metadata value and every tensor of a file; return how many there were."""
-    data = map_file(path)
-    header = read_header(data, str(path))
-    for value in header.metadata.values():
-        if isinstance(value, ArrayValue):
-            value.tolist()
-    for name, entry in header.tensors.items():
-        if refusal(entry) is not None:
-            continue
-        if entry.type_name in PACKED_TYPES:
-            experts = entry.shape[0] if len(entry.shape) == 3 else 1
-            for expert in range(experts):
-                q4.dequantize(packed_weight(data, entry, name=name, expert=expert), torch.float32)
-        else:
-            dense_tensor(data, entry).clone()
-    return len(header.metadata) + len(header.tensors)
+    with q4.open(path) as checkpoint:
+        for value in checkpoint.metadata.values():
+            if isinstance(value, ArrayValue):
+                value.tolist()
+        for weight in checkpoint.values():
+            q4.dequantize(weight, torch.float32)
+        for tensor in checkpoint.dense.values():
+            tensor.clone()
+        return len(checkpoint.metadata) + len(checkpoint) + len(checkpoint.dense)
 
 
 def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:

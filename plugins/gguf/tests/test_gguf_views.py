@@ -13,7 +13,7 @@ import torch
 import q4core as q4
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
 from q4_gguf.header import read_header
-from q4_gguf.views import dense_tensor, map_file, packed_weight, refusal
+from q4_gguf.views import dense_tensor, map_file, packed_weight
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,13 +91,6 @@ def test_writing_never_reaches_the_file(small_gguf: Path) -> None:
     entry = read_header(data, str(small_gguf)).tensors["blk.0.attn_norm.weight"]
     dense_tensor(data, entry).fill_(3.0)
     assert small_gguf.read_bytes() == before
-
-
-def test_refusal_gives_the_reason(small_gguf: Path) -> None:
-    """A type that is not served, and only such a one, has a reason that names it."""
-    tensors = read_header(small_gguf.read_bytes(), "small").tensors
-    assert "Q5_0" in (refusal(tensors["blk.0.ffn_up.weight"]) or "")
-    assert [name for name, entry in tensors.items() if refusal(entry)] == ["blk.0.ffn_up.weight"]
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF\3\0\0\0"])

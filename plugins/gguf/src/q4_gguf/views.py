@@ -15,7 +15,7 @@ from q4core import CheckpointError, PackedWeight, find_format
 if TYPE_CHECKING:
     from q4_gguf.header import TensorEntry
 
-__all__ = ["dense_tensor", "map_file", "packed_weight", "refusal"]
+__all__ = ["dense_tensor", "map_file", "packed_weight"]
 
 _SMALLEST_HEADER_BYTES = 24
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -50,18 +50,6 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
         raise CheckpointError(
             "GGUF file", name="file", rule="readable", value=error.strerror or str(error), where=where
         ) from error
-
-
-def refusal(entry: TensorEntry) -> str | None:
-    """Return why a tensor can't be served, or None where it can."""
-    if entry.type is None:
-        return f"ggml type number {entry.type_number} is not known to the installed package gguf"
-    if not entry.type.served:
-        served = ", ".join((*PACKED_TYPES, *DENSE_TYPES))
-        return f"ggml type {entry.type_name} is not one that q4core reads ({served})"
-    if entry.type_name in PACKED_TYPES and len(entry.shape) not in {2, 3}:
-        return f"a packed tensor must have 2 dimensions, or 3 for experts; this one has the shape {entry.shape}"
-    return None
 
 
 def _bytes(data: mmap.mmap, entry: TensorEntry, step: int) -> torch.Tensor:

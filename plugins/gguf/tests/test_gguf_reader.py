@@ -1,0 +1,123 @@
+"""GGUF files through ``q4.open``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import q4core as q4
+from q4_gguf import GgufReader
+from q4_gguf.header import TensorEntry
+from q4_gguf.reader import refusal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_open(small_gguf: Path) -> None:
+    """Packed tensors are layers under their module's name, experts one by one; the others are dense."""
+    with q4.open(small_gguf) as checkpoint:
+        experts = [f"blk.0.ffn_gate_exps.{index}" for index in range(3)]
+        assert list(checkpoint) == ["blk.0.attn_q", "blk.0.attn_k", "token_embd", *experts]
+        assert list(checkpoint.dense) == [
+            "blk.0.attn_norm.weight",
+            "output_norm.weight",
+            "blk.0.ffn_down.weight",
+            "positions",
+        ]
+        assert checkpoint.metadata["general.name"] == "kleine Prüfung"
+        assert {layer.dialect for layer in checkpoint.schema.layers.values()} == {"gguf"}
+        shapes = {name: layer.shape for name, layer in checkpoint.schema.layers.items()}
+        assert shapes["blk.0.attn_k"] == (4, 96)
+        assert shapes[experts[2]] == (4, 64)
+        for name, info in checkpoint.dense.infos.items():
+            assert (checkpoint.dense[name].dtype, tuple(checkpoint.dense[name].shape)) == (info.dtype, info.shape)
+
+
+def test_values_are_ggufs_own(small_gguf: Path) -> None:
+    """Every layer, each expert too, dequantises to the package's own bits; stored bytes add up to the file's."""
+    tensors = gguf.GGUFReader(small_gguf).tensors
+    expected = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in tensors if t.name != "positions"}
+    with q4.open(small_gguf) as checkpoint:
+        for name, weight in checkpoint.items():
+            module, _, number = name.rpartition(".")
+            dense = expected[f"{module}.weight"][int(number)] if number.isdigit() else expected[f"{name}.weight"]
+            result = q4.dequantize(weight, torch.float32).numpy()
+            assert result.tobytes() == np.ascontiguousarray(dense).tobytes(), name
+            assert (weight.name, weight.dialect) == (name, "gguf")
+            assert checkpoint.schema.layers[name].nbytes == weight.nbytes
+
+
+def test_unsupported_type_is_listed_and_refused_when_asked_for(small_gguf: Path) -> None:
+    """A tensor of a type that is not read stands in the schema with its reason, and is an error only when read."""
+    with q4.open(small_gguf) as checkpoint:
+        (problem,) = checkpoint.schema.unsupported
+        assert (problem.code, problem.key, problem.value) == ("unsupported", "blk.0.ffn_up", "Q5_0")
+        with pytest.raises(q4.CheckpointError, match="of a ggml type that is read") as caught:
+            checkpoint["blk.0.ffn_up"]
+        assert (caught.value.value, caught.value.where) == ("Q5_0", str(small_gguf))
+
+
+def test_nothing_else_can_be_read_after_close(small_gguf: Path) -> None:
+    """Closing lets go of the file; a weight that was given before stays valid."""
+    checkpoint = q4.open(small_gguf)
+    weight = checkpoint["token_embd"]
+    expected = q4.dequantize(weight, torch.float32)
+    checkpoint.close()
+    with pytest.raises(q4.LifecycleError):
+        checkpoint["blk.0.attn_q"]
+    with pytest.raises(q4.LifecycleError):
+        checkpoint.dense["positions"]
+    assert torch.equal(q4.dequantize(weight, torch.float32), expected)
+
+
+def test_illegal_scale_is_named(small_gguf: Path, tmp_path: Path) -> None:
+    """A NaN among the scales is an error that names file, tensor and place when the layer is read."""
+    data = bytearray(small_gguf.read_bytes())
+    tensor = next(t for t in gguf.GGUFReader(small_gguf).tensors if t.name == "blk.0.attn_q.weight")
+    second_block_of_first_row = int(tensor.data_offset) + 18
+    data[second_block_of_first_row : second_block_of_first_row + 2] = np.float16(np.nan).tobytes()
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(data)
+    with q4.open(path) as checkpoint, pytest.raises(q4.CheckpointError) as caught:
+        checkpoint["blk.0.attn_q"]
+    assert caught.value.name == "blk.0.attn_q.weight[0, 1]"
+    assert caught.value.where == str(path)
+
+
+def test_recognised_by_its_first_bytes(small_gguf: Path, tmp_path: Path) -> None:
+    """The magic decides, not the file's name; a file that can't be read is not ours."""
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"{}")
+    reader = GgufReader()
+    assert reader.recognises(small_gguf)
+    assert not reader.recognises(other)
+    assert not reader.recognises(tmp_path / "none")
+    assert not reader.recognises(tmp_path)
+
+
+def test_there_are_no_options(small_gguf: Path) -> None:
+    """An option is refused by name instead of being passed over."""
+    with pytest.raises(q4.DialectError, match="nibble_order"):
+        GgufReader().open(small_gguf, options={"nibble_order": "low_first"})
+
+
+def test_refused_shapes() -> None:
+    """A packed tensor must be a matrix, or a reasonable number of them."""
+    with_blocks = {"type_number": 2, "position": 0, "nbytes": 0}
+    kind = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
+    assert kind == (32, 18)
+    from q4_gguf.ggml import find_type  # noqa: PLC0415
+
+    def problem(*shape: int) -> object:
+        return refusal(TensorEntry("t.weight", shape, type=find_type(2), **with_blocks))
+
+    assert problem(4, 32) is None
+    assert problem(8, 4, 32) is None
+    assert problem(32) is not None
+    assert problem(1, 1, 1, 32) is not None
+    assert problem(100_000, 1, 32) is not None
