@@ -23,6 +23,7 @@ from q4core.dispatch import select_backend
 from q4core.errors import BackendUnavailableError, InputError, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.formats import Format, find_format
+from q4core.plan import as_bytes
 from q4core.registry import default_registry
 
 if TYPE_CHECKING:
@@ -118,14 +119,20 @@ def _find_native(request: Request, dense: torch.Tensor) -> tuple[Backend, Reques
     except BackendUnavailableError:
         return None
     backend = registry.backends()[selection.backend]
-    generator = torch.Generator().manual_seed(4)
-    sample = torch.randn(_SAMPLE_SHAPE, generator=generator).to(dense.device, dense.dtype)
+    return (backend, request) if _is_right(backend, request, dense) else None
+
+
+def _is_right(backend: Backend, request: Request, dense: torch.Tensor) -> bool:
+    """Compare a native quantiser with the reference, byte by byte, on a sample with a row of zeros."""
+    rows, columns = _SAMPLE_SHAPE
+    sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(4)).to(dense.device, dense.dtype)
     sample[0] = 0.0
     wanted = codec.quantize(sample, request.format)
     try:
-        got: PackedWeight = backend.quantize(sample, attrs.evolve(request, out_features=16, in_features=256))  # type: ignore[attr-defined]  # declared by op "quantize"
+        native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+        got: PackedWeight = native(sample, attrs.evolve(request, out_features=rows, in_features=columns))
         same = all(
-            torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            torch.equal(as_bytes(ours), as_bytes(theirs))
             for (_, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True)
         )
         fault = None if same else "its bytes differ from the reference's"
@@ -140,11 +147,10 @@ def _find_native(request: Request, dense: torch.Tensor) -> tuple[Backend, Reques
         passed=fault is None,
         fault=fault,
     )
-    if fault is None:
-        return backend, request
-    message = f"the native quantiser of {backend.name!r} is not used for {request.format.name}: {fault}"
-    warn_once((backend.name, "quantize", request.format.name), Q4ProbeWarning, message)
-    return None
+    if fault is not None:
+        message = f"the native quantiser of {backend.name!r} is not used for {request.format.name}: {fault}"
+        warn_once((backend.name, "quantize", request.format.name), Q4ProbeWarning, message)
+    return fault is None
 
 
 # -- the straight-through estimator

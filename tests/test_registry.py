@@ -21,6 +21,10 @@ def _fresh_warnings() -> None:
     forget_warnings()
 
 
+def _nothing() -> list[Any]:
+    return []
+
+
 def _records(registry: q4.Registry) -> dict[str, q4.PluginRecord]:
     return {record.name: record for record in registry.records()}
 
@@ -72,11 +76,11 @@ def test_a_duplicate_plugin_name_is_recorded() -> None:
 
 def test_an_unknown_hook_is_reported() -> None:
     """A misspelt hook is told, with the hooks there are."""
-    module = plugin(FakeBackend(), q4_backendz=lambda: [])
-    module.q4_backendz.__name__ = "q4_backendz"
+    module = plugin(FakeBackend(), q4_backendz=_nothing)
+    registry = q4.Registry([("a", module)])
     with pytest.warns(q4.Q4PluginWarning, match="unknown hook 'q4_backendz'"):
-        registry = q4.Registry([("a", module)])
-        assert "q4_backends" in _records(registry)["a"].errors[0]
+        records = _records(registry)
+    assert "q4_backends" in records["a"].errors[0]
 
 
 @pytest.mark.parametrize("item", ["text", 3, None, object(), types.SimpleNamespace(name="", api_version=(1, 0))])

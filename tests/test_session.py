@@ -49,7 +49,7 @@ def test_close_gives_every_byte_back_and_ends_the_layers() -> None:
         session.report,
         layer.state_dict,
         lambda: layer.rows(torch.tensor([0])),
-        lambda: session.__enter__(),  # noqa: PLC2801  # the statement itself would need a body
+        session.__enter__,
     ):
         with pytest.raises(q4.LifecycleError):
             use()
@@ -156,10 +156,7 @@ def test_bad_configuration_names_field_and_rule(field: str, value: object) -> No
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     """Asking for CUDA where torch sees none is a typed error, before anything is moved."""
-    if torch.cuda.is_available():
-        wanted = f"cuda:{torch.cuda.device_count()}"
-    else:
-        wanted = "cuda"
+    wanted = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
     with pytest.raises(q4.ConfigError) as caught:
         q4.Session(q4.SessionConfig(device=wanted), registry=registry()).linear(_weight())
     assert caught.value.name == "device"
