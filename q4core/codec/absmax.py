@@ -73,7 +73,8 @@ def double_quantise(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
     count = math.ceil(flat.numel() / _NESTED_BLOCK)
     padded = torch.nn.functional.pad(centred, (0, count * _NESTED_BLOCK - flat.numel())).view(count, _NESTED_BLOCK)
     largest = padded.abs().amax(-1)
-    scaled = torch.where(largest[:, None] > 0, padded * largest.reciprocal()[:, None], -1.0).clamp(-1, 1)
+    # A block without spread, whose reciprocal is infinite, gets code 0 where 0 * infinity is no number.
+    scaled = (padded * largest.reciprocal()[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
     # One rounding for the multiply and add together, as a fused multiply-add gives it: exact in float64 first.
     bins = (((scaled + 1) * 0.5).to(torch.float64) * (_BINS - 1) + 0.5).to(torch.float32).to(torch.int64)
     centres = -1 + 2 * torch.arange(_BINS, dtype=torch.float32, device=flat.device) / (_BINS - 1)

@@ -23,6 +23,8 @@ _LARGEST = 6.0
 _LARGEST_E4M3 = 448.0
 _SMALLEST_NORMAL_E4M3 = 2.0**-6
 _SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_GLOBAL = 2.0**-120
+"""Its reciprocal, and that of its product with the smallest e4m3 scale that is stored, are finite."""
 _ZERO_BLOCK_SCALE = 0.125
 """What compressed-tensors stores where a scale rounds to zero."""
 _E8M0_BIAS = 127
@@ -44,12 +46,12 @@ def _codes(values: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
     """Return the per-tensor float32 scale for the largest magnitude in the tensor.
 
-    E4M3_MUL: largest / (448 * 6), but at least 2^-126, so that its reciprocal is finite (torchao's quantiser divides by
-    zero there). E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
+    E4M3_MUL: largest / (448 * 6), or 2^-120 where the reciprocal of that is not finite (largest below 8e-36, or zero:
+    there torchao saturates or gives NaN). E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
     """
     if kind is ScaleKind.E4M3_MUL:
         scale = largest / (_LARGEST_E4M3 * _LARGEST)
-        return torch.where(torch.isfinite(scale.reciprocal()), scale, _SMALLEST_NORMAL)
+        return torch.where(torch.isfinite(scale.reciprocal()), scale, _SMALLEST_GLOBAL)
     divisor = _LARGEST_E4M3 * _LARGEST / largest.clamp(min=_SMALLEST_NORMAL)
     return torch.where(torch.isfinite(divisor), divisor, 1.0)
 

@@ -13,6 +13,7 @@ from q4core.codec.rule import Coded
 __all__ = ["q4_0_rule", "q4_1_rule", "q8_0_rule"]
 
 _LARGEST_NIBBLE = 15
+_EXTREME_CODE = -8
 _LARGEST_BYTE = 127
 
 
@@ -28,14 +29,18 @@ def _nibbles(values: torch.Tensor) -> torch.Tensor:
 def q4_0_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 32
     """Return Q4_0: the value of largest magnitude (the first of equals) gets code 0, which stands for -8."""
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
-    step = extreme / -8
+    step = extreme / _EXTREME_CODE
     return Coded(_nibbles(blocks * _inverse(step) + 8.5), step.to(torch.float16))
 
 
 def q4_1_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 32
-    """Return Q4_1: 15 equal steps from the least to the greatest value."""
-    least, greatest = blocks.amin(-1), blocks.amax(-1)
-    step = (greatest - least) / 15
+    """Return Q4_1: 15 equal steps from the least to the greatest value.
+
+    Where the least value is a zero, the last zero's sign is stored (it never shows in a decoded value).
+    """
+    backwards = blocks.flip(-1)
+    least = backwards.gather(-1, backwards.argmin(-1, keepdim=True))[..., 0]
+    step = (blocks.amax(-1) - least) / _LARGEST_NIBBLE
     codes = _nibbles((blocks - least[..., None]) * _inverse(step) + 0.5)
     return Coded(codes, step.to(torch.float16), offset=least.to(torch.float16))
 

@@ -24,21 +24,21 @@ _LOWEST, _HIGHEST = -8, 7
 def int4_rule(dtype: torch.dtype, *, symmetric: bool) -> Rule:
     """Return the rule of INT4 whose scales are stored in ``dtype``.
 
-    Codes are chosen with the scale as stored. Zero always has a code of its own. A group of zeros has the scale
-    ``eps`` of ``dtype``.
+    Codes are chosen with the scale as stored. Zero always has a code of its own. Where the scale would be zero, it is
+    the machine epsilon of ``dtype``.
     """
 
     def rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # a short group follows the same rule
         least = blocks.amin(-1).clamp(max=0)
         greatest = blocks.amax(-1).clamp(min=0)
         reach = torch.maximum(-least, greatest) * 2 if symmetric else greatest - least
-        stored = (reach / _STEPS).to(dtype)
-        stored = torch.where(stored == 0, torch.finfo(dtype).eps, stored)
-        scale = stored.to(torch.float32)
-        scaled = blocks / scale[..., None]
+        step = (reach / _STEPS).to(dtype)
+        stored = torch.where(step == 0, torch.finfo(dtype).eps, step)
+        scaled = blocks / stored.to(torch.float32)[..., None]
         zero = None
         if not symmetric:
-            shift = (_LOWEST - least / scale).clamp(_LOWEST, _HIGHEST).round()
+            # A group of zeros divides 0 by 0; its zero point is the middle, as in a symmetric group.
+            shift = (_LOWEST - least / step.to(torch.float32)).nan_to_num(nan=0.0).clamp(_LOWEST, _HIGHEST).round()
             scaled = scaled + shift[..., None]
             zero = (shift - _LOWEST).to(torch.uint8)
         codes = scaled.clamp(_LOWEST, _HIGHEST).round() - _LOWEST
