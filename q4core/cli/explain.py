@@ -1,0 +1,115 @@
+"""``q4 explain``: which backend and paths would run each layer of a checkpoint here, and why not the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import typer
+from rich.text import Text
+
+from q4core.cli import options
+from q4core.cli.answers import Answer, answer_layers, grouped, name_patterns
+from q4core.cli.failure import CANT_SERVE, describe
+from q4core.cli.opening import open_file
+from q4core.cli.output import clean, open_output
+from q4core.policy import resolve_config
+from q4core.registry import default_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+__all__ = ["explain"]
+
+
+def explain(  # noqa: PLR0913  # one argument per option
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: a file, an index of shards or a folder.")],
+    *,
+    device: options.Device = None,
+    compute_path: options.ComputePath = None,
+    backend: options.Backend = None,
+    m: Annotated[str, typer.Option("--m", metavar="LOW:HIGH", help="Rows of x to serve; LOW: has no end.")] = "1:",
+    dtype: options.Dtype = None,
+    precision: options.Precision = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Ask for gradients to the input too.")] = False,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Prepare one layer of each kind, so that its paths prove themselves.")
+    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Repeat equal answers, layer by layer.")] = False,
+    dialect: options.Dialect = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show which backend and paths would run each layer here, and why each other one would not."""
+    rows = options.parse_rows(m)
+    wishes = options.make_config(
+        device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
+    )
+    config = resolve_config(attrs.evolve(wishes, gradients=True) if gradients else wishes)
+    with open_output(as_json=as_json) as output, open_file(file, dialect=dialect) as checkpoint:
+        with output.progress("asking", len(checkpoint)) as step:
+            answers, refusal = answer_layers(checkpoint, config, default_registry(), m=rows, prove=prove, step=step)
+        record: dict[str, Any] = {"file": file, "m": rows, "config": config, "layers": answers}
+        record["unsupported"] = [str(problem) for problem in checkpoint.schema.unsupported]
+        if refusal is not None:
+            record |= describe(refusal).to_dict()
+        output.answer(record, lambda console: _show(console, record, show_all=show_all))
+    if refusal is not None:
+        raise typer.Exit(CANT_SERVE)
+
+
+def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> None:
+    answers: Sequence[Answer] = record["layers"]
+    groups = [[answer] for answer in answers] if show_all else grouped(answers)
+    for group in groups:
+        _show_group(console, group)
+    for problem in record["unsupported"]:
+        console.print(Text(f"can't be read: {clean(problem)}", style="yellow"), soft_wrap=True)
+    refused = sum(1 for answer in answers if answer.backend is None)
+    total = f"{len(answers)} packed layers" if answers else "no 4-bit layer"
+    end = f", {refused} of them without a backend" if refused else ""
+    console.print(Text(f"{total}{end}", style="bold red" if refused else "bold"))
+
+
+def _show_group(console: Console, group: Sequence[Answer]) -> None:
+    head = group[0]
+
+    def put(*parts: Any) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    count = f"{len(group)} layers" if len(group) > 1 else clean(head.layer)
+    what = f"{head.format} on {head.device}, x {head.dtype}"
+    if head.backend is None:
+        put((count, "bold"), f"  {what}  →  ", ("nobody", "bold red"))
+    else:
+        proven = ("proven", "green") if head.proven else ("not proven yet", "yellow")
+        state = clean(head.native_load_state)
+        put((count, "bold"), f"  {what}  →  ", (clean(head.backend), "bold green"), f" ({state}; ", proven, ")")
+    shapes = name_patterns(f"{answer.shape[0]}×{answer.shape[1]}" for answer in group)
+    if len(group) > 1:
+        put((f"  {_counted(name_patterns(answer.layer for answer in group))}", "dim"))
+    put((f"  {_counted(shapes)}", "dim"))
+    for path in head.paths:
+        low, high = path["m"]
+        span = f"M {low}…{'∞' if high is None else high}"
+        put(
+            f"  {span:<12} ",
+            (clean(path["name"]), "cyan"),
+            f"  {path['kind']}, {path['precision']}, tier {path['tier']}",
+        )
+    if head.fallback_reason:
+        put(("  fallback  ", "yellow"), clean(head.fallback_reason))
+    if head.error:
+        put(("  error  ", "red"), clean(head.error))
+    for item in head.rejections:
+        put(("  not ", "dim"), clean(item["backend"]), (f" ({clean(item['native_load_state'])})", "dim"))
+        for reason in item["reasons"]:
+            put(f"      {reason['code']}: {clean(reason['message'])}")
+    for note in head.notes:
+        put((f"  note  {clean(note)}", "yellow"))
+    console.print()
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(clean(name) if count == 1 else f"{clean(name)} ({count})" for name, count in counts.items())

@@ -1,0 +1,45 @@
+"""Opens what a command names, after a look at whether it is something that can be opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from q4core import api
+from q4core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from q4core.checkpoint import Checkpoint
+
+__all__ = ["input_path", "open_file"]
+
+
+def input_path(file: str) -> Path:
+    """Return the path that a command's FILE means.
+
+    Raises:
+        CheckpointError: It is standard input, missing, or neither a file nor a folder.
+    """
+    if file == "-":
+        hint = "A checkpoint is mapped into memory, which a pipe can't be; save it to a file first."
+        raise CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value=file, hint=hint)
+    path = Path(file)
+    try:
+        path.stat()
+        is_ordinary = path.is_file() or path.is_dir()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        rule = "a file or folder that is there and can be read"
+        raise CheckpointError("checkpoint", name="FILE", rule=rule, value=reason, where=file) from error
+    if not is_ordinary:  # a pipe or a device would wait for ever
+        raise CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value="something else", where=file)
+    return path
+
+
+def open_file(file: str, *, dialect: str | None = None) -> Checkpoint:
+    """Open a checkpoint by what the user typed.
+
+    Raises:
+        CheckpointError, SchemaError, DialectError: See ``q4core.open``.
+    """
+    return api.open(input_path(file), dialect=dialect)

@@ -1,0 +1,271 @@
+"""``q4 quantize``: a dense checkpoint into four bits, in any dialect that is written here."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import torch
+import typer
+from rich.text import Text
+
+from q4core import api
+from q4core.cli import options  # noqa: TC001  # typer reads annotations at run time
+from q4core.cli.opening import input_path, open_file
+from q4core.cli.output import clean, open_output
+from q4core.cli.packing_plan import Kept, Recipe, make_recipe, split_tensors
+from q4core.cli.spool import Spool
+from q4core.cli.table import Column, bytes_text, print_table
+from q4core.cli.writing import Target, parse_size
+from q4core.codec import decode_rows
+from q4core.errors import CheckpointError, FormatError, InputError, Q4Error
+from q4core.registry import default_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rich.console import Console
+
+    from q4core.checkpoint import Checkpoint
+    from q4core.weight import PackedWeight
+
+__all__ = ["quantize"]
+
+_CHUNK_ELEMENTS = 1 << 22
+_COLUMNS = (
+    Column("layer", elastic=True),
+    Column("N×K", "right"),
+    Column("from", drop=1),
+    Column("bytes before", "right", drop=2),
+    Column("after", "right", drop=3),
+    Column("error", "right"),
+)
+_MOST = 20
+
+
+@attrs.frozen(kw_only=True)
+class _Packed:
+    """One layer that was packed; ``relative_error`` is ‖w − ŵ‖ / ‖w‖ (Frobenius)."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    bytes_before: int
+    bytes_after: int
+    relative_error: float
+
+
+def quantize(  # noqa: PLR0913  # one argument per option
+    source: Annotated[str, typer.Argument(metavar="IN", help="A dense checkpoint: a file, an index or a folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors, or a folder.")],
+    *,
+    format: Annotated[  # noqa: A002  # the option's name
+        str, typer.Option("--format", metavar="FORMAT", help="nf4, fp4, nvfp4, mxfp4, int4, q4_0, …")
+    ],
+    dialect: Annotated[
+        str | None,
+        typer.Option("--dialect", metavar="NAME", help="How to store it; the format's usual one unless told."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="GLOB", help="Keep these dense; may be repeated.")
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option("--include", metavar="GLOB", help="Pack these embeddings too; may be repeated.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option("--block-size", metavar="N", help="In-features per scale.")] = None,
+    scale_kind: Annotated[
+        str | None, typer.Option("--scale-kind", metavar="KIND", help="plain, double_quant, e4m3, e4m3_mul, …")
+    ] = None,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="int4 without zero points.")] = False,
+    shard_size: Annotated[
+        str | None, typer.Option("--shard-size", metavar="SIZE", help="Split a folder's weights, such as 5GB.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where a tensor can't be packed.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Pack the 2-D weights of a dense checkpoint; biases, norms and embeddings stay as they are."""
+    started = time.perf_counter()
+    with open_output(as_json=as_json) as output:
+        recipe = make_recipe(
+            format,
+            dialect=dialect,
+            block_size=block_size,
+            scale_kind=scale_kind,
+            symmetric=symmetric,
+            formats=default_registry().formats(),
+        )
+        shard_bytes = None if shard_size is None else parse_size(shard_size)
+        target = Target.check(out, input_path(source), force=force)
+        with open_file(source) as checkpoint:
+            _require_dense(checkpoint)
+            names, kept, idle = split_tensors(checkpoint.dense.infos, skip=skip or (), include=include or ())
+            for pattern in idle:
+                output.note(f"no tensor matches {pattern!r}")
+            _require_work(names, kept, checkpoint)
+            with contextlib.closing(Spool(target.folder)) as spool:
+                with output.progress("packing", len(names)) as step:
+                    packed, failed = _pack(checkpoint, names, recipe, spool, strict=strict, step=step)
+                kept += failed
+                if not packed:
+                    _require_work([], kept, checkpoint)
+                dense = _Others(checkpoint, {item.name for item in packed})
+                target.write(spool, dense, checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
+        record = _record(source, out, recipe, packed, kept, time.perf_counter() - started)
+        output.answer(record, lambda console: _show(console, record))
+
+
+def _require_dense(checkpoint: Checkpoint) -> None:
+    if checkpoint.schema.unsupported:
+        first = checkpoint.schema.unsupported[0]
+        hint = f"{first}, for example; it could not be copied."
+        raise CheckpointError(
+            "q4 quantize", name="IN", rule="readable as a whole", where=str(checkpoint.path), hint=hint
+        )
+    if len(checkpoint):
+        raise CheckpointError(
+            "q4 quantize",
+            name="IN",
+            rule="a dense checkpoint",
+            value=f"{len(checkpoint)} packed layers ({', '.join(checkpoint.schema.dialects)})",
+            where=str(checkpoint.path),
+            hint="Use `q4 convert` to store packed layers in another dialect.",
+        )
+
+
+def _require_work(names: Sequence[str], kept: Sequence[Kept], checkpoint: Checkpoint) -> None:
+    if names:
+        return
+    reasons = [f"{item.name}: {item.reason}" for item in kept if item.notable] or ["no matrix named <module>.weight"]
+    raise CheckpointError(
+        "q4 quantize",
+        name="IN",
+        rule="a checkpoint with at least one tensor to pack",
+        value=f"{len(kept)} tensors to keep",
+        where=str(checkpoint.path),
+        hint=f"{reasons[0]}.",
+        reasons=reasons,
+    )
+
+
+def _pack(  # noqa: PLR0913  # the facts of one run
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    recipe: Recipe,
+    spool: Spool,
+    *,
+    strict: bool,
+    step: Callable[[str], None],
+) -> tuple[list[_Packed], list[Kept]]:
+    packed: list[_Packed] = []
+    failed: list[Kept] = []
+    for name in names:
+        dense = checkpoint.dense[name]
+        module = name.removesuffix(".weight")
+        nbytes = dense.numel() * dense.element_size()
+        try:
+            weight = api.quantize(
+                dense,
+                recipe.format,
+                block_size=recipe.block_size,
+                scale_kind=recipe.scale_kind,
+                symmetric=recipe.symmetric,
+                name=module,
+            )
+            recipe.dialect.write(module, weight)
+        except (FormatError, InputError, Q4Error) as error:
+            if strict:
+                raise
+            failed.append(Kept(name=name, reason=str(error), nbytes=nbytes, notable=True))
+        else:
+            spool.add(module, weight)
+            packed.append(
+                _Packed(
+                    name=name,
+                    shape=weight.shape,
+                    dtype=dense.dtype,
+                    bytes_before=nbytes,
+                    bytes_after=weight.nbytes,
+                    relative_error=_relative_error(dense, weight),
+                )
+            )
+        step(module)
+    return packed, failed
+
+
+def _relative_error(dense: torch.Tensor, weight: PackedWeight) -> float:
+    """Return ‖w − ŵ‖ / ‖w‖, a slice of rows at a time."""
+    rows, columns = weight.shape
+    chunk = max(1, _CHUNK_ELEMENTS // columns)
+    error = norm = 0.0
+    for start in range(0, rows, chunk):
+        stop = min(start + chunk, rows)
+        part = dense[start:stop].to(torch.float32)
+        error += float((part - decode_rows(weight, start, stop)).to(torch.float64).square().sum())
+        norm += float(part.to(torch.float64).square().sum())
+    return (error / norm) ** 0.5 if norm else 0.0
+
+
+class _Others(dict[str, Any]):
+    """The tensors that stay dense, loaded one at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, packed: set[str]) -> None:
+        super().__init__(dict.fromkeys(name for name in checkpoint.dense if name not in packed))
+        self._dense = checkpoint.dense
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._dense[name]
+
+
+def _record(  # noqa: PLR0913  # the facts of one run
+    source: str, out: str, recipe: Recipe, packed: Sequence[_Packed], kept: Sequence[Kept], seconds: float
+) -> dict[str, Any]:
+    return {
+        "in": source,
+        "out": out,
+        "format": recipe.format.name,
+        "dialect": recipe.dialect.name,
+        "block_size": recipe.block_size,
+        "scale_kind": recipe.scale_kind,
+        "layers": packed,
+        "kept": kept,
+        "totals": {
+            "layers": len(packed),
+            "bytes_before": sum(item.bytes_before for item in packed),
+            "bytes_after": sum(item.bytes_after for item in packed),
+            "kept_bytes": sum(item.nbytes for item in kept),
+            "worst_relative_error": max(item.relative_error for item in packed),
+            "seconds": round(seconds, 3),
+        },
+    }
+
+
+def _show(console: Console, record: Mapping[str, Any]) -> None:
+    rows = [
+        [
+            item.name.removesuffix(".weight"),
+            f"{item.shape[0]}×{item.shape[1]}",
+            str(item.dtype).removeprefix("torch."),
+            f"{item.bytes_before:,}",
+            f"{item.bytes_after:,}",
+            f"{100 * item.relative_error:.2f} %",
+        ]
+        for item in record["layers"]
+    ]
+    print_table(console, _COLUMNS, rows)
+    console.print()
+    notable = [item for item in record["kept"] if item.notable]
+    for item in notable[:_MOST]:
+        console.print(Text(f"kept dense: {clean(item.name)}: {clean(item.reason)}", style="yellow"), soft_wrap=True)
+    if len(notable) > _MOST:
+        console.print(Text(f"kept dense: {len(notable) - _MOST} more; --json lists all", style="yellow"))
+    totals = record["totals"]
+    size = f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}"
+    what = f"{record['format']}, {record['dialect']}, block {record['block_size']}, scale {record['scale_kind'].value}"
+    text = (
+        f"{totals['layers']} layers packed ({what}): {size}; {len(record['kept'])} tensors kept "
+        f"({bytes_text(totals['kept_bytes'])}); {totals['seconds']:.1f} s → {record['out']}"
+    )
+    console.print(Text(clean(text), style="bold"), soft_wrap=True)

@@ -1,0 +1,118 @@
+"""Tables that stay readable when the terminal is narrow: whole columns go first, then names lose their middle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import attrs
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from q4core.cli.output import clean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+__all__ = ["Column", "bytes_text", "elide", "print_table"]
+
+_LEAST_NAME = 16
+_GAP = 2
+
+
+@attrs.frozen
+class Column:
+    """One column.
+
+    Args:
+        title: Its heading.
+        justify: ``left`` or ``right``.
+        drop: When the terminal is too narrow, columns go by rising ``drop``; 0 never goes.
+        style: Rich style of its cells.
+        elastic: Whether its texts may lose their middle.
+    """
+
+    title: str
+    justify: Literal["left", "right"] = "left"
+    drop: int = 0
+    style: str = ""
+    elastic: bool = False
+
+
+def elide(text: str, width: int) -> str:
+    """Return text of at most ``width`` cells, its middle replaced by an ellipsis: both ends of a name tell it apart."""
+    if cell_len(text) <= width:
+        return text
+    tail = (width - 1) * 3 // 5
+    head = width - 1 - tail
+    while cell_len(text[:head]) > width - 1 - tail:
+        head -= 1
+    while cell_len(text[len(text) - tail :]) > width - 1 - head:
+        tail -= 1
+    return f"{text[:head]}…{text[len(text) - tail :]}"
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [
+        max([cell_len(column.title), *(cell_len(row[index]) for row in rows)]) for index, column in enumerate(columns)
+    ]
+
+
+def print_table(
+    console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 0
+) -> None:
+    """Print rows under headings; what does not fit is left out as a whole column, and said so."""
+    texts = [[clean(cell.plain if isinstance(cell, Text) else cell) for cell in row] for row in rows]
+    shown = list(range(len(columns)))
+    widths = _widths(columns, texts)
+
+    def needed() -> int:
+        least = [min(widths[i], _LEAST_NAME) if columns[i].elastic else widths[i] for i in shown]
+        return indent + sum(least) + _GAP * (len(shown) - 1)
+
+    left_out: list[str] = []
+    for index in sorted((i for i in shown if columns[i].drop), key=lambda i: columns[i].drop):
+        if needed() <= console.width:
+            break
+        shown.remove(index)
+        left_out.append(columns[index].title)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    fixed = sum(widths[i] for i in shown if not columns[i].elastic) + _GAP * (len(shown) - 1) + indent
+    elastic = [i for i in shown if columns[i].elastic]
+    room = max(_LEAST_NAME, (console.width - fixed) // max(1, len(elastic)))
+    for index in shown:
+        column = columns[index]
+        table.add_column(column.title, justify=column.justify, style=column.style, no_wrap=True, overflow="ellipsis")
+    for row, text in zip(rows, texts, strict=True):
+        cells = []
+        for index in shown:
+            cell = row[index]
+            plain = elide(text[index], room) if columns[index].elastic else text[index]
+            cells.append(Text(plain, style=cell.style if isinstance(cell, Text) else ""))
+        table.add_row(*cells)
+    console.print(_indented(table, indent), crop=False)
+    if left_out:
+        console.print(Text(f"{' ' * indent}(too narrow for: {', '.join(left_out)})", style="dim"))
+
+
+def _indented(table: Table, indent: int) -> Table:
+    if not indent:
+        return table
+    outer = Table.grid(padding=0)
+    outer.add_column(width=indent)
+    outer.add_column()
+    outer.add_row("", table)
+    return outer
+
+
+def bytes_text(count: int) -> str:
+    """Return a number of bytes for people, in binary units."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004  # binary units
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"

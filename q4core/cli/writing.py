@@ -1,0 +1,169 @@
+"""Where ``quantize`` and ``convert`` put their result: checked before the work begins, complete or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4core import api
+from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_config
+from q4core.errors import CheckpointError, ConfigError
+from q4core.schema import MARKER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from q4core.checkpoint import Checkpoint
+    from q4core.weight import PackedWeight
+
+__all__ = ["Target", "parse_size"]
+
+_WEIGHT_FILES = (SUFFIX, INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_MOST_COMPANION_BYTES = 256 << 20
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number.
+
+    Raises:
+        ConfigError: It is no such text, or too small for a shard.
+    """
+    match = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
+    size = int(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0
+    if size < 1:
+        raise ConfigError("option", name="--shard-size", rule="a size such as 5GB or 500MiB", value=text)
+    return size
+
+
+@attrs.frozen
+class Target:
+    """A file (named ``*.safetensors``) or a model folder that a command will write.
+
+    Args:
+        path: What the user typed.
+        is_folder: Whether it is a folder.
+        existed: Whether it was there before.
+    """
+
+    path: Path
+    is_folder: bool
+    existed: bool
+
+    @classmethod
+    def check(cls, out: str, source: Path, *, force: bool) -> Target:
+        """Return the target for OUT, before any work is done.
+
+        Args:
+            out: A name that ends with ``.safetensors``, or a folder.
+            source: What is read.
+            force: Whether something that is there may be replaced.
+
+        Raises:
+            CheckpointError: OUT is standard output, is there already, is what is read, or has no folder to lie in.
+        """
+
+        def refuse(rule: str, value: object, hint: str | None = None) -> CheckpointError:
+            return CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
+
+        if out in {"-", ""}:
+            raise refuse("a file or a folder", out, "A checkpoint is written out of order, which a pipe can't take.")
+        path = Path(out)
+        try:
+            existed = path.exists()
+            is_folder = path.is_dir() if existed else path.suffix != SUFFIX
+            has_home = path.absolute().parent.is_dir()
+        except (OSError, ValueError) as error:
+            raise refuse("a name that the system takes", str(error)) from error
+        if not existed and is_folder and path.suffix:
+            hint = "Name a folder, or a file that ends with .safetensors."
+            raise refuse(f"a folder or a {SUFFIX} file", path.suffix, hint)
+        if not has_home:
+            raise refuse("in a folder that is there", "a missing folder", f"Make {path.absolute().parent} first.")
+        if existed and not is_folder and not path.is_file():
+            raise refuse("a file or a folder", "something else")
+        if existed and not force and (not is_folder or any(path.iterdir())):
+            raise refuse("new", "something that is there", "Use --force to replace it.")
+        if existed and any(path.samefile(item) for item in (source, source.parent if is_folder else source)):
+            raise refuse("another one than IN", "the same", "Write beside it, then move it.")
+        return cls(path, is_folder, existed)
+
+    @property
+    def folder(self) -> Path:
+        """The folder in which temporary files may lie."""
+        return self.path.absolute() if self.is_folder and self.existed else self.path.absolute().parent
+
+    def write(  # noqa: PLR0913  # the facts of one file
+        self,
+        weights: Mapping[str, PackedWeight],
+        dense: Mapping[str, torch.Tensor],
+        source: Checkpoint,
+        *,
+        dialect: str,
+        max_shard_bytes: int | None,
+        lossy: bool = False,
+    ) -> None:
+        """Write everything, with the small files of a model folder; a folder made here goes again when that fails.
+
+        Raises:
+            CheckpointError, DialectError, WeightError: See ``q4core.save_checkpoint``.
+        """
+        metadata = {key: text for key, text in source.metadata.items() if isinstance(text, str) and key != MARKER}
+        home = source.path if source.path.is_dir() else source.path.parent
+        config: Mapping[str, Any] | None = None
+        with self._made():
+            if self.is_folder:
+                config = read_config(home) or None
+                self._bring_companions(home)
+            api.save_checkpoint(
+                self.path,
+                weights,
+                dialect=dialect,
+                dense=dense,
+                metadata=metadata if source.path.suffix != ".gguf" else None,
+                config=config,
+                max_shard_bytes=max_shard_bytes,
+                lossy=lossy,
+            )
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[None]:
+        if self.existed or not self.is_folder:
+            yield
+            return
+        try:
+            self.path.mkdir()
+        except OSError as error:
+            rule, reason = "a folder that can be made", error.strerror or str(error)
+            raise CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def _bring_companions(self, home: Path) -> None:
+        """Copy a model folder's tokenizer and other small files; weights and config.json are written anew."""
+        if not (home / "config.json").is_file():
+            return
+        for item in sorted(home.iterdir()):
+            skipped = item.name.startswith(".") or item.name in {"config.json", "hf_quant_config.json"}
+            if skipped or item.name.endswith(_WEIGHT_FILES) or not item.is_file():
+                continue
+            if item.stat().st_size > _MOST_COMPANION_BYTES:
+                continue
+            try:
+                partial = self.path / f".{item.name}.partial-{os.getpid()}"
+                shutil.copyfile(item, partial)
+                partial.replace(self.path / item.name)
+            except OSError as error:
+                rule, reason = "a folder with room", error.strerror or str(error)
+                raise CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
