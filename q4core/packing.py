@@ -91,6 +91,7 @@ def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
     """
     if packing.order is NibbleOrder.BYTES:
         return qdata
+    qdata = qdata.contiguous()  # the copy costs a quarter of what strided bit operations would
     low, high = qdata & 15, qdata >> 4
     if packing.order is NibbleOrder.LOW_FIRST:
         return torch.stack((low, high), dim=-1).flatten(-2)

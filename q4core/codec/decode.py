@@ -77,6 +77,8 @@ def dequantize(
             values = torch.empty_like(values).index_copy_(1, permutation, values)
         if weight.input_channel_scale is not None:
             values *= weight.input_channel_scale.to(work)
+        if len(values) == len(chosen) and values.dtype is target:
+            return values  # one part is the whole: a copy would cost a tenth of the decoding
         result[first : first + len(values)] = values
     return result
 
@@ -172,7 +174,8 @@ def _look_up(codebook: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     if len(codebook) == _NIBBLES:
         first = float(codebook[0])
         if torch.equal(codebook, torch.arange(_NIBBLES, dtype=codebook.dtype, device=codebook.device) + first):
-            return codes.to(codebook.dtype) + first
+            values = codes.to(codebook.dtype)
+            return values.add_(first) if first else values
     elif torch.equal(codebook, torch.arange(256, device=codebook.device).to(torch.int8).to(codebook.dtype)):
         return codes.view(torch.int8).to(codebook.dtype)
     return codebook.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
