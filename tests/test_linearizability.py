@@ -73,9 +73,7 @@ def test_fault_is_named(fault: str) -> None:
     """Each kind of wrong history is found, and the message says which operation is wrong."""
     history, message = FAULTS[fault]
     for order in itertools.permutations(history):
-        found = violations(order, "a")
-        assert len(found) == 1
-        assert message in found[0]
+        assert any(message in found for found in violations(order, "a"))
 
 
 def _is_explained(history: Sequence[Operation], initial: str) -> bool:

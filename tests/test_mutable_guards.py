@@ -1,0 +1,223 @@
+"""``MutableTensor``: what holders may do to the content, and how a change outside ``write()`` is found out."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sharing import LONG, MODES, content_of, failing_block
+
+import q4core as q4
+from q4core.mutable import MutableMode, MutableTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
+def mode(request: pytest.FixtureRequest) -> MutableMode:
+    """Return each mode in turn."""
+    return MutableMode(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Give a pool whose threads are joined at the end."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+# -- what a reader holds
+
+
+def test_old_version_lives_as_long_as_its_reader(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """VERSIONED: a view stays as it was while writers go on, and its memory goes with its last holder."""
+    state = MutableTensor(torch.zeros(4))
+    old = weakref.ref(state._content.tensor)
+    with state.read() as view:
+        for value in range(1, 4):
+            threads.submit(state.replace, torch.full((4,), float(value))).result(LONG)
+        assert (view.version, state.version) == (0, 3)
+        assert view.tensor.tolist() == [0.0] * 4
+        assert old() is not None
+    assert old() is None
+
+
+def test_view_ends_with_its_block(mode: MutableMode) -> None:
+    """The view's tensor is gone after the block, and before it; its version may still be asked for."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+    with pytest.raises(q4.LifecycleError):
+        _ = state.read().tensor
+    with state.read() as view:
+        pass
+    assert view.version == 0
+    with pytest.raises(q4.LifecycleError):
+        _ = view.tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.add_(1.0),
+        lambda tensor: tensor[1:].zero_(),
+        lambda tensor: torch.add(tensor, 1.0, out=tensor),
+        lambda tensor: tensor.resize_(8),
+        lambda tensor: tensor.detach().mul_(2.0),
+        lambda tensor: tensor.untyped_storage().resize_(0),
+    ],
+)
+def test_change_by_a_reader_is_found_out(mode: MutableMode, change: Callable[[torch.Tensor], object]) -> None:
+    """A reader that changes what it reads gets PoisonedError with the rule, and so does everybody until reset."""
+    state = MutableTensor(torch.ones(4), mode=mode, name="membrane")
+    with pytest.raises(q4.PoisonedError) as caught, state.read() as view:
+        change(view.tensor)
+    assert caught.value.rule == "changed inside write() only"
+    assert "membrane" in str(caught.value)
+    with pytest.raises(q4.PoisonedError):
+        state.snapshot()
+    state.reset(torch.full((4,), 2.0))
+    assert content_of(state) == [2.0] * 4
+
+
+def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """A newer version that was made before is not touched by it."""
+    state = MutableTensor(torch.zeros(4))
+    other = state.read()
+    other.__enter__()
+    with pytest.raises(q4.PoisonedError) as caught, state.read() as view:  # noqa: PT012  # the block is the subject
+        threads.submit(state.replace, torch.ones(4)).result(LONG)
+        view.tensor.fill_(7.0)
+    assert caught.value.details["version"] == 0
+    with pytest.raises(q4.PoisonedError):
+        other.__exit__(None, None, None)
+    assert (content_of(state), state.version) == ([1.0] * 4, 1)
+
+
+def test_readers_own_error_is_not_hidden(mode: MutableMode) -> None:
+    """Where the block raises and has changed the content too, its own error comes out and the tensor is poisoned."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+    with failing_block(), state.read() as view:
+        view.tensor.add_(1.0)
+        raise RuntimeError("boom")
+    assert state.is_poisoned
+
+
+def test_change_by_a_writer_that_kept_its_tensor_is_found_out(mode: MutableMode) -> None:
+    """The tensor that write() gave must not be changed once the block is over."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+    with state.write() as tensor:
+        tensor.add_(1.0)
+    tensor.add_(1.0)
+    with pytest.raises(q4.PoisonedError), state.read():
+        pass
+    assert state.is_poisoned
+
+
+def test_change_while_an_update_is_copied_is_found_out() -> None:
+    """An update that was begun from a version that somebody changes is not published."""
+    state = MutableTensor(torch.zeros(4))
+    stray = state._content.tensor.detach()
+
+    def race(*_: object) -> torch.Tensor:
+        stray[:2] = 7.0
+        return torch.zeros(4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("q4core.mutable.content.detached_copy", race)
+        with pytest.raises(q4.PoisonedError), state.write():
+            pass
+    assert (state.version, state.is_poisoned) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda tensor: tensor.resize_(3, 3), "shape"),
+        (lambda tensor: tensor.resize_(1, 2), "shape"),
+        (lambda tensor: tensor.t_(), "stride"),
+        (lambda tensor: tensor.set_(torch.ones(2, 2)), "address"),
+        (lambda tensor: setattr(tensor, "data", torch.ones(2, 2)), "address"),
+        (lambda tensor: setattr(tensor, "data", torch.ones(2, 2, dtype=torch.float64)), "dtype"),
+    ],
+)
+def test_writer_may_change_values_only(mode: MutableMode, change: Callable[[Any], object], name: str) -> None:
+    """A block that changes the form is a failed update, with an error that names what it changed."""
+    state = MutableTensor(torch.zeros(2, 2), mode=mode)
+    with pytest.raises(q4.InputError) as caught, state.write() as tensor:
+        change(tensor)
+    assert caught.value.name == name
+    assert (state.version, state.is_poisoned) == (0, mode is MutableMode.IN_PLACE)
+    if mode is MutableMode.VERSIONED:
+        assert state.snapshot().tensor.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_in_place_address_that_moves_is_found_out() -> None:
+    """Torch can move a storage under all its tensors; a stable address is promised, so that is a failed update."""
+    state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
+    with pytest.raises(q4.InputError) as caught, state.write() as tensor:
+        tensor.share_memory_()
+    assert caught.value.name == "address"
+    state.reset(torch.ones(4))
+    assert content_of(state) == [1.0] * 4
+
+
+# -- autograd and inference mode
+
+
+def test_content_is_outside_every_graph(mode: MutableMode) -> None:
+    """Parameters are detached, and a writer's graph ends at the update."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    state = MutableTensor(weight, mode=mode)
+    graph = weight * 2.0
+    alive = weakref.ref(graph)
+    with state.write() as tensor:
+        tensor.mul_(graph)
+        assert tensor.requires_grad
+    del tensor, graph
+    assert alive() is None
+    state.replace(state.snapshot().tensor * weight)
+    with state.read() as view:
+        assert (view.tensor.requires_grad, view.tensor.grad_fn) == (False, None)
+        assert view.tensor.tolist() == [2.0] * 4
+    assert not state.snapshot().tensor.requires_grad
+    assert weight.tolist() == [1.0] * 4
+
+
+def test_backward_through_overwritten_content_is_an_error(mode: MutableMode) -> None:
+    """IN_PLACE: autograd notices that what it saved is gone; VERSIONED: the saved version is still there."""
+    state = MutableTensor(torch.full((4,), 3.0), mode=mode)
+    weight = torch.ones(4, requires_grad=True)
+    with state.read() as view:
+        loss = (view.tensor * weight).sum()
+    state.replace(torch.zeros(4))
+    if mode is MutableMode.IN_PLACE:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [3.0] * 4
+
+
+def test_inference_mode_leaves_no_trace(mode: MutableMode) -> None:
+    """Made, written, read and copied in inference mode, it is an ordinary tensor outside, and stays guarded."""
+    with torch.inference_mode():
+        state = MutableTensor(torch.zeros(4), mode=mode)
+        with state.write() as tensor:
+            tensor.add_(1.0)
+        state.replace(torch.full((4,), 2.0))
+        snapshot = state.snapshot()
+        with state.read() as view:
+            assert view.tensor.tolist() == [2.0] * 4
+        with pytest.raises(q4.PoisonedError), state.read() as view:
+            view.tensor.add_(1.0)
+        state.reset()
+    assert not snapshot.tensor.is_inference()
+    with state.read() as view:
+        assert not view.tensor.is_inference()
+    with torch.no_grad(), state.write() as tensor:
+        tensor.add_(1.0)
+    assert content_of(state) == [1.0] * 4
