@@ -91,13 +91,16 @@ class Dialect(abc.ABC):
         del dense
         return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
 
-    def quantization_config(self, layers: Mapping[str, WeightSpec]) -> dict[str, Any] | None:
+    def quantization_config(
+        self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]
+    ) -> dict[str, Any] | None:
         """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing.
 
         Args:
-            layers: Module → layout of each layer that was written.
+            layers: Module → layout of each layer that was written; at least one.
+            unquantised: Modules whose matrix was written as a dense tensor.
         """
-        del layers
+        del layers, unquantised
         return None
 
     def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:

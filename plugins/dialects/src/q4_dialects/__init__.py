@@ -1,1 +1,39 @@
 """The checkpoint dialects of other libraries, one file each, for q4core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q4_dialects.bitsandbytes import BitsAndBytes
+from q4_dialects.comfyui import ComfyUiNvfp4
+from q4_dialects.compressed_tensors import CompressedTensorsNvfp4
+from q4_dialects.modelopt import ModelOptNvfp4
+from q4_dialects.recognised import Recognised
+from q4_dialects.torchao import (
+    TorchaoMxfp4Linear,
+    TorchaoMxfp4Swizzled,
+    TorchaoNvfp4Linear,
+    TorchaoNvfp4Swizzled,
+)
+from q4core import hookimpl
+
+if TYPE_CHECKING:
+    from q4core import Dialect
+
+__all__ = ["q4_dialects"]
+
+
+@hookimpl
+def q4_dialects() -> list[Dialect]:
+    """Bring the dialects."""
+    return [
+        BitsAndBytes(),
+        ComfyUiNvfp4(),
+        CompressedTensorsNvfp4(),
+        ModelOptNvfp4(),
+        TorchaoMxfp4Linear(),
+        TorchaoMxfp4Swizzled(),
+        TorchaoNvfp4Linear(),
+        TorchaoNvfp4Swizzled(),
+        Recognised(),
+    ]

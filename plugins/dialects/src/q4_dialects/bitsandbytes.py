@@ -1,0 +1,324 @@
+"""bitsandbytes NF4 and FP4, single and double quantised.
+
+``<module>.weight`` holds the codes of the flattened weight, high nibble first, as uint8 [ceil(N * K / 2), 1] or as the
+same bytes viewed as a float dtype; ``<module>.weight.*`` hold block scales (``absmax``), the code book and a JSON text
+with block size, dtype and shape. Blocks run over the flattened weight and may straddle rows.
+
+Reference:
+    bitsandbytes 0.50.2: functional.py (QuantState.as_dict, from_dict), nn/modules.py (Linear4bit).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import torch
+
+from q4core import (
+    BlockOrder,
+    Catalogue,
+    Dialect,
+    DialectError,
+    Feature,
+    LayerSchema,
+    PackedWeight,
+    Packing,
+    Problem,
+    ScaleKind,
+    WrittenLayer,
+    find_format,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from q4core import WeightSpec
+
+__all__ = ["BitsAndBytes"]
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_KINDS = ("fp4", "nf4")
+_SUFFIXES = {
+    "qdata": "weight",
+    "scale": "weight.absmax",
+    "codebook": "weight.quant_map",
+    "nested_scale": "weight.nested_absmax",
+    "nested_codebook": "weight.nested_quant_map",
+}
+_NESTED = ("nested_scale", "nested_codebook")
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_STORAGE = {torch.uint8, *_DTYPES.values()}
+_MAX_FEATURES = 2**31 - 1
+_RANK = 2
+
+
+@attrs.frozen(kw_only=True)
+class State:
+    """What the JSON text of a layer says."""
+
+    kind: str
+    block_size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nested_block_size: int | None = None
+    nested_offset: float | None = None
+
+    def text(self) -> str:
+        """Return the JSON text as bitsandbytes writes it."""
+        facts: dict[str, Any] = {
+            "quant_type": self.kind,
+            "blocksize": self.block_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+        }
+        if self.nested_block_size is not None:
+            facts["nested_blocksize"] = self.nested_block_size
+            facts["nested_dtype"] = "float32"
+            facts["nested_offset"] = self.nested_offset
+        return json.dumps(facts)
+
+
+class _BadStateError(ValueError):
+    """The JSON text breaks a rule; carries (rule, value)."""
+
+
+def _parse(stored: torch.Tensor, kind: str) -> State:
+    """Return what a state tensor says.
+
+    Raises:
+        _BadStateError: It is not what bitsandbytes writes for a layer of this kind.
+    """
+
+    def require(condition: bool, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
+        if not condition:
+            raise _BadStateError(rule, value)
+
+    text = bytes(stored.reshape(-1).tolist())
+    try:
+        facts = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _BadStateError("valid UTF-8 JSON", str(error)) from error
+    names = {"quant_type", "blocksize", "dtype", "shape"}
+    nested_names = {"nested_blocksize", "nested_dtype", "nested_offset"}
+    require(isinstance(facts, dict), "a JSON object", facts)
+    is_nested = bool(nested_names & set(facts))
+    wanted = names | nested_names if is_nested else names
+    require(set(facts) == wanted, f"JSON with exactly {', '.join(sorted(wanted))}", sorted(facts))
+    require(facts["quant_type"] == kind, f"JSON with quant_type {kind!r}, as its key says", facts["quant_type"])
+    block, shape, dtype = facts["blocksize"], facts["shape"], facts["dtype"]
+    legal = find_format(kind).block_sizes
+    require(type(block) is int and block in legal, f"JSON with a blocksize in {sorted(legal)}", block)
+    require(isinstance(dtype, str) and dtype in _DTYPES, f"JSON with a dtype in {', '.join(_DTYPES)}", dtype)
+    sizes: list[Any] = shape if isinstance(shape, list) else [None]
+    is_shape = all(type(size) is int and 0 < size <= _MAX_FEATURES for size in sizes)
+    require(is_shape and bool(sizes), "JSON with a shape of whole numbers from 1", shape)
+    state = State(kind=kind, block_size=block, dtype=_DTYPES[dtype], shape=tuple(sizes))
+    if not is_nested:
+        return state
+    nested_block, offset = facts["nested_blocksize"], facts["nested_offset"]
+    require(type(nested_block) is int and nested_block > 0, "JSON with a positive nested_blocksize", nested_block)
+    require(facts["nested_dtype"] == "float32", "JSON with nested_dtype 'float32'", facts["nested_dtype"])
+    is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < math.inf
+    require(is_number, "JSON with a finite nested_offset", offset)
+    return attrs.evolve(state, nested_block_size=nested_block, nested_offset=float(offset))
+
+
+class BitsAndBytes(Dialect):
+    """NF4 and FP4 as bitsandbytes stores them."""
+
+    name: ClassVar[str] = "bitsandbytes"
+    formats: ClassVar[frozenset[str]] = frozenset(_KINDS)
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield each module with any side tensor of bitsandbytes."""
+        marks = [suffix for role, suffix in _SUFFIXES.items() if role != "qdata"]
+        for module in catalogue.modules_with(*marks, *(f"{_STATE}{kind}" for kind in _KINDS)):
+            yield self._layer(module, catalogue)
+
+    def _layer(self, module: str, catalogue: Catalogue) -> LayerSchema:
+        below = catalogue.children(module)
+        states = [suffix for suffix in below if suffix.startswith(_STATE)]
+        kinds = [suffix.removeprefix(_STATE) for suffix in states if suffix.removeprefix(_STATE) in _KINDS]
+        kind = kinds[0] if kinds else "nf4"
+        keys = {role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role not in _NESTED}
+        keys["quant_state"] = f"{module}.{_STATE}{kind}"
+        problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), f"{_STATE}{kind}")))
+        state, problem = self._state(catalogue, keys["quant_state"], kind)
+        if problem is not None:
+            problems.append(problem)
+        absmax = catalogue.get(keys["scale"])
+        if state is not None:
+            is_nested = state.nested_block_size is not None
+        else:
+            is_nested = absmax is not None and absmax.dtype == torch.uint8
+        present = [role for role in _NESTED if _SUFFIXES[role] in below]
+        keys |= {role: f"{module}.{_SUFFIXES[role]}" for role in (_NESTED if is_nested else present)}
+        if present and not is_nested:
+            rule = "absent, as the layer's JSON names no second level"
+            problems += [Problem("unknown_key", keys[role], rule) for role in present]
+        shape = None
+        if state is not None and len(state.shape) == _RANK:
+            shape = (state.shape[0], state.shape[1])
+        elif state is not None:
+            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(state.shape)))
+        return LayerSchema(
+            module=module,
+            dialect=self.name,
+            format=kind,
+            keys=keys,
+            shape=shape,
+            block_size=None if state is None else state.block_size,
+            problems=problems,
+            extras=(("state", state),),
+            named=True,
+        )
+
+    @staticmethod
+    def _state(catalogue: Catalogue, key: str, kind: str) -> tuple[State | None, Problem | None]:
+        stored = catalogue.load_small(key)
+        if stored is None:
+            return None, None
+        if stored.dtype != torch.uint8:
+            return None, Problem("dtype", key, "of dtype uint8", str(stored.dtype).removeprefix("torch."))
+        try:
+            return _parse(stored, kind), None
+        except _BadStateError as error:
+            return None, Problem("value", key, *error.args)
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        """Yield every problem of dtype and shape; sizes are compared where the JSON text could be read."""
+        state: State | None = dict(layer.extras)["state"]
+        keys = layer.keys
+        yield from self.expect(catalogue, keys["qdata"], dtypes=_STORAGE, shape=(None, 1))
+        yield from self.expect(catalogue, keys["codebook"], dtypes={torch.float32}, shape=(16,))
+        blocks = nested_blocks = None
+        if state is not None:
+            total = math.prod(state.shape)
+            blocks = -(-total // state.block_size)
+            codes = catalogue.get(keys["qdata"])
+            if codes is not None and codes.nbytes != -(-total // 2):
+                rule = f"{-(-total // 2)} bytes long, for {total} codes"
+                yield Problem("shape", keys["qdata"], rule, f"{list(codes.shape)} of {codes.nbytes} bytes")
+            if state.nested_block_size is not None:
+                nested_blocks = -(-blocks // state.nested_block_size)
+        is_nested = "nested_scale" in keys
+        dtype = torch.uint8 if is_nested else torch.float32
+        yield from self.expect(catalogue, keys["scale"], dtypes={dtype}, shape=(blocks,))
+        if is_nested:
+            yield from self.expect(catalogue, keys["nested_scale"], dtypes={torch.float32}, shape=(nested_blocks,))
+        yield from self.expect(catalogue, keys.get("nested_codebook"), dtypes={torch.float32}, shape=(256,))
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the weight; blocks that do not straddle rows are stored by row.
+
+        Raises:
+            DialectError: The JSON text is malformed.
+        """
+        keys = layer.keys
+        try:
+            state = _parse(load(keys["quant_state"]), layer.format)
+        except _BadStateError as error:
+            rule, value = error.args
+            raise DialectError(f"layer {layer.module!r}", name="quant_state", rule=rule, value=value) from error
+        rows, columns = state.shape
+        kind = find_format(state.kind)
+        by_row = columns % state.block_size == 0
+        stored, absmax, table = load(keys["qdata"]), load(keys["scale"]), load(keys["codebook"])
+        codes = stored.view(torch.uint8).reshape(-1)
+        notes = []
+        if stored.dtype != torch.uint8:
+            notes.append(self.stored_fact("quant_storage", str(stored.dtype).removeprefix("torch.")))
+        text = bytes(load(keys["quant_state"]).tolist()).decode("utf-8")
+        if text != state.text():
+            notes.append(self.stored_fact("quant_state", text))
+        levels: dict[str, Any] = {}
+        if state.nested_block_size is not None:
+            levels = {
+                "scale_kind": ScaleKind.DOUBLE_QUANT,
+                "nested_codebook": load(keys["nested_codebook"]),
+                "nested_scale": load(keys["nested_scale"]),
+                "nested_offset": torch.tensor(state.nested_offset, dtype=torch.float32),
+                "nested_block_size": state.nested_block_size,
+            }
+        return PackedWeight(
+            format=kind,
+            qdata=codes.view(rows, -1) if by_row else codes,
+            scale=absmax.view(rows, -1) if by_row else absmax,
+            out_features=rows,
+            in_features=columns,
+            block_size=state.block_size,
+            packing=Packing.HIGH_FIRST,
+            blocks=BlockOrder.ROW if by_row else BlockOrder.FLAT,
+            codebook=None if torch.equal(_bits(table), _bits(kind.codebook_tensor())) else table,
+            dtype=state.dtype,
+            name=layer.module,
+            dialect=self.name,
+            notes=(*layer.notes, *notes),
+            **levels,
+        )
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        """Return the tensors that ``Linear4bit`` and ``QuantState.from_dict`` take.
+
+        Raises:
+            DialectError: Another format or scale kind, blocks that start anew in each row and do not fill it, or
+                features beyond a code book.
+        """
+        self.check_writable(module, weight, features={Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK})
+        if weight.scale_kind not in {ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT}:
+            raise self.refusal(module, "scale_kind", "plain or double_quant", weight.scale_kind.value)
+        is_nested = weight.scale_kind is ScaleKind.DOUBLE_QUANT
+        rows, columns = weight.shape
+        state = State(
+            kind=weight.format.name,
+            block_size=weight.block_size,
+            dtype=weight.dtype,
+            shape=(rows, columns),
+            nested_block_size=weight.nested_block_size if is_nested else None,
+            nested_offset=None if weight.nested_offset is None else float(weight.nested_offset),
+        )
+        text = state.text()
+        kept = self.read_fact(weight, "quant_state")
+        if kept is not None and json.loads(kept) == json.loads(text):
+            text = kept
+        codes = self.flat_bytes(weight, Packing.HIGH_FIRST)[: -(-rows * columns // 2)]
+        storage = _DTYPES.get(self.read_fact(weight, "quant_storage"), torch.uint8)
+        if codes.numel() % storage.itemsize == 0:
+            codes = codes.contiguous().view(storage)
+        table = weight.format.codebook_tensor(weight.device) if weight.codebook is None else weight.codebook
+        scale = weight.scale.reshape(-1)
+        tensors = {
+            "weight": codes.reshape(-1, 1),
+            "weight.absmax": scale if is_nested else scale.to(torch.float32),
+            "weight.quant_map": table.to(torch.float32),
+            f"{_STATE}{state.kind}": torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8),
+        }
+        if weight.nested_scale is not None and weight.nested_codebook is not None:
+            tensors["weight.nested_absmax"] = weight.nested_scale.to(torch.float32)
+            tensors["weight.nested_quant_map"] = weight.nested_codebook.to(torch.float32)
+        return WrittenLayer(tensors={f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Leave out the activation scale."""
+        return attrs.evolve(weight, activation_scale=None)
+
+    def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
+        """Return transformers' ``BitsAndBytesConfig``."""
+        specs = list(layers.values())
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": specs[0].format.name,
+            "bnb_4bit_use_double_quant": any(spec.scale_kind is ScaleKind.DOUBLE_QUANT for spec in specs),
+            "bnb_4bit_compute_dtype": str(specs[0].dtype).removeprefix("torch."),
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(unquantised) or None,
+        }
+
+
+def _bits(table: torch.Tensor) -> torch.Tensor:
+    return table.view(torch.int32)

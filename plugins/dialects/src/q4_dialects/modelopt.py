@@ -1,0 +1,173 @@
+"""NVIDIA ModelOpt NVFP4 (Hugging Face export).
+
+``<module>.weight`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row; ``weight_scale_2``
+float32 [] multiplies; optional ``input_scale`` (static activation scale) and ``pre_quant_scale`` [K] (multiplies the
+input). ComfyUI has the same keys with the other nibble order: see comfyui.py.
+
+Reference:
+    nvidia-modelopt 0.47.0: torch/quantization/qtensor/nvfp4_tensor.py, torch/export/unified_export_hf.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from q4_dialects.nvfp4 import (
+    BLOCK,
+    E4M3,
+    assumed_dtype,
+    matrix_shape,
+    multiplied_levels,
+    scalar_problems,
+    with_multiplied_levels,
+)
+from q4_dialects.shared_keys import codes_problems, comfy_marker, fits_rows, fits_tiles, has_shared_keys
+from q4core import (
+    Catalogue,
+    Dialect,
+    Feature,
+    LayerSchema,
+    PackedWeight,
+    Packing,
+    Problem,
+    ScaleKind,
+    WrittenLayer,
+    find_format,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from q4core import WeightSpec
+
+__all__ = ["ModelOptNvfp4"]
+
+_SUFFIXES = {
+    "qdata": "weight",
+    "scale": "weight_scale",
+    "global_scale": "weight_scale_2",
+    "activation_scale": "input_scale",
+    "input_channel_scale": "pre_quant_scale",
+}
+_REQUIRED = ("qdata", "scale", "global_scale")
+_CACHE_SCALES = ("k_scale", "v_scale")  # of the key and value cache, not of the weight
+_LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
+_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class ModelOptNvfp4(Dialect):
+    """NVFP4 as ModelOpt exports it."""
+
+    name: ClassVar[str] = "modelopt-nvfp4"
+    formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
+    shares_keys: ClassVar[bool] = True
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield each module with these keys, but for those that ComfyUI marked or whose shapes are ComfyUI's."""
+        named = catalogue.quantization_config.get("quant_method") == "modelopt"
+        for module in catalogue.modules_with("weight_scale", "weight_scale_2"):
+            if not has_shared_keys(module, catalogue) or comfy_marker(module, catalogue) is not None:
+                continue
+            if named or fits_rows(module, catalogue) or not fits_tiles(module, catalogue):
+                yield self._layer(module, catalogue, named=named)
+
+    def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
+        below = catalogue.children(module)
+        keys = {
+            role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role in _REQUIRED or suffix in below
+        }
+        known = ("bias", *_SUFFIXES.values(), *_CACHE_SCALES, *_LOW_RANK)
+        problems = list(catalogue.unknown_scales(module, known))
+        low_rank = [suffix for suffix in _LOW_RANK if suffix in below]
+        if low_rank:
+            rule = "without a low-rank part, which is not read"
+            problems.append(Problem("unsupported", module, rule, " and ".join(low_rank)))
+            keys |= {suffix: f"{module}.{suffix}" for suffix in low_rank}
+        codes = catalogue.get(keys["qdata"])
+        if codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
+            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape)))
+        dtype, notes = assumed_dtype(catalogue)
+        return LayerSchema(
+            module=module,
+            dialect=self.name,
+            format="nvfp4",
+            keys=keys,
+            shape=matrix_shape(codes),
+            block_size=BLOCK,
+            problems=problems,
+            notes=notes,
+            extras=(("dtype", dtype),),
+            named=named,
+        )
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        """Yield every problem of dtype and shape."""
+        keys = layer.keys
+        yield from codes_problems(self, layer, catalogue)
+        rows, columns = layer.shape or (None, None)
+        blocks = None if columns is None else columns // BLOCK
+        yield from self.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=(rows, blocks))
+        yield from self.expect(catalogue, keys.get("input_channel_scale"), dtypes=_FLOATS, shape=(columns,))
+        for role in ("global_scale", "activation_scale"):
+            yield from scalar_problems(catalogue, keys.get(role))
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the weight, all of it as views."""
+        tensors = {role: load(key) for role, key in layer.keys.items()}
+        codes = tensors["qdata"]
+        return PackedWeight(
+            format=find_format("nvfp4"),
+            qdata=codes,
+            scale=tensors["scale"],
+            out_features=codes.shape[0],
+            in_features=codes.shape[1] * 2,
+            block_size=BLOCK,
+            scale_kind=ScaleKind.E4M3_MUL,
+            packing=Packing.LOW_FIRST,
+            global_scale=tensors["global_scale"],
+            activation_scale=tensors.get("activation_scale"),
+            input_channel_scale=tensors.get("input_channel_scale"),
+            dtype=dict(layer.extras)["dtype"],
+            name=layer.module,
+            dialect=self.name,
+            notes=layer.notes,
+        )
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        """Return the tensors of ModelOpt's export; a single scale level gets the global scale 1.
+
+        Raises:
+            DialectError: Another format, scale levels that would have to be rounded, or features beyond a scale of
+                input channels.
+        """
+        self.check_writable(module, weight, features={Feature.INPUT_CHANNEL_SCALE}, activation_scale=True)
+        scale, factor = multiplied_levels(self, module, weight)
+        numbers = {"weight_scale_2": torch.ones(()) if factor is None else factor}
+        if weight.activation_scale is not None:
+            numbers["input_scale"] = weight.activation_scale.to(torch.float32)
+        if weight.dialect != self.name:
+            numbers = {suffix: number.reshape(()) for suffix, number in numbers.items()}
+        tensors = {"weight": self.row_bytes(weight, Packing.LOW_FIRST), "weight_scale": scale, **numbers}
+        if weight.input_channel_scale is not None:
+            tensors["pre_quant_scale"] = weight.input_channel_scale
+        return WrittenLayer(tensors={f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Round the reciprocal of a global scale that divides."""
+        return with_multiplied_levels(weight)
+
+    def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
+        """Return ModelOpt's entry, with activations where every layer has a static scale for them."""
+        scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+        group: dict[str, Any] = {"weights": scheme, "targets": ["Linear"]}
+        has_inputs = all("activation_scale" in spec.fields for spec in layers.values())
+        if has_inputs:
+            group["input_activations"] = dict(scheme)
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4" if has_inputs else "W4A16_NVFP4",
+            "config_groups": {"group_0": group},
+            "ignore": list(unquantised),
+        }

@@ -1,0 +1,222 @@
+"""Layers of dialects that are known but not read: named and refused, never taken for dense tensors.
+
+One row of the table each. Reading such a dialect means a file of its own beside this one, and one row less here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import attrs
+import torch
+
+from q4_dialects.torchao import entry_of
+from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+__all__ = ["Recognised"]
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor"}
+
+
+@attrs.frozen(kw_only=True)
+class _Row:
+    """How a dialect is told: all of ``needs`` are there, with these dtypes, and none of ``without``.
+
+    Args:
+        dialect: Its name.
+        needs: Suffix → legal dtypes; an empty set allows every dtype.
+        without: Suffixes that would make it another dialect.
+        also: Further suffixes that belong to the layer.
+        separator: What stands between module and suffix.
+    """
+
+    dialect: str
+    needs: dict[str, Collection[torch.dtype]]
+    without: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    separator: str = "."
+
+
+_INT32 = frozenset({torch.int32, torch.uint32})
+_ROWS = (
+    _Row(dialect="gptq", needs={"qweight": _INT32, "scales": (), "g_idx": ()}, also=("qzeros",)),
+    _Row(dialect="awq", needs={"qweight": (), "scales": ()}, without=("g_idx",), also=("qzeros",)),
+    _Row(
+        dialect="hqq",
+        needs={"W_q": ()},
+        also=(
+            *("scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "unpack_view_dtype"),
+            *("compute_dtype", "view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict"),
+            *("stores_quant_config", "channel_wise", "optimize", "round_zero"),
+        ),
+    ),
+    _Row(dialect="gpt-oss-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}, separator="_"),
+    _Row(dialect="gpt-oss-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}),
+    _Row(
+        dialect="compressed-tensors-int4",
+        needs={"weight_packed": _INT32, "weight_scale": ()},
+        also=("weight_shape", "weight_zero_point", "weight_g_idx"),
+    ),
+    _Row(
+        dialect="compressed-tensors-mxfp4",
+        needs={"weight_packed": {torch.uint8}, "weight_scale": _E8M0},
+        without=("weight_global_scale",),
+    ),
+    _Row(
+        dialect="modelopt-int4",
+        needs={"weight": {torch.uint8}, "weight_scale": _FLOATS},
+        also=("weight_scale_2", "pre_quant_scale", "input_scale"),
+    ),
+    _Row(
+        dialect="modelopt-mxfp4",
+        needs={"weight": {torch.uint8}, "weight_scale": _E8M0},
+        without=("weight_scale_2",),
+        also=("input_scale",),
+    ),
+    _Row(dialect="deepseek-mxfp4", needs={"weight": {torch.int8, torch.uint8}, "scale": {torch.float8_e8m0fnu}}),
+    _Row(
+        dialect="gptqmodel-bitsandbytes",
+        needs={"weight": (), "weight_absmax": ()},
+        also=("weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map", "weight_quant_state"),
+    ),
+    _Row(dialect="bitsandbytes-int8", needs={"weight": {torch.int8}, "SCB": ()}, also=("weight_format",)),
+    _Row(dialect="mlx", needs={"weight": {torch.uint32}, "scales": ()}, also=("biases", "qbiases")),
+    _Row(
+        dialect="tensorrt-llm-nvfp4",
+        needs={"weight": (), "weights_block_scaling_factor": ()},
+        also=(
+            *("weights_block_scaling_factor_interleaved", "weights_global_scaling_factor"),
+            *("activation_global_scaling_factor", "alpha"),
+        ),
+    ),
+    _Row(
+        dialect="fp8",
+        needs={"weight": _FLOAT8, "weight_scale": ()},
+        without=("weight_scale_2",),
+        also=("input_scale", "scale_input", "comfy_quant"),
+    ),
+    _Row(dialect="fp8", needs={"weight": _FLOAT8, "weight_scale_inv": ()}, also=("input_scale", "activation_scale")),
+    _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale_weight": ()}, also=("scale_input",)),
+    _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale": ()}),
+)
+_EXPERT_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+_EXPERT_SIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *_EXPERT_STATES)
+_FUSED = ("gate_up_proj", "down_proj")
+
+
+class Recognised(Dialect):
+    """Names the layers of dialects that nothing here reads. Reads and writes none."""
+
+    name: ClassVar[str] = "recognised-only"
+    formats: ClassVar[frozenset[str]] = frozenset()
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield each layer of a known dialect that is not read, with the problem that says so."""
+        seen: set[str] = set()
+        for module, dialect, keys in (
+            *_by_table(catalogue),
+            *_by_metadata(catalogue),
+            *_expert_parameters(catalogue),
+            *_fused_experts(catalogue),
+        ):
+            if module in seen:
+                continue
+            seen.add(module)
+            rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
+            problem = Problem("unsupported", module, rule, dialect)
+            yield LayerSchema(
+                module=module, dialect=dialect, format="unknown", keys=keys, problems=(problem,), named=True
+            )
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        """Yield nothing: ``find`` has said it all."""
+        del layer, catalogue
+        return iter(())
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Refuse.
+
+        Raises:
+            DialectError: Always.
+        """
+        del load
+        raise DialectError(
+            f"layer {layer.module!r}", name="dialect", rule="one that q4core can read", value=layer.dialect
+        )
+
+
+def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    for row in _ROWS:
+        first, *others = row.needs
+        tail = f"{row.separator}{first}"
+        for name, info in catalogue.tensors.items():
+            if not name.endswith(tail) or (row.needs[first] and info.dtype not in row.needs[first]):
+                continue
+            stem = name.removesuffix(first)
+            infos = {suffix: catalogue.get(stem + suffix) for suffix in others}
+            fits = all(
+                item is not None and (not row.needs[suffix] or item.dtype in row.needs[suffix])
+                for suffix, item in infos.items()
+            )
+            if (
+                fits
+                and not any(stem + suffix in catalogue for suffix in row.without)
+                and _has_own_rows(row, stem, catalogue)
+            ):
+                found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
+                keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
+                yield stem.removesuffix(row.separator), row.dialect, keys
+
+
+def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:
+    """Return whether a ModelOpt INT4 layer packs two rows into a byte, which tells it from NVFP4 of a wrong dtype."""
+    if row.dialect != "modelopt-int4":
+        return True
+    codes, scale = catalogue.tensors[f"{stem}weight"], catalogue.tensors[f"{stem}weight_scale"]
+    return bool(codes.shape and scale.shape) and codes.shape[0] * 2 == scale.shape[0]
+
+
+def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield what torchao flattened and nothing here reads: other classes, 8-bit elements, other parameters."""
+    for name, text in catalogue.metadata.items():
+        entry = entry_of(text)
+        if entry is None or entry["_type"] == "Tensor" or "_data" not in entry:
+            continue
+        module, _, parameter = name.rpartition(".")
+        kind = entry["_type"]
+        data = entry["_data"] if isinstance(entry["_data"], dict) else {}
+        element = data.get("elem_dtype")
+        is_fp4 = not isinstance(element, dict) or element.get("_data") == "float4_e2m1fn_x2"
+        if kind in _READ_BY_TORCHAO and parameter == "weight" and is_fp4:
+            continue
+        head = f"{module}._{parameter}_"
+        found = [key for key in catalogue.children(module).values() if key.startswith(head)]
+        layer = module if parameter == "weight" else name
+        keys = {"qdata" if key == f"{head}qdata" else key.removeprefix(head): key for key in found}
+        if keys:
+            yield layer, f"torchao {kind}", keys
+
+
+def _expert_parameters(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield bitsandbytes parameters that are not called ``weight``, such as fused experts."""
+    for parameter in catalogue.modules_with(*_EXPERT_STATES):
+        if parameter.rpartition(".")[2] != "weight":
+            keys = {suffix: f"{parameter}.{suffix}" for suffix in _EXPERT_SIDE if f"{parameter}.{suffix}" in catalogue}
+            if parameter in catalogue:
+                keys["qdata"] = parameter
+            yield parameter, "bitsandbytes experts", keys
+
+
+def _fused_experts(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield ModelOpt's 3-D experts, whose scales are named after the parameter."""
+    suffixes = ("_weight_scale", "_weight_scale_2", "_input_scale")
+    for name in list(catalogue.tensors):
+        if name.endswith(_FUSED) and f"{name}_weight_scale" in catalogue:
+            keys = {suffix[1:]: name + suffix for suffix in suffixes if name + suffix in catalogue}
+            yield name, "modelopt experts", {"qdata": name, **keys}

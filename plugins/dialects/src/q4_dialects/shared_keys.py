@@ -1,0 +1,97 @@
+"""The keys that ModelOpt and ComfyUI share, with opposite nibble orders, and what tells the two apart.
+
+A marker of ComfyUI's decides first, ``config.json`` next, and then the shape of the block scales. Where a weight fills
+whole tiles, both shapes are the same, and nothing is left to tell: the caller must say.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_dialects.nvfp4 import BLOCK, E4M3, matrix_shape
+from q4_dialects.swizzle import tiles
+from q4core import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4core import Catalogue, Dialect, LayerSchema
+
+__all__ = [
+    "COMFY_KEY",
+    "COMFY_METADATA",
+    "codes_problems",
+    "comfy_marker",
+    "fits_rows",
+    "fits_tiles",
+    "has_shared_keys",
+]
+
+COMFY_KEY = "comfy_quant"
+COMFY_METADATA = "_quantization_metadata"
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def has_shared_keys(module: str, catalogue: Catalogue) -> bool:
+    """Return whether a module has the shared keys, and is not one of ModelOpt's other formats."""
+    codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.weight_scale")
+    if codes is not None and scale is not None and codes.shape and scale.shape:
+        is_int4 = scale.dtype in _FLOATS and codes.shape[0] * 2 == scale.shape[0]  # two rows share a byte there
+        if is_int4:
+            return False
+    if f"{module}.weight_scale_2" in catalogue:
+        return True
+    return codes is not None and codes.dtype == torch.uint8 and scale is not None and scale.dtype == E4M3
+
+
+def fits_rows(module: str, catalogue: Catalogue) -> bool:
+    """Return whether the block scales have ModelOpt's shape [N, K / 16]."""
+    shape, scale = matrix_shape(catalogue.get(f"{module}.weight")), catalogue.get(f"{module}.weight_scale")
+    return shape is not None and scale is not None and scale.shape == (shape[0], shape[1] // BLOCK)
+
+
+def fits_tiles(module: str, catalogue: Catalogue) -> bool:
+    """Return whether codes and block scales have ComfyUI's shapes: N and K in whole blocks, scales in whole tiles."""
+    shape, scale = matrix_shape(catalogue.get(f"{module}.weight")), catalogue.get(f"{module}.weight_scale")
+    if shape is None or scale is None or shape[0] % BLOCK:
+        return False
+    high, wide = tiles(shape[0], shape[1] // BLOCK)
+    return scale.shape == (high * 128, wide * 4)
+
+
+def comfy_marker(module: str, catalogue: Catalogue) -> dict[str, Any] | None:
+    """Return what ComfyUI says of a layer, in the metadata or in a tensor of JSON; None where it says nothing.
+
+    Where only names are at hand, the tensor's presence stands for ``{"format": "nvfp4"}``.
+    """
+    layers = _json(catalogue.metadata.get(COMFY_METADATA, "")).get("layers")
+    found = layers.get(module) if isinstance(layers, dict) else None
+    if isinstance(found, dict):
+        return found
+    key = f"{module}.{COMFY_KEY}"
+    if key not in catalogue:
+        return None
+    stored = catalogue.load_small(key)
+    if stored is None:
+        return {"format": "nvfp4"}
+    return _json(bytes(stored.reshape(-1).view(torch.uint8).tolist()).decode("utf-8", "replace"))
+
+
+def codes_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield what is wrong with codes [N, K / 2] whose K must hold whole blocks."""
+    key = layer.keys["qdata"]
+    yield from dialect.expect(catalogue, key, dtypes={torch.uint8}, shape=(None, None))
+    codes = catalogue.get(key)
+    if codes is not None and len(codes.shape) == 2 and matrix_shape(codes) is None:  # noqa: PLR2004  # rows and bytes
+        yield Problem("shape", key, f"[N, K / 2] with K a multiple of {BLOCK}", list(codes.shape))
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

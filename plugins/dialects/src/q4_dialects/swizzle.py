@@ -1,0 +1,37 @@
+"""The 128 × 4 blocked order of block scales that tensor cores read (SWIZZLE_32_4_4).
+
+Scales [R, C] are padded with zeros to whole tiles of 128 rows and 4 columns; the byte of (r, c) lies at
+``((r // 128) * (C' / 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4``.
+
+Reference:
+    cuBLAS, "1D block scaling factors layout".
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["linear_from_swizzled", "swizzled_from_linear", "tiles"]
+
+
+def tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Return how many tiles of 128 × 4 scales [rows, columns] fill."""
+    return -(-rows // 128), -(-columns // 4)
+
+
+def linear_from_swizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return scales [rows, columns] from the bytes of whole tiles, whatever shape these are stored in."""
+    high, wide = tiles(rows, columns)
+    blocks = stored.reshape(-1).view(torch.uint8).view(high, wide, 32, 4, 4)
+    linear = blocks.permute(0, 3, 2, 1, 4).reshape(high * 128, wide * 4)[:rows, :columns]
+    return linear.contiguous().view(stored.dtype)
+
+
+def swizzled_from_linear(scale: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of whole tiles, flat, from scales [R, C] of one byte each; the padding is zero."""
+    rows, columns = scale.shape
+    high, wide = tiles(rows, columns)
+    padded = torch.zeros(high * 128, wide * 4, dtype=torch.uint8, device=scale.device)
+    padded[:rows, :columns] = scale.contiguous().view(torch.uint8)
+    blocks = padded.view(high, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
+    return blocks.reshape(-1).view(scale.dtype)

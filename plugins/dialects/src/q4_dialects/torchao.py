@@ -1,0 +1,374 @@
+"""torchao NVFP4 and MXFP4, linear and swizzled, as ``flatten_tensor_state_dict`` puts them into safetensors.
+
+``<module>._weight_qdata`` uint8 [N, K / 2], low nibble first; ``<module>._weight_scale`` e4m3 or e8m0, by row or in the
+swizzled order; for NVFP4 an optional ``<module>._weight_per_tensor_scale`` that multiplies. The header's metadata holds
+one JSON entry per tensor under ``<module>.weight`` and the list ``tensor_names``.
+
+Reference:
+    torchao 0.18.0: prototype/mx_formats (NVFP4Tensor, MXTensor), prototype/safetensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import torch
+
+from q4_dialects.nvfp4 import E4M3, assumed_dtype, multiplied_levels, scalar_problems, with_multiplied_levels
+from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
+from q4core import (
+    Catalogue,
+    Dialect,
+    LayerSchema,
+    PackedWeight,
+    Packing,
+    Problem,
+    ScaleKind,
+    WrittenLayer,
+    find_format,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from q4core import WeightSpec
+
+__all__ = ["TorchaoMxfp4Linear", "TorchaoMxfp4Swizzled", "TorchaoNvfp4Linear", "TorchaoNvfp4Swizzled", "entry_of"]
+
+_ROLES = {
+    "qdata": "qdata",
+    "scale": "scale",
+    "global_scale": "per_tensor_scale",
+    "activation_scale": "act_per_tensor_scale",
+}
+_REQUIRED = ("qdata", "scale")
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FP4 = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
+_NAMES = "tensor_names"
+
+
+@functools.lru_cache(maxsize=4096)
+def entry_of(text: str) -> dict[str, Any] | None:
+    """Return the JSON entry of a tensor that torchao flattened, or None where a text is something else."""
+    if '"_type"' not in text:
+        return None
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("_type"), str) else None
+
+
+class _Torchao(Dialect):
+    """What the four dialects share."""
+
+    tensor_type: ClassVar[str]
+    is_swizzled: ClassVar[bool]
+    format_name: ClassVar[str]
+    scale_dtype: ClassVar[torch.dtype]
+    defaults: ClassVar[Mapping[str, Any]]
+    """What torchao's entry says besides block size, layout and dtype, where nobody said otherwise."""
+
+    @property
+    def block(self) -> int:
+        """In-features per scale."""
+        return find_format(self.format_name).block_size
+
+    def scale_shape(self, rows: int, columns: int, *, swizzled: bool) -> tuple[int, int]:
+        """Return the stored shape of the block scales of a weight [rows, columns]."""
+        blocks = columns // self.block
+        if not swizzled:
+            return rows, blocks
+        high, wide = tiles(rows, blocks)
+        return 32 * high, 16 * wide
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield each layer that the metadata names, and each that names, dtypes and shapes alone tell."""
+        seen = set()
+        for name, text in catalogue.metadata.items():
+            module, _, parameter = name.rpartition(".")
+            entry = entry_of(text) if self.tensor_type in text else None
+            if entry is None or entry["_type"] != self.tensor_type or parameter != "weight" or not module:
+                continue
+            seen.add(module)
+            data = entry.get("_data")
+            facts: dict[str, Any] = data if isinstance(data, dict) else {}
+            if self.tensor_type == "MXTensor" and facts.get("elem_dtype") != _FP4:
+                continue  # 8-bit elements
+            told = facts.get("is_swizzled_scales")
+            # A flag that is no truth value is reported once, by the linear dialect.
+            if told is self.is_swizzled or (not isinstance(told, bool) and not self.is_swizzled):
+                yield self._layer(module, catalogue, entry, facts)
+        for module in catalogue.modules_with("_weight_qdata", "_weight_scale"):
+            if module not in seen and entry_of(catalogue.metadata.get(f"{module}.weight", "")) is None:
+                yield from self._by_shape(module, catalogue)
+
+    def _by_shape(self, module: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield the layer where its tensors alone tell that it is this dialect's."""
+        codes, scale = (catalogue.get(f"{module}._weight_{role}") for role in _REQUIRED)
+        if scale is None or scale.dtype != self.scale_dtype or (codes is not None and codes.dtype != torch.uint8):
+            return
+        swizzled = False
+        if codes is not None and len(codes.shape) == 2:  # noqa: PLR2004  # rows and bytes
+            swizzled = scale.shape == self.scale_shape(codes.shape[0], codes.shape[1] * 2, swizzled=True)
+        if swizzled == self.is_swizzled:
+            yield self._layer(module, catalogue, None, {})
+
+    def _layer(
+        self, module: str, catalogue: Catalogue, entry: dict[str, Any] | None, facts: dict[str, Any]
+    ) -> LayerSchema:
+        suffixes = {role: f"_weight_{name}" for role, name in _ROLES.items()}
+        if self.format_name != "nvfp4":
+            suffixes = {role: suffixes[role] for role in _REQUIRED}
+        named = entry.get("_tensor_data_names") if entry is not None else None
+        wanted = {*_REQUIRED, *(role for role, name in _ROLES.items() if isinstance(named, list) and name in named)}
+        keys = {
+            role: f"{module}.{suffix}"
+            for role, suffix in suffixes.items()
+            if role in wanted or f"{module}.{suffix}" in catalogue
+        }
+        codes = catalogue.get(keys["qdata"])
+        shape = None
+        problems = [*catalogue.unknown_scales(module, ("bias", *suffixes.values()))]
+        if codes is not None and len(codes.shape) == 2:  # noqa: PLR2004  # rows and bytes
+            shape = (codes.shape[0], codes.shape[1] * 2)
+        elif codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
+            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape)))
+        dtype, notes = assumed_dtype(catalogue)
+        if entry is None:
+            notes = (*notes, "layout told by shapes alone: the file has no torchao metadata for this layer")
+        else:
+            problems += self._check(module, entry, facts, keys)
+            found = facts.get("orig_dtype")
+            name = found.get("_data") if isinstance(found, dict) else None
+            dtype, notes = _DTYPES.get(name if isinstance(name, str) else "", dtype), ()
+        return LayerSchema(
+            module=module,
+            dialect=self.name,
+            format=self.format_name,
+            keys=keys,
+            shape=shape,
+            block_size=self.block,
+            problems=problems,
+            notes=notes,
+            extras=(("dtype", dtype), ("entry", None if entry is None else catalogue.metadata[f"{module}.weight"])),
+            named=entry is not None,
+        )
+
+    def _check(
+        self, module: str, entry: dict[str, Any], facts: dict[str, Any], keys: Mapping[str, str]
+    ) -> Iterator[Problem]:
+        """Yield what is wrong with a metadata entry."""
+        where = f"metadata {module}.weight"
+        names = entry.get("_tensor_data_names")
+        legal = [_ROLES[role] for role in (_ROLES if self.format_name == "nvfp4" else _REQUIRED)]
+        if not isinstance(names, list) or not set(_REQUIRED) <= set(map(str, names)) <= set(legal):
+            yield Problem("value", f"{where}._tensor_data_names", f"qdata, scale and others of {legal}", names)
+        else:
+            for role, key in keys.items():
+                if _ROLES[role] not in names:
+                    yield Problem("unknown_key", key, "one that the metadata's _tensor_data_names lists", names)
+        if facts.get("block_size") != self.block:
+            yield Problem("value", f"{where}.block_size", f"{self.block}", facts.get("block_size"))
+        if not isinstance(facts.get("is_swizzled_scales"), bool):
+            rule = "true or false"
+            yield Problem("value", f"{where}.is_swizzled_scales", rule, facts.get("is_swizzled_scales"))
+        dtype = facts.get("orig_dtype")
+        if not isinstance(dtype, dict) or not isinstance(dtype.get("_data"), str) or dtype["_data"] not in _DTYPES:
+            yield Problem("value", f"{where}.orig_dtype", f"one of {', '.join(_DTYPES)}", dtype)
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        """Yield every problem of dtype and shape."""
+        keys = layer.keys
+        yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
+        shape: tuple[int | None, int | None] = (None, None)
+        if layer.shape is not None:
+            rows, columns = layer.shape
+            if columns % self.block:
+                rule = f"[N, K / 2] with K a multiple of {self.block}"
+                yield Problem("shape", keys["qdata"], rule, [rows, columns // 2])
+            shape = self.scale_shape(rows, columns, swizzled=self.is_swizzled)
+        yield from self.expect(catalogue, keys["scale"], dtypes={self.scale_dtype}, shape=shape)
+        for role in ("global_scale", "activation_scale"):
+            yield from scalar_problems(catalogue, keys.get(role))
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the weight; swizzled scales are put in order, which copies them."""
+        tensors = {role: load(key) for role, key in layer.keys.items()}
+        codes, scale = tensors["qdata"], tensors["scale"]
+        rows, columns = codes.shape[0], codes.shape[1] * 2
+        if self.is_swizzled:
+            scale = linear_from_swizzled(scale, rows, columns // self.block)
+        kind = ScaleKind.E8M0
+        if self.format_name == "nvfp4":
+            kind = ScaleKind.E4M3_MUL if "global_scale" in tensors else ScaleKind.E4M3
+        extras = dict(layer.extras)
+        weight = PackedWeight(
+            format=find_format(self.format_name),
+            qdata=codes,
+            scale=scale,
+            out_features=rows,
+            in_features=columns,
+            block_size=self.block,
+            scale_kind=kind,
+            packing=Packing.LOW_FIRST,
+            global_scale=tensors.get("global_scale"),
+            activation_scale=tensors.get("activation_scale"),
+            dtype=extras["dtype"],
+            name=layer.module,
+            dialect=self.name,
+            notes=layer.notes,
+        )
+        if extras["entry"] in {None, self._entry(weight)}:
+            return weight
+        return attrs.evolve(weight, notes=(*layer.notes, self.stored_fact("torchao entry", extras["entry"])))
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        """Return the tensors and the metadata entry that ``unflatten_tensor_state_dict`` takes.
+
+        Raises:
+            DialectError: Another format, scale levels that would have to be rounded, or any feature.
+        """
+        self.check_writable(module, weight, activation_scale=self.format_name == "nvfp4")
+        if self.format_name == "nvfp4":
+            scale, factor = multiplied_levels(self, module, weight)
+        else:
+            scale, factor = weight.scale.view(self.scale_dtype), None
+        if self.is_swizzled:
+            shape = self.scale_shape(*weight.shape, swizzled=True)
+            scale = swizzled_from_linear(scale).view(shape)
+        tensors = {"qdata": self.row_bytes(weight, Packing.LOW_FIRST), "scale": scale}
+        for name, number in (("per_tensor_scale", factor), ("act_per_tensor_scale", weight.activation_scale)):
+            if number is not None:
+                tensors[name] = number if weight.dialect == self.name else number.to(torch.float32).reshape(())
+        written = attrs.evolve(weight, global_scale=factor, scale_kind=_kind(factor)) if _is_nvfp4(weight) else weight
+        return WrittenLayer(
+            tensors={f"{module}._weight_{name}": tensor for name, tensor in tensors.items()},
+            metadata={f"{module}.weight": self._entry(written, self.read_fact(weight, "torchao entry"))},
+        )
+
+    def _entry(self, weight: PackedWeight, kept: str | None = None) -> str:
+        """Return the metadata entry of a weight; ``kept`` is the one that was read, whose other facts stay."""
+        names = {"per_tensor_scale": weight.global_scale, "act_per_tensor_scale": weight.activation_scale}
+        layout = {
+            "is_swizzled_scales": self.is_swizzled,
+            "block_size": self.block,
+            "orig_dtype": {"_type": "torch.dtype", "_data": str(weight.dtype).removeprefix("torch.")},
+        }
+        found = entry_of(kept) if kept is not None else None
+        facts = found["_data"] if found is not None and found["_type"] == self.tensor_type else self.defaults
+        entry = {
+            "_type": self.tensor_type,
+            "_data": {**facts, **layout},
+            "_tensor_data_names": [name for name, number in names.items() if number is not None] + list(_REQUIRED),
+        }
+        return json.dumps(entry)
+
+    def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
+        """Return the entries of layers and of plain tensors, and the list of their names."""
+        plain = [name for name in dense if "." in name]
+        merged = super().merge_metadata(layers, plain)
+        merged.update(dict.fromkeys(plain, json.dumps({"_type": "Tensor"})))
+        return {**merged, _NAMES: json.dumps(list(merged))}
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Round the reciprocal of a global scale that divides."""
+        if not _is_nvfp4(weight):
+            return attrs.evolve(weight, activation_scale=None)
+        return with_multiplied_levels(weight)
+
+    def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
+        """Return transformers' ``TorchAoConfig``."""
+        del layers
+        return {
+            "quant_method": "torchao",
+            "quant_type": {"default": self.workflow()},
+            "modules_to_not_convert": list(unquantised) or None,
+            "include_input_output_embeddings": False,
+            "untie_embedding_weights": False,
+        }
+
+    def workflow(self) -> dict[str, Any]:
+        """Return torchao's configuration of the layers."""
+        data = {"use_dynamic_per_tensor_scale": True}
+        return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": data}
+
+
+def _is_nvfp4(weight: PackedWeight) -> bool:
+    return weight.format.name == "nvfp4"
+
+
+def _kind(factor: torch.Tensor | None) -> ScaleKind:
+    return ScaleKind.E4M3 if factor is None else ScaleKind.E4M3_MUL
+
+
+class _Nvfp4(_Torchao):
+    """NVFP4."""
+
+    formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
+    format_name: ClassVar[str] = "nvfp4"
+    tensor_type: ClassVar[str] = "NVFP4Tensor"
+    scale_dtype: ClassVar[torch.dtype] = E4M3
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "is_swizzled_scales": False,
+        "use_triton_kernel": False,
+        "act_quant_kwargs": None,
+    }
+
+
+class _Mxfp4(_Torchao):
+    """MXFP4."""
+
+    formats: ClassVar[frozenset[str]] = frozenset({"mxfp4"})
+    format_name: ClassVar[str] = "mxfp4"
+    tensor_type: ClassVar[str] = "MXTensor"
+    scale_dtype: ClassVar[torch.dtype] = torch.float8_e8m0fnu
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "elem_dtype": _FP4,
+        "block_size": 32,
+        "orig_dtype": None,
+        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"},
+        "act_quant_kwargs": None,
+    }
+
+    def workflow(self) -> dict[str, Any]:
+        """Return torchao's configuration of the layers."""
+        data = {
+            "activation_dtype": _FP4,
+            "block_size": 32,
+            "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+            "scaling_mode": {"_type": "ScaleCalculationMode", "_data": "RCEIL"},
+            "weight_dtype": _FP4,
+        }
+        return {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": data}
+
+
+class TorchaoNvfp4Linear(_Nvfp4):
+    """NVFP4 with scales by row."""
+
+    name: ClassVar[str] = "torchao-nvfp4-linear"
+    is_swizzled: ClassVar[bool] = False
+
+
+class TorchaoNvfp4Swizzled(_Nvfp4):
+    """NVFP4 with scales in the tensor cores' order."""
+
+    name: ClassVar[str] = "torchao-nvfp4-swizzled"
+    is_swizzled: ClassVar[bool] = True
+
+
+class TorchaoMxfp4Linear(_Mxfp4):
+    """MXFP4 with scales by row."""
+
+    name: ClassVar[str] = "torchao-mxfp4-linear"
+    is_swizzled: ClassVar[bool] = False
+
+
+class TorchaoMxfp4Swizzled(_Mxfp4):
+    """MXFP4 with scales in the tensor cores' order."""
+
+    name: ClassVar[str] = "torchao-mxfp4-swizzled"
+    is_swizzled: ClassVar[bool] = True
