@@ -27,7 +27,7 @@ _function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
-def make_fast_path(  # noqa: C901  # closures bound once; each is small
+def make_fast_path(  # one flat list of conditions: each function call would cost 0.1 µs
     layer: Q4Linear, ready: PreparedLayer
 ) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
@@ -42,41 +42,31 @@ def make_fast_path(  # noqa: C901  # closures bound once; each is small
     counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
     first_key = layer._buffer_names[0]  # noqa: SLF001  # its own fast path
     first_buffer = buffers[first_key]
+    in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
     segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
     dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
 
-    def is_plain(x: torch.Tensor) -> bool:
-        return (
-            type(x) is plain
-            and x.dtype is dtype
-            and x.is_cpu
-            and not dispatch_modes()
-            and not function_modes()
-            and buffers.get(first_key) is first_buffer
-            and transforms() is None
-            and x.is_contiguous()
-        )
-
-    def fits(out: torch.Tensor, shape: torch.Size) -> bool:
-        return (
-            type(out) is plain
-            and out.dtype is dtype
-            and out.is_cpu
-            and out.is_contiguous()
-            and out.shape == (*shape[:-1], outputs)
-            and not (out.requires_grad and grad_enabled())
-        )
-
     def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        if not is_plain(x):
+        if (
+            type(x) is not plain
+            or x.dtype is not dtype
+            or not x.is_cpu
+            or dispatch_modes()
+            or function_modes()
+            or buffers.get(first_key) is not first_buffer
+            or transforms() is not None
+            or not x.is_contiguous()
+        ):
             return None
         bias: Any = parameters["bias"]
-        if grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return None
         shape = x.shape
         if not shape or shape[-1] != features:
+            return None
+        if grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
+        ):
             return None
         two = len(shape) == 2  # noqa: PLR2004  # [M, K] needs no view
         rows = shape[0] if two else x.numel() // features
@@ -84,9 +74,18 @@ def make_fast_path(  # noqa: C901  # closures bound once; each is small
         if index is None:
             return None
         if out is None:
-            out = empty((*shape[:-1], outputs), dtype=dtype)
-        elif not fits(out, shape) or out.data_ptr() == x.data_ptr():
-            return None
+            out = empty(rows, outputs, dtype=dtype) if two else empty((*shape[:-1], outputs), dtype=dtype)
+        else:
+            gap = out.data_ptr() - x.data_ptr()
+            if (
+                type(out) is not plain
+                or out.dtype is not dtype
+                or out.shape != (*shape[:-1], outputs)
+                or not out.is_cpu
+                or not out.is_contiguous()
+                or -rows * out_bytes < gap < rows * in_bytes  # they overlap
+            ):
+                return None
         if two:
             linear(prepared, x, out, bias=bias, path=names[index])
         else:

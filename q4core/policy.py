@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import functools
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,7 +140,7 @@ def _to_backend(value: str | None) -> str | None:
     raise ConfigError("configuration", name="backend", rule="the name of a backend or None", value=value)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, cache_hash=True)
 class SessionConfig:
     """What a session asks for; a field left at None asks the context, the environment and the default in turn.
 
@@ -176,6 +177,7 @@ class SessionConfig:
         return attrs.evolve(self, **taken)
 
 
+_EMPTY = SessionConfig()
 _DEFAULT = SessionConfig(
     device="auto",
     compute_path=ComputePath.AUTO,
@@ -188,8 +190,9 @@ _ACTIVE: contextvars.ContextVar[SessionConfig | None] = contextvars.ContextVar("
 _VARIABLES = {"Q4_DEVICE": "device", "Q4_BACKEND": "backend", "Q4_COMPUTE_PATH": "compute_path"}
 
 
-def _from_environment(environment: Mapping[str, str]) -> SessionConfig:
-    found: dict[str, Any] = {field: environment[name] for name, field in _VARIABLES.items() if environment.get(name)}
+def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:
+    given = zip(_VARIABLES.values(), values, strict=True)
+    found: dict[str, Any] = {field: value for field, value in given if value}
     try:
         return SessionConfig(**found)
     except ConfigError as error:
@@ -205,7 +208,7 @@ def _from_environment(environment: Mapping[str, str]) -> SessionConfig:
 
 def active_config() -> SessionConfig:
     """Return the configuration that ``using`` set in this context, or an empty one."""
-    return _ACTIVE.get() or SessionConfig()
+    return _ACTIVE.get() or _EMPTY
 
 
 def resolve_config(
@@ -223,8 +226,13 @@ def resolve_config(
     Raises:
         ConfigError: A ``Q4_*`` variable holds a value that is not legal.
     """
-    variables = _from_environment(os.environ if environment is None else environment)
-    return (config or SessionConfig()).over(active_config()).over(variables).over(_DEFAULT)
+    source = os.environ if environment is None else environment
+    return _resolve(config or _EMPTY, _ACTIVE.get() or _EMPTY, tuple(source.get(name) for name in _VARIABLES))
+
+
+@functools.lru_cache(maxsize=512)  # asked for every selection; merging costs 20 µs
+def _resolve(config: SessionConfig, active: SessionConfig, values: tuple[str | None, ...]) -> SessionConfig:
+    return config.over(active).over(_from_environment(values)).over(_DEFAULT)
 
 
 @contextlib.contextmanager

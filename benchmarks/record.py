@@ -1,0 +1,90 @@
+"""What every result carries: commit, machine, versions, raw samples; and the statistics made from them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],  # noqa: S607  # git is found on the path, as everywhere
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def environment() -> dict[str, Any]:
+    """Return the facts that a number depends on."""
+    facts = attrs.asdict(q4.machine_facts())
+    facts["cpu_features"] = list(facts["cpu_features"])
+    return {
+        "date": dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "q4core": importlib.metadata.version("q4core"),
+        "load_average": os.getloadavg()[0],
+        "machine": facts,
+    }
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Return median, 10th and 90th percentile, and the samples."""
+    cuts = statistics.quantiles(samples, n=10)
+    return {"median": statistics.median(samples), "p10": cuts[0], "p90": cuts[-1], "samples": list(samples)}
+
+
+def interleaved_us(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 60, repeats: int = 300
+) -> dict[str, list[float]]:
+    """Time calls in turns, so that a noisy machine is noisy for all of them alike.
+
+    Args:
+        calls: What to time, by name.
+        rounds: Samples of each.
+        repeats: Calls per sample.
+
+    Returns:
+        Microseconds per call, ``rounds`` samples for each name.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(repeats):
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            samples[name].append((time.perf_counter() - started) / repeats * 1e6)
+    return samples
+
+
+def write(name: str, result: Mapping[str, Any]) -> Path:
+    """Write one result as JSON and return where it is."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n", encoding="utf-8")
+    return path
