@@ -50,7 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def content_of(state: MutableTensor) -> list[float]:
     """Read all values."""
-    with state.read() as view:
+    with state.read(timeout=LONG) as view:
         content: list[float] = view.tensor.tolist()
         return content
 

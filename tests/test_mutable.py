@@ -296,7 +296,7 @@ def test_versioned_readers_never_wait(threads: concurrent.futures.ThreadPoolExec
     with state.write() as tensor:
         tensor.fill_(7.0)
         assert threads.submit(content_of, state).result(LONG) == [0.0] * 4
-        assert threads.submit(state.snapshot).result(LONG).version == 0
+        assert threads.submit(state.snapshot, timeout=LONG).result(LONG).version == 0
 
 
 def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.ThreadPoolExecutor) -> None:
@@ -316,11 +316,11 @@ def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.Thread
 def test_in_place_writer_waits_for_readers(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A writer gets in when the last reader has left, or is told when its time runs out; the content is intact."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    with Held(threads, state.read()), Held(threads, state.read()):
+    with Held(threads, state.read(timeout=LONG)), Held(threads, state.read(timeout=LONG)):
         for wait in (False, True):
             with pytest.raises(q4.WriteConflictError):
                 state.replace(torch.ones(4), wait=wait, timeout=0.01)
-        late = threads.submit(state.replace, torch.ones(4))
+        late = threads.submit(state.replace, torch.ones(4), timeout=LONG)
         until(lambda: state._content.gate.has_writer)
         assert not late.done()
         assert state.version == 0
@@ -331,8 +331,8 @@ def test_in_place_writer_waits_for_readers(threads: concurrent.futures.ThreadPoo
 def test_readers_do_not_starve_a_writer(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A reader that comes after a waiting writer goes after it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    first = Held(threads, state.read())
-    writer = threads.submit(state.replace, torch.ones(4))
+    first = Held(threads, state.read(timeout=LONG))
+    writer = threads.submit(state.replace, torch.ones(4), timeout=LONG)
     until(lambda: state._content.gate.has_writer)
     late = threads.submit(content_of, state)
     until(lambda: len(state._content.gate._waiting_readers) == 1)
@@ -344,8 +344,8 @@ def test_readers_do_not_starve_a_writer(threads: concurrent.futures.ThreadPoolEx
 def test_writers_do_not_starve_a_reader(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """Readers that waited for a writer go before the next writer."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    first = Held(threads, state.write())
-    writer = threads.submit(state.replace, torch.ones(4), wait=True)
+    first = Held(threads, state.write(timeout=LONG))
+    writer = threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG)
     until(lambda: len(state._content.gate._waiting_writers) == 1)
     readers = [threads.submit(content_of, state) for _ in range(2)]
     until(lambda: len(state._content.gate._waiting_readers) == 2)
@@ -360,7 +360,7 @@ def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
 ) -> None:
     """A writer whose time runs out takes nobody's turn with it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    with Held(threads, state.read()):
+    with Held(threads, state.read(timeout=LONG)):
         writer = threads.submit(state.replace, torch.ones(4), timeout=0.2)
         until(lambda: state._content.gate.has_writer or writer.done())
         late = threads.submit(content_of, state)
@@ -402,7 +402,7 @@ def test_read_inside_own_read_never_waits(threads: concurrent.futures.ThreadPool
     """Also where a writer waits already for the outer read to end."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.read() as outer:
-        writer = threads.submit(state.replace, torch.ones(4))
+        writer = threads.submit(state.replace, torch.ones(4), timeout=LONG)
         until(lambda: state._content.gate.has_writer or writer.done())
         with state.read() as inner:
             assert inner.version == (0 if mode is MutableMode.IN_PLACE else 1)
@@ -468,7 +468,7 @@ def test_wait_returns_when_the_version_is_there(
     """True as soon as the version is reached or passed."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     assert state.wait(0, timeout=0)
-    waiting = [threads.submit(state.wait, version) for version in (1, 3)]
+    waiting = [threads.submit(state.wait, version, LONG) for version in (1, 3)]
     until(lambda: state._content.waiting == 2)
     state.replace(torch.ones(4))
     assert waiting[0].result(LONG)
@@ -492,9 +492,9 @@ def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecu
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with failing_block(), state.write():
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1),
-            threads.submit(state.snapshot),
-            threads.submit(state.replace, torch.ones(4), wait=True),
+            threads.submit(state.wait, 1, LONG),
+            threads.submit(state.snapshot, timeout=LONG),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
@@ -553,9 +553,9 @@ def test_close_wakes_who_waits(threads: concurrent.futures.ThreadPoolExecutor) -
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with pytest.raises(q4.LifecycleError), state.write():  # noqa: PT012  # the block is the subject
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1),
-            threads.submit(state.snapshot),
-            threads.submit(state.replace, torch.ones(4), wait=True),
+            threads.submit(state.wait, 1, LONG),
+            threads.submit(state.snapshot, timeout=LONG),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))

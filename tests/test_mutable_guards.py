@@ -39,7 +39,7 @@ def test_old_version_lives_as_long_as_its_reader(threads: concurrent.futures.Thr
     old = weakref.ref(state._content.tensor)
     with state.read() as view:
         for value in range(1, 4):
-            threads.submit(state.replace, torch.full((4,), float(value))).result(LONG)
+            threads.submit(state.replace, torch.full((4,), float(value)), timeout=LONG).result(LONG)
         assert (view.version, state.version) == (0, 3)
         assert view.tensor.tolist() == [0.0] * 4
         assert old() is not None
@@ -88,12 +88,26 @@ def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.fut
     other = state.read()
     other.__enter__()
     with pytest.raises(q4.PoisonedError) as caught, state.read() as view:  # noqa: PT012  # the block is the subject
-        threads.submit(state.replace, torch.ones(4)).result(LONG)
+        threads.submit(state.replace, torch.ones(4), timeout=LONG).result(LONG)
         view.tensor.fill_(7.0)
     assert caught.value.details["version"] == 0
     with pytest.raises(q4.PoisonedError):
         other.__exit__(None, None, None)
     assert (content_of(state), state.version) == ([1.0] * 4, 1)
+
+
+def test_update_under_way_does_not_heal(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """A version that a reader changed stays known as changed until reset, whoever writes meanwhile."""
+    state = MutableTensor(torch.zeros(4))
+
+    def change() -> None:
+        with state.read() as view:
+            view.tensor.fill_(7.0)
+
+    with pytest.raises(q4.PoisonedError), state.write() as tensor:  # noqa: PT012  # the block is the subject
+        tensor.add_(1.0)
+        assert isinstance(threads.submit(change).exception(LONG), q4.PoisonedError)
+    assert (state.version, state.is_poisoned, state.stats().failures) == (0, True, 1)
 
 
 def test_readers_own_error_is_not_hidden(mode: MutableMode) -> None:

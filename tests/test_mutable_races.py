@@ -99,14 +99,14 @@ class _Race:
     def _read(self) -> None:
         self._start.wait(LONG)
         while not self._is_done.is_set():
-            with self.recorder.record("read") as seen, self.state.read() as view:
+            with self.recorder.record("read") as seen, self.state.read(timeout=LONG) as view:
                 seen.update(version=view.version, value=_torn(view.tensor))
 
     def _snapshot(self) -> None:
         self._start.wait(LONG)
         while not self._is_done.is_set():
             with self.recorder.record("read") as seen:
-                taken = self.state.snapshot()
+                taken = self.state.snapshot(timeout=LONG)
                 seen.update(version=taken.version, value=_torn(taken.tensor))
             self.state.wait(taken.version + 1, timeout=0.01)
 
@@ -139,7 +139,7 @@ class _Unguarded:
         self.version += 1
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[Any]:
+    def read(self, *, timeout: float) -> Iterator[Any]:
         yield self
 
 
@@ -148,7 +148,7 @@ def _half_way(threads: concurrent.futures.ThreadPoolExecutor, register: Any) -> 
     recorder = Recorder()
 
     def read() -> None:
-        with recorder.record("read") as seen, register.read() as view:
+        with recorder.record("read") as seen, register.read(timeout=LONG) as view:
             seen.update(version=view.version, value=_torn(view.tensor))
 
     with recorder.record("write") as seen, register.write() as tensor:
