@@ -6,6 +6,7 @@ Readers of other kinds of files come from plugins.
 from q4core.checkpoint.opened import Checkpoint, DenseTensors
 from q4core.checkpoint.reading import SafetensorsReader, open_checkpoint
 from q4core.checkpoint.source import CheckpointReader, CheckpointSource
+from q4core.checkpoint.writing import save_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -14,4 +15,5 @@ __all__ = [
     "DenseTensors",
     "SafetensorsReader",
     "open_checkpoint",
+    "save_checkpoint",
 ]

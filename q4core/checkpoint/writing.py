@@ -1,0 +1,298 @@
+"""Saving checkpoints: one layer at a time, checked, and published in one step when everything is on the disk."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_index, read_object
+from q4core.checkpoint.shard import Shard, StagedText, sync_folder
+from q4core.dialect import Catalogue, find_dialect
+from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.errors import CheckpointError, DialectError, WeightError
+from q4core.schema import MARKER, detect_in, validate_in
+from q4core.weight_spec import WeightSpec
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import torch
+
+    from q4core.dialect import Dialect, WrittenLayer
+    from q4core.weight import PackedWeight
+
+__all__ = ["save_checkpoint"]
+
+_DEFAULT = "model"
+_FILE_SUFFIXES = frozenset({".gguf", ".bin", ".pt", ".pth", ".json", ".st", ".npz"})
+_MATRIX = 2
+
+
+def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
+    path: str | os.PathLike[str],
+    weights: Mapping[str, PackedWeight],
+    *,
+    dialect: str,
+    dense: Mapping[str, torch.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_bytes: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    lossy: bool = False,
+    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
+) -> Path:
+    """Write packed weights, and other tensors, as a safetensors checkpoint in one dialect.
+
+    Weights and tensors are taken from their mappings one at a time, so that lazy mappings never hold more than one.
+    Whatever was at ``path`` stays until the new checkpoint is on the disk as a whole, and then gives way to it.
+
+    Args:
+        path: A file (``….safetensors``), or a folder, which also gets an entry in ``config.json`` where the dialect's
+            own readers look for one.
+        weights: Module → weight.
+        dialect: Name of the dialect.
+        dense: Name → tensor for everything else.
+        metadata: Further header metadata, text by key; the dialect's own entries come before it.
+        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
+        config: The model's ``config.json``, for a folder; None keeps the one that is there.
+        lossy: Allow what can't be expressed exactly to be rounded or left out.
+        dialects: The dialects to look among.
+
+    Returns:
+        The file, or the index of the shards.
+
+    Raises:
+        DialectError: The dialect is unknown, or can't express a weight; the message names what.
+        CheckpointError: A weight holds illegal numbers, names collide, or the files can't be written; nothing changed.
+    """
+    known = tuple(dialects)
+    target = _Target.at(Path(path), config=config, max_shard_bytes=max_shard_bytes)
+    writer = _Writer(target, find_dialect(dialect, known), dict(metadata or {}), lossy=lossy)
+    try:
+        for module in weights:
+            writer.add_layer(module, weights[module])
+        for name in dense or {}:
+            writer.add_dense(name, (dense or {})[name])
+        writer.finish(known)
+        return writer.publish()
+    except OSError as error:
+        raise CheckpointError(
+            "save_checkpoint", name="file", rule="writable", value=error.strerror or str(error), where=str(path)
+        ) from error
+    finally:
+        writer.discard()
+
+
+@attrs.frozen
+class _Target:
+    """Where a checkpoint goes: one file of a folder, or the folder."""
+
+    folder: Path
+    file: Path | None
+    config: Mapping[str, Any] | None
+    max_shard_bytes: int | None
+
+    @classmethod
+    def at(cls, path: Path, *, config: Mapping[str, Any] | None, max_shard_bytes: int | None) -> _Target:
+        def fail(name: str, rule: str, value: object) -> NoReturn:
+            raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, where=str(path))
+
+        if max_shard_bytes is not None and max_shard_bytes < 1:
+            fail("max_shard_bytes", "positive", max_shard_bytes)
+        if path.is_dir() or (
+            not path.name.endswith(SUFFIX) and path.suffix not in _FILE_SUFFIXES and not path.exists()
+        ):
+            return cls(path, None, config, max_shard_bytes)
+        if not path.name.endswith(SUFFIX):
+            fail("path", f"a folder, or a file that ends in {SUFFIX}", path.name)
+        if config is not None or max_shard_bytes is not None:
+            fail("path", "a folder, where config or max_shard_bytes is given", path.name)
+        return cls(path.parent, path, None, None)
+
+
+class _Writer:
+    """Collects the tensors of one checkpoint in shards, and publishes them together."""
+
+    def __init__(self, target: _Target, dialect: Dialect, metadata: Mapping[str, str], *, lossy: bool) -> None:
+        self._target = target
+        self._dialect = dialect
+        self._metadata = metadata
+        self._lossy = lossy
+        self._shards: list[tuple[Shard, dict[str, WrittenLayer], list[str]]] = []
+        self._homes: dict[str, int] = {}
+        self._specs: dict[str, WeightSpec] = {}
+        self._config: dict[str, Any] | None = None
+        self._texts: list[StagedText] = []
+        self._is_new_folder = not target.folder.exists()
+
+    def add_layer(self, module: str, weight: PackedWeight) -> None:
+        """Write one layer to the current shard."""
+        try:
+            weight.check_values()
+        except WeightError as error:
+            raise CheckpointError(
+                f"save_checkpoint: layer {module!r}",
+                name=error.name,
+                rule=error.rule,
+                value=error.value,
+                hint="Nothing was written.",
+            ) from error
+        try:
+            layer = self._dialect.write(module, weight)
+        except DialectError:
+            if not self._lossy:
+                raise
+            weight = self._dialect.approximate(weight)
+            layer = self._dialect.write(module, weight)
+        shard, layers, _ = self._shard_for(sum(item.numel() * item.element_size() for item in layer.tensors.values()))
+        for name, tensor in layer.tensors.items():
+            self._claim(name)
+            shard.add(name, tensor)
+        layers[module] = attrs.evolve(layer, tensors={})
+        self._specs[module] = WeightSpec.of(weight)
+
+    def add_dense(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one other tensor to the current shard."""
+        shard, _, dense = self._shard_for(tensor.numel() * tensor.element_size())
+        self._claim(name)
+        shard.add(name, tensor)
+        dense.append(name)
+
+    def _shard_for(self, nbytes: int) -> tuple[Shard, dict[str, WrittenLayer], list[str]]:
+        """Return the shard that takes so many bytes: the current one, unless that would grow too large."""
+        limit = self._target.max_shard_bytes
+        if self._shards:
+            current = self._shards[-1][0]
+            if limit is None or not current.infos or current.nbytes + nbytes <= limit:
+                return self._shards[-1]
+            self._finish_shard(self._shards[-1])
+        else:
+            self._target.folder.mkdir(parents=True, exist_ok=True)
+        self._shards.append((Shard(self._target.folder), {}, []))
+        return self._shards[-1]
+
+    def _claim(self, name: str) -> None:
+        if name in self._homes:
+            raise CheckpointError("save_checkpoint", name="tensor name", rule="there once", value=name)
+        self._homes[name] = len(self._shards) - 1
+
+    def _finish_shard(self, part: tuple[Shard, dict[str, WrittenLayer], list[str]]) -> None:
+        part[0].finish(self._header_of(part[1], part[2]))
+
+    def _header_of(self, layers: Mapping[str, WrittenLayer], dense: list[str]) -> dict[str, str]:
+        own = self._dialect.merge_metadata(layers, dense)
+        if self._target.file is not None and self._dialect.shares_keys:
+            own[MARKER] = self._dialect.name
+        return {"format": "pt", **self._metadata, **own}
+
+    def finish(self, dialects: tuple[Dialect, ...]) -> None:
+        """Finish the last shard, and check that the whole will be read as it was meant."""
+        if not self._shards:
+            self._shard_for(0)
+        self._finish_shard(self._shards[-1])
+        self._config = self._new_config()
+        infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
+        layers = {module: layer for _, part, _ in self._shards for module, layer in part.items()}
+        dense = [name for _, _, names in self._shards for name in names]
+        catalogue = Catalogue(infos, metadata=self._header_of(layers, dense), config=self._config)
+        schema = detect_in(catalogue, dialects)
+        found = {} if schema is None else {module: layer.dialect for module, layer in schema.layers.items()}
+        problems = () if schema is None else (*validate_in(schema, catalogue, dialects), *schema.unsupported)
+        if found != dict.fromkeys(layers, self._dialect.name) or problems:
+            differing = sorted(set(found.items()) ^ set(dict.fromkeys(layers, self._dialect.name).items()))
+            raise CheckpointError(
+                "save_checkpoint",
+                name="names and metadata",
+                rule=f"such that each layer is read as {self._dialect.name} again",
+                value="; ".join([*(f"{module} as {name}" for module, name in differing), *map(str, problems)][:4]),
+                hint="Nothing was written. The tensors or metadata given beside the weights speak of other layers.",
+            )
+
+    def _new_config(self) -> dict[str, Any] | None:
+        """Return what ``config.json`` will hold, or None where there will be none."""
+        if self._target.file is not None:
+            return None
+        path = self._target.folder / "config.json"
+        given = self._target.config
+        base = dict(given) if given is not None else read_object(path, "config.json") if path.is_file() else {}
+        base.pop("quantization_config", None)
+        infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
+        dense = [name for _, _, names in self._shards for name in names]
+        matrices = tuple(
+            name.removesuffix(".weight")
+            for name in dense
+            if name.endswith(".weight") and len(infos[name].shape) == _MATRIX
+        )
+        entry = self._dialect.quantization_config(self._specs, matrices) if self._specs else None
+        if entry is not None:
+            base["quantization_config"] = entry
+        return base or None
+
+    def publish(self) -> Path:
+        """Give every file its name, what makes them a checkpoint last; remove what they replace."""
+        folder = self._target.folder
+        if self._target.file is not None:
+            self._shards[0][0].publish(self._target.file)
+            sync_folder(folder)
+            return self._target.file
+        old = set(_members(folder))
+        if self._config is not None:
+            self._texts.append(StagedText(folder / "config.json", json.dumps(self._config, indent=2) + "\n"))
+        names = [f"{_DEFAULT}{SUFFIX}"] if len(self._shards) == 1 else self._shard_names()
+        main = folder / names[0]
+        if len(names) > 1:
+            main = folder / f"{_DEFAULT}{INDEX_SUFFIX}"
+            self._texts.append(StagedText(main, self._index(names)))
+            self._publish_shards(names)
+        for text in self._texts:
+            text.publish()
+        if len(names) == 1:
+            self._publish_shards(names)
+        sync_folder(folder)
+        for path in sorted(old - {main, *(folder / name for name in names)}):
+            path.unlink(missing_ok=True)
+        return main
+
+    def _publish_shards(self, names: list[str]) -> None:
+        for (shard, _, _), name in zip(self._shards, names, strict=True):
+            shard.publish(self._target.folder / name)
+        sync_folder(self._target.folder)
+
+    def _index(self, names: list[str]) -> str:
+        total = sum(shard.nbytes for shard, _, _ in self._shards)
+        weight_map = {tensor: names[index] for tensor, index in sorted(self._homes.items())}
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+    def _shard_names(self) -> list[str]:
+        """Return names that no file of the folder has, so that an old index never finds a new shard."""
+        count = len(self._shards)
+        stem = _DEFAULT
+        while True:
+            names = [f"{stem}-{index:05d}-of-{count:05d}{SUFFIX}" for index in range(1, count + 1)]
+            if not any((self._target.folder / name).exists() for name in names):
+                return names
+            stem = f"{_DEFAULT}-{secrets.token_hex(4)}"
+
+    def discard(self) -> None:
+        """Remove every temporary file; after ``publish`` there is none."""
+        for item in (*self._texts, *(shard for shard, _, _ in self._shards)):
+            item.discard()
+        if self._is_new_folder and self._target.folder.is_dir() and not any(self._target.folder.iterdir()):
+            self._target.folder.rmdir()
+
+
+def _members(folder: Path) -> Iterator[Path]:
+    """Yield the files of the checkpoint that a folder holds under the usual names."""
+    single, index = folder / f"{_DEFAULT}{SUFFIX}", folder / f"{_DEFAULT}{INDEX_SUFFIX}"
+    if single.is_file():
+        yield single
+    if index.is_file():
+        yield index
+        try:
+            yield from (folder / shard for shard in set(read_index(index).values()))
+        except CheckpointError:
+            return  # a broken index gives its shards away to nobody
