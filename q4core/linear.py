@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Q4Linear", "WeightInfo"]
 
 _BUFFER = "packed_"
+_is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -313,7 +314,7 @@ class Q4Linear(nn.Module):
             InputError: x or out has the wrong shape, dtype or device.
             LifecycleError: The layer is closed, or waits for its state.
         """
-        if not torch.compiler.is_compiling():
+        if not _is_tracing():
             fast = self._fast
             if fast is not None and out_dtype is None:
                 y = fast(x, out)
@@ -325,7 +326,7 @@ class Q4Linear(nn.Module):
         self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         """Check everything, then call the registered op."""
-        tracing = torch.compiler.is_compiling()
+        tracing = _is_tracing()
         if not tracing:  # inside a trace the op's fake kernel refuses, in a way that tracing understands
             if self._ready is None:
                 self._require_ready()
