@@ -230,7 +230,7 @@ class _Writer:
         entry = self._dialect.quantization_config(self._specs, matrices) if self._specs else None
         if entry is not None:
             base["quantization_config"] = entry
-        return base or None
+        return base if base or path.is_file() else None
 
     def publish(self) -> Path:
         """Give every file its name, what makes them a checkpoint last; remove what they replace."""
@@ -279,8 +279,10 @@ class _Writer:
 
     def discard(self) -> None:
         """Remove every temporary file; after ``publish`` there is none."""
-        for item in (*self._texts, *(shard for shard, _, _ in self._shards)):
-            item.discard()
+        for text in self._texts:
+            text.discard()
+        for shard, _, _ in self._shards:
+            shard.discard()
         if self._is_new_folder and self._target.folder.is_dir() and not any(self._target.folder.iterdir()):
             self._target.folder.rmdir()
 
