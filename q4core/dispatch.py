@@ -360,7 +360,12 @@ def _fall_back(
 ) -> tuple[list[_Candidate], str]:
     kinds = frozenset({PathKind.REFERENCE})
     found = [_assess(backends[name], request, kinds, history, any_precision=True)[0] for name in sorted(backends)]
-    concerned = [item for item in rejections if override is None or item.backend == override]
+    references = {candidate.name for candidate in found if candidate is not None}
+    concerned = [
+        item
+        for item in rejections
+        if (item.backend not in references if override is None else item.backend == override)
+    ]
     if concerned:
         why = " | ".join(str(item) for item in concerned)
     else:

@@ -56,13 +56,21 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
         _logger().log(level, event, **fields)
 
 
-def warn_once(key: object, category: type[Q4Warning], message: str, *, stacklevel: int = 3) -> None:
-    """Give a ``warnings`` warning once per process for each (category, key)."""
+def warn_once(key: object, category: type[Q4Warning], message: str) -> None:
+    """Give a ``warnings`` warning once per process for each (category, key), at the first line outside q4core."""
     with _lock:
         if (category, key) in _warned:
             return
         _warned.add((category, key))
-    warnings.warn(message, category, stacklevel=stacklevel)
+    warnings.warn(message, category, stacklevel=_depth_of_caller())
+
+
+def _depth_of_caller() -> int:
+    """Return the stack level, seen from ``warn_once``, of the first frame that is not q4core's own."""
+    frame, depth = sys._getframe(1), 1  # noqa: SLF001  # the documented way to look up the stack
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def forget_warnings() -> None:
@@ -127,9 +135,11 @@ class _EventFormatter(logging.Formatter):
 @functools.cache
 def _standard_logger() -> logging.Logger:
     wish = os.environ.get("Q4_LOG")
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where nobody set it up
     if wish:
         set_up_logging(wish)
-    return logging.getLogger(LOGGER_NAME)
+    return logger
 
 
 @functools.cache

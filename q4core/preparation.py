@@ -263,7 +263,7 @@ def _prove(backend: Backend, prepared: Prepared, source: PackedWeight, selection
         if result.fault is not None:
             good = False
             message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
-            warn_once((backend.name, path.name, request.format.name), Q4ProbeWarning, message, stacklevel=5)
+            warn_once((backend.name, path.name, request.format.name), Q4ProbeWarning, message)
     return good
 
 
@@ -301,7 +301,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
             reason=selection.fallback_reason,
         )
         key = (weight.format.name, selection.fallback_reason)
-        warn_once(key, Q4FallbackWarning, f"{weight.format.name}: {selection.fallback_reason}", stacklevel=5)
+        warn_once(key, Q4FallbackWarning, f"{weight.format.name}: {selection.fallback_reason}")
     return PreparedLayer(
         plan=plan,
         buffers=tuple(buffers),
