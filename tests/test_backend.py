@@ -1,0 +1,65 @@
+"""The backend contract: the page and the code say the same; values refuse what can't be meant."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import q4core as q4
+
+PAGE = (Path(__file__).parent.parent / "docs" / "backend-api.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("method", ["check", "prepare", "linear"])
+def test_the_page_shows_each_methods_arguments(method: str) -> None:
+    """docs/backend-api.md names the arguments of each method in the order of the protocol."""
+    parameters = list(inspect.signature(getattr(q4.Backend, method)).parameters)
+    shown = re.search(rf"def {method}\((.*?)\) ->", PAGE)
+    assert shown is not None
+    names = [part.split(":")[0].strip() for part in shown.group(1).split(",") if part.strip() != "*"]
+    assert names == parameters
+
+
+def test_the_page_lists_every_feature_and_reason() -> None:
+    """A feature or reason code that the page does not know can't be declared by its readers."""
+    assert [feature.name for feature in q4.Feature if f"`{feature.name}`" not in PAGE] == []
+    assert [code.value for code in q4.ReasonCode if f"`{code.value}`" not in PAGE] == []
+
+
+def test_every_reason_code_has_its_domain() -> None:
+    """A reason is about hardware, build, scheme or policy, so that a choice never reads as a fault of the machine."""
+    assert {code.domain for code in q4.ReasonCode} == {"hardware", "build", "scheme", "policy"}
+    assert q4.ReasonCode.POLICY.domain == "policy"
+    assert q4.ReasonCode.ARCH.domain == "hardware"
+
+
+@pytest.mark.parametrize("m", [(0, 1), (2, 1), (-1, None)])
+def test_an_empty_range_of_m_is_refused(m: tuple[int, int | None]) -> None:
+    """Paths and requests need a range of at least one row."""
+    with pytest.raises(q4.ConfigError):
+        q4.KernelPath("p", m, q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
+    with pytest.raises(q4.ConfigError):
+        q4.Request.for_weight(q4.quantize(torch.randn(4, 64), "nf4"), m=m)
+
+
+def test_a_verdict_offers_or_refuses() -> None:
+    """A verdict with neither paths nor reasons, or with both, says nothing."""
+    reason = q4.Reason(q4.ReasonCode.ARCH, "no")
+    path = q4.KernelPath("p", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
+    for paths, reasons in (((), ()), ((path,), (reason,))):
+        with pytest.raises(q4.ConfigError):
+            q4.Verdict("state", paths, reasons)
+
+
+def test_a_request_knows_what_its_weight_needs() -> None:
+    """Features of the weight and of the call come together in ``needs``."""
+    weight = q4.quantize(torch.randn(4, 64), "q4_1")
+    request = q4.Request.for_weight(weight, gradients=True)
+    assert request.needs == {q4.Feature.OFFSET, q4.Feature.GRADIENTS}
+    assert request.dtype == request.out_dtype == torch.float32
+    assert q4.Request.for_weight(weight, m=(2, 4)).serves(4)
+    assert not q4.Request.for_weight(weight, m=(2, 4)).serves(5)
