@@ -216,6 +216,10 @@ def cases() -> Iterator[Case]:
         )
     many = "258 blocks: two second-level blocks"
     yield _quantised("nf4-b64-double-two-levels", dense("bnb many", 129, 128, bf16), "nf4", 64, nested=True, notes=many)
+    pruned = dense("bnb pruned 0", 24, 128, bf16)
+    pruned[3:6] = 0.0
+    note = "zero rows: 8 bits give their absmax back as a small negative number"
+    yield _quantised("nf4-double-pruned-rows", pruned, "nf4", 64, nested=True, notes=note)
     for storage in (bf16, torch.float32):
         yield _quantised(
             f"nf4-storage-{DTYPE_NAMES[storage]}",
