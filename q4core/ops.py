@@ -244,8 +244,8 @@ def _linear_autograd(
 ) -> torch.Tensor:
     """Record a backward only where one is needed.
 
-    ``register_autograd`` would cost 6 µs more per call. With plain tensors and nothing that watches dispatch, the kernel
-    below is called straight away, which saves a second round through the dispatcher (5 µs).
+    ``register_autograd`` would cost 6 µs more per call. With plain tensors and nothing that watches dispatch, the
+    kernel below is called straight away, which saves a second round through the dispatcher (5 µs).
     """
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         call: Any = _LinearFunction.apply

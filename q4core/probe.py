@@ -200,7 +200,7 @@ def probe_path(
     _compare(runs, source, rows, path)
     worst = 0.0
     for run in runs:
-        worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # noqa: PLR0124  # NaN is what differs
+        worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # NaN is what differs
         if not run.worst <= 1.0:
             message = f"path {path.name} computed wrong numbers at M = {len(run.x)}: {run.describe()}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
@@ -244,5 +244,5 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
     for start in range(0, rows.numel(), step):
         dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
         for run in runs:
-            if run.worst == run.worst:  # noqa: PLR0124  # NaN is final
+            if run.worst == run.worst:  # NaN is final
                 run.judge(dense, run.computed[:, start : start + step])

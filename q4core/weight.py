@@ -535,6 +535,21 @@ def _same(values: Sequence[torch.Tensor | None]) -> bool:
     return all(value is not None and torch.equal(first, value) for value in values[1:])
 
 
+def _check_joinable(weights: Sequence[PackedWeight]) -> None:
+    if not weights:
+        raise WeightError("cat", name="weights", rule="at least one weight", value=0)
+    head = weights[0]
+    for field in ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype"):
+        values = [getattr(weight, field) for weight in weights]
+        if any(value != values[0] for value in values):
+            raise WeightError("cat", name=field, rule="equal in all weights", value=[str(value) for value in values])
+    if head.blocks is BlockOrder.FLAT:
+        raise WeightError("cat", name="blocks", rule="ROW", value="FLAT")
+    for field in ("codebook", "input_channel_scale", "input_permutation"):
+        if not _same([getattr(weight, field) for weight in weights]):
+            raise WeightError("cat", name=field, rule="equal in all weights", value="different tensors")
+
+
 def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWeight:
     """Join weights along their out-features (fused q/k/v, gate/up); the values stay exactly the same.
 
@@ -548,18 +563,8 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
     Raises:
         WeightError: The weights differ in something that one weight can't hold twice.
     """
-    if not weights:
-        raise WeightError("cat", name="weights", rule="at least one weight", value=0)
+    _check_joinable(weights)
     head = weights[0]
-    for field in ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype"):
-        values = [getattr(weight, field) for weight in weights]
-        if any(value != values[0] for value in values):
-            raise WeightError("cat", name=field, rule="equal in all weights", value=[str(value) for value in values])
-    if head.blocks is BlockOrder.FLAT:
-        raise WeightError("cat", name="blocks", rule="ROW", value="FLAT")
-    for field in ("codebook", "input_channel_scale", "input_permutation"):
-        if not _same([getattr(weight, field) for weight in weights]):
-            raise WeightError("cat", name=field, rule="equal in all weights", value="different tensors")
     parts = [weight.with_plain_scale() if head.scale_kind is ScaleKind.DOUBLE_QUANT else weight for weight in weights]
     parts = [part.repack(head.packing) for part in parts]
     qdata = [part.qdata for part in parts]

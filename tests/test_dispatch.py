@@ -258,47 +258,61 @@ def test_every_mix_of_wishes_is_answered_truly(  # one argument per axis
     request = attrs.evolve(REQUEST, m=(low, high), precision=precision)
     try:
         selection = select_backend(request, backends, compute_path=compute_path, override=name)
-    except q4.UnknownBackendError:
+    except q4.Q4Error as error:
+        _check_refusal(error, backends, name, is_default=compute_path is q4.ComputePath.AUTO and precision is AUTO)
+    else:
+        _check_record(selection, backends, request)
+        _check_obedience(selection, compute_path, precision, name)
+
+
+AUTO = q4.ActivationPrecision.AUTO
+
+
+def _check_refusal(error: q4.Q4Error, backends: dict[str, FakeBackend], name: str | None, *, is_default: bool) -> None:
+    """An error is of the right kind, and tells of every backend that was concerned."""
+    if isinstance(error, q4.UnknownBackendError):
         assert name not in backends
-        return
-    except q4.PolicyConflictError:
+    elif isinstance(error, q4.PolicyConflictError):
         assert name in backends
-        assert compute_path is not q4.ComputePath.AUTO or precision is not q4.ActivationPrecision.AUTO
-        return
-    except q4.BackendUnavailableError as error:
-        told = {item.backend for item in error.rejections}
-        assert told == ({name} if name else set(backends))
+        assert not is_default
+    else:
+        assert isinstance(error, q4.BackendUnavailableError)
+        assert {item.backend for item in error.rejections} == ({name} if name else set(backends))
         assert all(item.reasons for item in error.rejections)
-        return
-    # The record is complete: every backend but the winner is told, each with a reason.
+
+
+def _check_record(selection: q4.Selection, backends: dict[str, FakeBackend], request: q4.Request) -> None:
+    """Every loser is told with a reason; the segments are the range asked for, each inside its path's own range."""
     assert {item.backend for item in selection.rejections} == set(backends) - {selection.backend}
     assert all(item.reasons for item in selection.rejections)
-    # The segments are the range that was asked for, without gap or overlap, each inside its path's own range.
-    assert selection.segments[0].low == low
-    assert selection.segments[-1].high == high
+    assert selection.segments[0].low == request.m[0]
+    assert selection.segments[-1].high == request.m[1]
     for before, after in itertools.pairwise(selection.segments):
         assert before.high is not None
         assert after.low == before.high + 1
     for segment in selection.segments:
         assert segment.path in backends[selection.backend].paths
         assert segment.path.covers(segment.low)
-        assert segment.high is None or segment.path.covers(segment.high)
-        assert segment.high is not None or segment.path.m[1] is None
+        assert segment.path.m[1] is None if segment.high is None else segment.path.covers(segment.high)
+
+
+def _check_obedience(
+    selection: q4.Selection, compute_path: q4.ComputePath, precision: q4.ActivationPrecision, name: str | None
+) -> None:
+    """The answer obeys compute path, precision and override, or says that it fell back where it may."""
     kinds = {segment.path.kind for segment in selection.segments}
-    fell_back = selection.fallback_reason is not None
-    if compute_path is q4.ComputePath.KERNEL_ONLY:
+    if selection.fallback_reason is not None:
+        assert compute_path is q4.ComputePath.KERNEL_OR_FALLBACK
+        assert kinds == {q4.PathKind.REFERENCE}
+        return
+    assert name in {None, selection.backend}
+    if compute_path in {q4.ComputePath.KERNEL_ONLY, q4.ComputePath.KERNEL_OR_FALLBACK}:
         assert kinds == {q4.PathKind.KERNEL}
-    if compute_path is q4.ComputePath.KERNEL_OR_FALLBACK:
-        assert kinds == ({q4.PathKind.REFERENCE} if fell_back else {q4.PathKind.KERNEL})
-    else:
-        assert not fell_back
     if compute_path is q4.ComputePath.DEQUANT_MATMUL_ONLY:
         assert kinds == {q4.PathKind.REFERENCE}
-    elif not fell_back and precision in {q4.ActivationPrecision.EXACT, q4.ActivationPrecision.INT8}:
+    elif precision in {q4.ActivationPrecision.EXACT, q4.ActivationPrecision.INT8}:
         wanted = q4.Precision.W4A32 if precision is q4.ActivationPrecision.EXACT else q4.Precision.W4A8
         assert {segment.path.precision for segment in selection.segments} == {wanted}
-    if name is not None and not fell_back:
-        assert selection.backend == name
 
 
 def test_warm_selection_comes_from_the_cache() -> None:

@@ -74,7 +74,7 @@ def test_any_layout_of_x_gives_the_same_bits(session: q4.Session, layout: str, g
     layer = session.linear(_weight())
     base = _x(6, K)
     x = {
-        "contiguous": lambda: base.clone(),
+        "contiguous": base.clone,
         "transposed": lambda: base.T.contiguous().T,
         "strided": lambda: torch.stack((base, base), 1).flatten(0, 1)[::2],
         "offset": lambda: torch.cat((torch.zeros(3), base.flatten()))[3:].view(6, K),
@@ -397,7 +397,7 @@ def test_a_layer_that_is_not_prepared_cannot_be_traced(session: q4.Session) -> N
     """Compiling a layer that waits for its state is an error that says so."""
     torch._dynamo.reset()
     layer = session.linear(_weight().to("meta"))
-    with pytest.raises(Exception, match="prepared|state dict"):
+    with pytest.raises(Exception, match=r"prepared|state dict"):
         torch.compile(layer, fullgraph=True, backend="eager")(_x(1, K))
 
 
