@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 project = "q4core"
 author = "the q4core authors"
@@ -20,3 +25,16 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
+
+
+def _keep_formulas(_app: Sphinx, _what: str, _name: str, _value: object, _options: object, lines: list[str]) -> None:
+    """Take ``*`` and ``|`` in docstrings as what they are there, signs of arithmetic, outside of literals."""
+    for number, line in enumerate(lines):
+        parts = re.split(r"(``.+?``)", line)
+        parts[::2] = [re.sub(r"(?<!\\)([*|])", r"\\\1", part) for part in parts[::2]]
+        lines[number] = "".join(parts)
+
+
+def setup(app: Sphinx) -> None:
+    """Run before napoleon, which reads the sections of a docstring."""
+    app.connect("autodoc-process-docstring", _keep_formulas, priority=400)
