@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from q4core.cli.failure import BROKEN_PIPE, INTERRUPTED, describe, tell, tell_trace
-from q4core.cli.output import clean, make_console, warnings_on_stderr
+from q4core.cli.output import clean, make_console, say, warnings_on_stderr
+from q4core.errors import Q4PluginWarning
 from q4core.registry import Registry, default_registry
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def _add_plugin_commands(app: typer.Typer, registry: Registry) -> None:
             kept.append(info)
             taken.add(name)
         else:
-            line = f"warning: a plugin's command {name!r} is left out: {clean(fault)}"
-            make_console(sys.stderr).print(line, soft_wrap=True)
+            line = f"a plugin's command {name!r} is left out: {clean(fault)}"
+            say(make_console(sys.stderr), line, label="warning ")
     app.registered_commands = kept
 
 
@@ -115,8 +116,10 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal of few characters still works
+    # What is wrong with plugins is what doctor tells anyway.
+    hidden = (Q4PluginWarning,) if words[0] == "doctor" else ()
     try:
-        with _terminable(), warnings_on_stderr():
+        with _terminable(), warnings_on_stderr(*hidden):
             command = typer.main.get_command(build_app(registry))
             status = command.main(args=words, prog_name="q4", standalone_mode=False)
             sys.stdout.flush()

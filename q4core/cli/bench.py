@@ -13,7 +13,7 @@ from rich.text import Text
 from q4core import api
 from q4core.cli import options
 from q4core.cli.opening import open_file
-from q4core.cli.output import clean, open_output
+from q4core.cli.output import clean, open_output, say
 from q4core.cli.survey import versions
 from q4core.cli.table import Column, print_table
 from q4core.cli.timing import COLD_BYTES, copies_for, copy_bandwidth, require_right, time_calls
@@ -242,7 +242,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         f"a copy moves {record['copy_bytes_per_s'] / 1e9:.1f} GB/s (read + written). "
         f"GB/s counts the packed weight, read once per call {source}. Every answer was checked first."
     )
-    console.print(Text(clean(text), style="dim"))
+    say(console, Text(clean(text), style="dim"))
 
 
 def _time(microseconds: float) -> str:

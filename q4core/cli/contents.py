@@ -28,7 +28,7 @@ class LayerFacts:
     Args:
         name: The module's name.
         format: Name of the format.
-        dialect: Name of the dialect.
+        dialect: Name of the dialect, or of those that the keys fit alike.
         shape: (N, K), or None where it can't be told.
         block_size: In-features per scale, or None.
         scale_kind: How scales are stored; None where no layer of this kind could be read.
@@ -103,7 +103,7 @@ def _facts(layer: LayerSchema, known: dict[Hashable, _Read], checkpoint: Checkpo
     return LayerFacts(
         name=layer.module,
         format=layer.format,
-        dialect=layer.dialect,
+        dialect=next((str(item.value) for item in layer.problems if item.code == "ambiguous"), layer.dialect),
         shape=shape,
         block_size=layer.block_size or read.block_size,
         scale_kind=read.scale_kind,

@@ -11,8 +11,8 @@ from rich.text import Text
 from q4core import api
 from q4core.cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4core.cli.opening import input_path, open_file
-from q4core.cli.output import clean, open_output
-from q4core.cli.table import bytes_text
+from q4core.cli.output import clean, open_output, say
+from q4core.cli.table import bytes_text, counted
 from q4core.cli.writing import Target, parse_size
 from q4core.dialect import find_dialect
 from q4core.errors import CheckpointError
@@ -98,8 +98,8 @@ def _require_layers(checkpoint: Checkpoint) -> None:
 
 def _show(console: Console, record: Mapping[str, Any]) -> None:
     text = (
-        f"{len(record['layers'])} layers from {', '.join(record['from'])} to {record['dialect']} "
-        f"({bytes_text(record['bytes_before'])}), {record['dense_tensors']} dense tensors as they were; "
+        f"{counted(len(record['layers']), 'layer')} from {', '.join(record['from'])} to {record['dialect']} "
+        f"({bytes_text(record['bytes_before'])}), {counted(record['dense_tensors'], 'dense tensor')} unchanged; "
         f"{record['seconds']:.1f} s → {record['out']}"
     )
-    console.print(Text(clean(text), style="bold"), soft_wrap=True)
+    say(console, Text(clean(text), style="bold"))

@@ -8,9 +8,10 @@ import torch
 import typer
 from rich.text import Text
 
+from q4core.checkpoint import SafetensorsReader
 from q4core.cli import options
-from q4core.cli.output import clean, open_output
-from q4core.cli.survey import ServiceVerdict, environment_facts, survey_backends, versions
+from q4core.cli.output import clean, open_output, say
+from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions
 from q4core.cli.table import bytes_text
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.preparation import resolve_device
@@ -18,7 +19,7 @@ from q4core.registry import default_registry
 from q4core.runtime import MachineFacts, machine_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import Console
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
-_LABEL = 14
+_LABEL = 18
+_STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow"}
+_WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no", "red")}
 
 
 def doctor(
@@ -45,21 +48,23 @@ def doctor(
         devices = _devices(facts, config, asked=device not in {None, "auto"})
         verdicts = survey_backends(registry, devices, config.compute_dtype)
         variables, problems = environment_facts()
+        broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
         record = {
             "versions": versions(registry),
             "machine": facts,
             "plugins": registry.records(),
             "formats": sorted(registry.formats()),
             "dialects": sorted({item.name for item in (*SIMPLE_DIALECTS, *registry.dialects())}),
-            "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
+            "checkpoint_readers": [SafetensorsReader.name, *(reader.name for reader in registry.checkpoint_readers())],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
             "backends": _backends(registry),
             "verdicts": verdicts,
             "environment": variables,
-            "problems": [*problems, *_plugin_problems(registry)],
+            "plugin_errors": broken,
+            "problems": [*problems, *broken],
         }
         output.answer(record, lambda console: _show(console, record, facts))
-        if strict and _plugin_problems(registry):
+        if strict and broken:
             raise typer.Exit(1)
 
 
@@ -67,10 +72,6 @@ def _devices(facts: MachineFacts, config: Any, *, asked: bool) -> list[torch.dev
     if asked:
         return [resolve_device(config, torch.device("cpu"))]
     return [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
-
-
-def _plugin_problems(registry: Registry) -> list[str]:
-    return [f"plugin {record.name!r}: {error}" for record in registry.records() for error in record.errors]
 
 
 def _backends(registry: Registry) -> list[dict[str, Any]]:
@@ -101,64 +102,49 @@ def _backends(registry: Registry) -> list[dict[str, Any]]:
 
 def _show(console: Console, record: Mapping[str, Any], facts: MachineFacts) -> None:
     _heading(console, "Versions")
-    _lines(console, [(name, version, "") for name, version in record["versions"].items()])
+    _lines(console, record["versions"].items())
     _heading(console, "Machine")
     _lines(console, _machine_lines(facts))
     _heading(console, "Plugins")
     _show_plugins(console, record)
-    _show_verdicts(console, record["verdicts"], [item for item in record["backends"] if item["state"] == "refused"])
+    _show_verdicts(console, record)
     if record["environment"]:
         _heading(console, "Environment")
-        _lines(console, [(name, value, "") for name, value in record["environment"].items()], label=20)
-    _heading(console, "Problems" if record["problems"] else "No problems")
-    for problem in record["problems"]:
-        console.print(Text(f"  {clean(problem)}", style="red"), soft_wrap=True)
+        _lines(console, record["environment"].items())
+    broken = sum(1 for plugin in record["plugins"] if plugin.errors)
+    for problem in record["problems"][: len(record["problems"]) - len(record["plugin_errors"])]:
+        say(console, Text(clean(problem), style="red"), label=Text("problem ", style="red"))
+    if broken:
+        say(console, Text(f"{broken} of {len(record['plugins'])} plugins broken, see above", style="bold red"))
+    elif not record["problems"]:
+        console.print()
+        say(console, Text("No problems", style="bold green"))
 
 
 def _heading(console: Console, text: str) -> None:
-    console.print(Text(text, style="bold"))
+    console.print()
+    say(console, Text(text, style="bold"))
 
 
-def _lines(console: Console, rows: Sequence[tuple[str, str, str]], *, label: int = _LABEL) -> None:
-    width = max([label, *(len(name) + 2 for name, _, _ in rows)])
-    for name, value, style in rows:
-        console.print(_hanging(f"  {name:<{width}}", clean(value), style, console.width))
+def _lines(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    listed = [(clean(name), clean(value)) for name, value in rows]
+    width = max([_LABEL, *(len(name) for name, _ in listed)])
+    for name, value in listed:
+        say(console, value, label=f"  {name:<{width}}  ")
 
 
-def _hanging(label: str, value: str, style: str, width: int) -> Text:
-    """Return label and value, the value's further lines indented under its first."""
-    room = max(24, width - len(label))
-    lines = [""]
-    for word in value.split(" "):
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > room:
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}" if lines[-1] else word
-    text = Text(label, style="", overflow="fold")
-    text.append(f"\n{' ' * len(label)}".join(lines), style=style)
-    return text
-
-
-def _machine_lines(facts: MachineFacts) -> list[tuple[str, str, str]]:
+def _machine_lines(facts: MachineFacts) -> list[tuple[str, str]]:
     rows = [
-        ("system", f"{facts.system}, {facts.machine}", ""),
-        ("processor", f"{facts.processor} ({facts.cpu_count} CPUs, {facts.torch_threads} torch threads)", ""),
-        ("features", " ".join(facts.cpu_features) or "none known", ""),
+        ("system", f"{facts.system}, {facts.machine}"),
+        ("processor", f"{facts.processor} ({facts.cpu_count} CPUs, {facts.torch_threads} torch threads)"),
+        ("features", " ".join(facts.cpu_features) or "none known"),
     ]
     if facts.memory_available_bytes is not None:
-        rows.append(("memory", f"{bytes_text(facts.memory_available_bytes)} available", ""))
+        rows.append(("memory", f"{bytes_text(facts.memory_available_bytes)} available"))
     if not facts.cuda_devices:
         built = f"torch is built for CUDA {facts.cuda_version}" if facts.cuda_version else "torch is built without CUDA"
-        rows.append(("cuda", f"no device ({built})", ""))
-    rows.extend(
-        (
-            f"cuda:{item.index}",
-            _describe_cuda(item),
-            "",
-        )
-        for item in facts.cuda_devices
-    )
-    return rows
+        rows.append(("cuda", f"no device ({built})"))
+    return [*rows, *((f"cuda:{item.index}", _describe_cuda(item)) for item in facts.cuda_devices)]
 
 
 def _describe_cuda(item: CudaDevice) -> str:
@@ -167,56 +153,53 @@ def _describe_cuda(item: CudaDevice) -> str:
     return f"{item.name}, compute capability {version}, {bytes_text(item.total_memory_bytes)}{end}"
 
 
-_STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow"}
-
-
 def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
     if not record["plugins"]:
-        console.print(Text("  none: not even the reference; pip install q4-dequant-fallback", style="red"))
+        say(console, Text("none: not even the reference; pip install q4-dequant-fallback", style="red"), label="  ")
+    width = max([_LABEL, *(len(clean(plugin.name)) for plugin in record["plugins"])])
     for plugin in record["plugins"]:
         style = "red" if plugin.errors else _STATE_STYLES[plugin.state]
-        line = Text.assemble(f"  {clean(plugin.name):<20} ", (f"{plugin.state:<9}", style), f" {clean(plugin.source)}")
-        console.print(line, soft_wrap=True)
+        state = Text.assemble((f"{plugin.state:<8}", style), f"  {clean(plugin.source)}")
+        say(console, state, label=f"  {clean(plugin.name):<{width}}  ")
         for error in plugin.errors:
-            console.print(_hanging(" " * 23, clean(error), "red", console.width))
-    for kind in ("dialects", "checkpoint_readers", "memory_providers"):
-        names = ", ".join(record[kind]) or "none"
-        _lines(console, [(kind.replace("_", " "), names, "")], label=21)
+            say(console, Text(clean(error), style="red"), label=" " * (width + 4))
+    kinds = ("dialects", "checkpoint_readers", "memory_providers")
+    _lines(console, [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
 
 
-def _show_verdicts(console: Console, verdicts: Sequence[ServiceVerdict], refused: Sequence[Mapping[str, Any]]) -> None:
+def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
+    verdicts: Sequence[ServiceVerdict] = record["verdicts"]
     for device in dict.fromkeys(item.device for item in verdicts):
         here = [item for item in verdicts if item.device == device]
         _heading(console, f"What runs on {device} (a 4096×4096 layer, x {here[0].dtype})")
         for backend in dict.fromkeys(item.backend for item in here):
             _show_backend(console, backend, [item for item in here if item.backend == backend])
     if not verdicts:
-        _heading(console, "No backend may serve")
-    for item in refused:
-        console.print(_hanging(f"  {clean(item['name'])}: ", f"refused: {clean(item['reason'])}", "red", console.width))
+        say(console, Text("No backend may serve", style="bold red"))
+    failed = {plugin.name for plugin in record["plugins"] if plugin.state == "failed"}
+    for item in record["backends"]:
+        if item["state"] == "refused" and item["name"] not in failed:
+            text = Text(f"refused: {clean(item['reason'])}", style="red")
+            say(console, text, label=f"  {clean(item['name'])}  ")
 
 
 def _show_backend(console: Console, backend: str, verdicts: Sequence[ServiceVerdict]) -> None:
     """Print what one backend does on one device, formats with the same answer together."""
     states = ", ".join(dict.fromkeys(item.native_state for item in verdicts if item.native_state != "not asked"))
-    console.print(Text.assemble("  ", (clean(backend), "bold"), f"  {clean(states)}"), soft_wrap=True)
+    say(console, Text.assemble((clean(backend), "bold"), f"  {clean(states)}"), label="  ")
     groups: dict[str, list[ServiceVerdict]] = {}
     for item in verdicts:
-        same = repr((item.serves, item.paths, [{**r, "message": _general(r["message"], item)} for r in item.reasons]))
-        groups.setdefault(same, []).append(item)
+        told = [(reason["code"], _general(reason["message"], item)) for reason in item.reasons]
+        groups.setdefault(repr((item.serves, item.paths, told)), []).append(item)
     for group in groups.values():
         head = group[0]
-        word, style = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no", "red")}[head.serves]
-        names = " ".join(item.format for item in group)
-        console.print(Text.assemble("    ", (f"{word:<7}", style), clean(names)), soft_wrap=True)
+        word, style = _WORDS[head.serves]
+        say(console, clean(" ".join(item.format for item in group)), label=Text(f"    {word:<7}", style=style))
         for path in head.paths:
-            low, high = path["m"]
-            span = f"M {low}…{'∞' if high is None else high}"
-            line = f"{span:<12} {clean(path['name'])}  {path['kind']}, {path['precision']}, tier {path['tier']}"
-            console.print(Text(f"           {line}"), soft_wrap=True)
+            say(console, path_text(path), label=" " * 11)
         for reason in head.reasons:
             message = _general(reason["message"], head) if len(group) > 1 else reason["message"]
-            console.print(_hanging(" " * 11, f"{reason['code']}: {clean(message)}", "dim", console.width))
+            say(console, Text(clean(message), style="dim"), label=Text(f"{' ' * 11}{reason['code']}: ", style="dim"))
 
 
 def _general(message: str, verdict: ServiceVerdict) -> str:

@@ -12,7 +12,9 @@ from q4core.cli import options
 from q4core.cli.answers import Answer, answer_layers, grouped, name_patterns
 from q4core.cli.failure import CANT_SERVE, describe
 from q4core.cli.opening import open_file
-from q4core.cli.output import clean, open_output
+from q4core.cli.output import clean, open_output, say
+from q4core.cli.survey import path_text
+from q4core.cli.table import counted
 from q4core.policy import resolve_config
 from q4core.registry import default_registry
 
@@ -65,49 +67,40 @@ def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> Non
     for group in groups:
         _show_group(console, group)
     for problem in record["unsupported"]:
-        console.print(Text(f"can't be read: {clean(problem)}", style="yellow"), soft_wrap=True)
+        say(console, Text(f"can't be read: {clean(problem)}", style="yellow"))
     refused = sum(1 for answer in answers if answer.backend is None)
-    total = f"{len(answers)} packed layers" if answers else "no 4-bit layer"
+    total = counted(len(answers), "packed layer") if answers else "no 4-bit layer"
     end = f", {refused} of them without a backend" if refused else ""
     console.print(Text(f"{total}{end}", style="bold red" if refused else "bold"))
 
 
 def _show_group(console: Console, group: Sequence[Answer]) -> None:
     head = group[0]
-
-    def put(*parts: Any) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)
-
     count = f"{len(group)} layers" if len(group) > 1 else clean(head.layer)
-    what = f"{head.format} on {head.device}, x {head.dtype}"
+    what = f"  {head.format} on {head.device}, x {head.dtype}  →  "
     if head.backend is None:
-        put((count, "bold"), f"  {what}  →  ", ("nobody", "bold red"))
+        say(console, Text.assemble((count, "bold"), what, ("nobody", "bold red")))
     else:
         proven = ("proven", "green") if head.proven else ("not proven yet", "yellow")
-        state = clean(head.native_load_state)
-        put((count, "bold"), f"  {what}  →  ", (clean(head.backend), "bold green"), f" ({state}; ", proven, ")")
-    shapes = name_patterns(f"{answer.shape[0]}×{answer.shape[1]}" for answer in group)
+        state = f" ({clean(head.native_load_state)}; "
+        say(console, Text.assemble((count, "bold"), what, (clean(head.backend), "bold green"), state, proven, ")"))
     if len(group) > 1:
-        put((f"  {_counted(name_patterns(answer.layer for answer in group))}", "dim"))
-    put((f"  {_counted(shapes)}", "dim"))
+        say(console, Text(_counted(name_patterns(answer.layer for answer in group)), style="dim"), label="  ")
+    shapes = name_patterns(f"{answer.shape[0]}×{answer.shape[1]}" for answer in group)
+    say(console, Text(_counted(shapes), style="dim"), label="  ")
     for path in head.paths:
-        low, high = path["m"]
-        span = f"M {low}…{'∞' if high is None else high}"
-        put(
-            f"  {span:<12} ",
-            (clean(path["name"]), "cyan"),
-            f"  {path['kind']}, {path['precision']}, tier {path['tier']}",
-        )
+        say(console, path_text(path), label="  ")
     if head.fallback_reason:
-        put(("  fallback  ", "yellow"), clean(head.fallback_reason))
+        say(console, clean(head.fallback_reason), label=Text("  fallback  ", style="yellow"))
     if head.error:
-        put(("  error  ", "red"), clean(head.error))
+        say(console, clean(head.error), label=Text("  error  ", style="red"))
     for item in head.rejections:
-        put(("  not ", "dim"), clean(item["backend"]), (f" ({clean(item['native_load_state'])})", "dim"))
+        asked = (f" ({clean(item['native_load_state'])})", "dim")
+        say(console, Text.assemble(("not ", "dim"), clean(item["backend"]), asked), label="  ")
         for reason in item["reasons"]:
-            put(f"      {reason['code']}: {clean(reason['message'])}")
+            say(console, clean(reason["message"]), label=f"      {reason['code']}: ")
     for note in head.notes:
-        put((f"  note  {clean(note)}", "yellow"))
+        say(console, Text(clean(note), style="yellow"), label=Text("  note  ", style="yellow"))
     console.print()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from rich.text import Text
 
-from q4core.cli.output import clean, make_console, to_plain
+from q4core.cli.output import clean, make_console, say, to_plain
 from q4core.errors import (
     BackendError,
     CheckpointError,
@@ -119,15 +119,14 @@ def tell(failure: Failure, *, as_json: bool) -> None:
     hint = failure.fields.get("hint")
     if isinstance(hint, str) and head.endswith(f" {clean(hint)}"):
         head = head.removesuffix(f" {clean(hint)}")
-    text = Text.assemble(("error", "bold red"), (f" [{failure.code}] ", "red"), head)
     console = make_console(sys.stderr)
-    console.print(text, soft_wrap=True)
+    say(console, Text.assemble((f"[{failure.code}] ", "red"), head), label=Text("error ", style="bold red"))
     for line in lines[:_MOST_LINES]:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line.strip(), label="  ")
     if len(lines) > _MOST_LINES:
-        console.print(Text(f"  … and {len(lines) - _MOST_LINES} more; --json lists all"), soft_wrap=True)
+        say(console, f"… and {len(lines) - _MOST_LINES} more; --json lists all", label="  ")
     if hint:
-        console.print(Text.assemble(("hint", "bold"), f" {clean(hint)}"), soft_wrap=True)
+        say(console, clean(hint), label=Text("hint  ", style="bold"))
 
 
 def tell_trace(error: BaseException) -> None:

@@ -13,8 +13,8 @@ from q4core.cli import options  # noqa: TC001  # typer reads annotations at run 
 from q4core.cli.contents import LayerFacts, dense_totals, layer_facts, problem_facts, short_metadata
 from q4core.cli.failure import BAD_INPUT, describe
 from q4core.cli.opening import input_path, open_file
-from q4core.cli.output import clean, open_output
-from q4core.cli.table import Column, bytes_text, print_table
+from q4core.cli.output import clean, open_output, say
+from q4core.cli.table import Column, bytes_text, counted, print_table
 from q4core.errors import SchemaError
 from q4core.schema import Schema
 
@@ -30,12 +30,12 @@ __all__ = ["inspect"]
 _COLUMNS = (
     Column("layer", elastic=True),
     Column("format", style="cyan"),
-    Column("dialect", drop=3),
-    Column("N×K", "right"),
-    Column("block", "right", drop=4),
-    Column("scale", drop=2),
-    Column("bytes", "right"),
-    Column("bits", "right", drop=5),
+    Column("dialect", drop=2),
+    Column("N×K", "right", drop=6),
+    Column("block", "right", drop=3),
+    Column("scale", drop=1),
+    Column("bytes", "right", drop=5),
+    Column("bits", "right", drop=4),
 )
 _MOST = 20
 
@@ -67,7 +67,9 @@ def inspect(
             record |= describe(failure).to_dict()
         output.answer(record, lambda console: _show(console, record, layers))
         if failure is not None:
-            raise typer.Exit(BAD_INPUT)
+            if as_json:
+                raise typer.Exit(BAD_INPUT)
+            raise failure
 
 
 def _look_only(file: str, dialect: str | None) -> tuple[Schema, dict[str, TensorInfo], Mapping[str, Any]] | None:
@@ -128,9 +130,8 @@ def _show(console: Console, record: Mapping[str, Any], layers: Sequence[LayerFac
             notes.setdefault(note, []).append(layer.name)
     for note, names in notes.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(Text(f"note: {clean(note)} ({clean(names[0])}{more})", style="yellow"), soft_wrap=True)
+        say(console, Text(f"note: {clean(note)} ({clean(names[0])}{more})", style="yellow"))
     _show_list(console, "can't be read", record["unsupported"], "yellow")
-    _show_list(console, "problem", record["problems"], "red")
     _show_totals(console, record["totals"], record["dense"]["by_dtype"])
 
 
@@ -151,18 +152,18 @@ def _show_list(console: Console, label: str, items: Sequence[Mapping[str, Any]],
     for item in items[:_MOST]:
         got = "" if item["value"] is None else f", got {item['value']!r}"
         text = f"{label} [{item['code']}]: {item['key']} must be {item['rule']}{got}"
-        console.print(Text(clean(text), style=style), soft_wrap=True)
+        say(console, Text(clean(text), style=style))
     if len(items) > _MOST:
         console.print(Text(f"{label}: {len(items) - _MOST} more; --json lists all", style=style))
 
 
 def _show_totals(console: Console, totals: Mapping[str, Any], dense: Sequence[Any]) -> None:
     if totals["layers"]:
-        head = f"{totals['layers']} packed layers, {totals['weights']:,} weights"
-        size = f"{bytes_text(totals['packed_bytes'])}, {totals['bits_per_weight']} bits each"
+        head = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}"
+        size = f"{bytes_text(totals['packed_bytes'])}, {totals['bits_per_weight']:.2f} bits each"
         text = f"{head}: {size} ({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
     else:
         text = "no 4-bit layer"
-    console.print(Text(clean(text), style="bold"), soft_wrap=True)
+    say(console, Text(clean(text), style="bold"))
     kinds = ", ".join(f"{item.count} {item.dtype} ({bytes_text(item.nbytes)})" for item in dense)
-    console.print(Text(f"{totals['dense_tensors']} dense tensors{': ' if kinds else ''}{kinds}"), soft_wrap=True)
+    say(console, Text(f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}"))

@@ -22,12 +22,13 @@ import attrs
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Output", "clean", "make_console", "open_output", "to_plain", "warnings_on_stderr"]
+__all__ = ["Output", "clean", "make_console", "open_output", "say", "to_plain", "warnings_on_stderr"]
 
 _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
@@ -49,6 +50,19 @@ def make_console(file: TextIO) -> Console:
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = _PIPE_WIDTH
     return console
+
+
+def say(console: Console, text: Text | str, *, label: Text | str = "") -> None:
+    """Print a line; where the terminal is narrow it breaks between words, and goes on under its own beginning."""
+    head = label if isinstance(label, Text) else Text(label)
+    if not head:
+        console.print(text if isinstance(text, Text) else Text(text))
+        return
+    line = Table.grid(padding=0)
+    line.add_column(no_wrap=True, width=head.cell_len)
+    line.add_column(overflow="fold")
+    line.add_row(head, text if isinstance(text, Text) else Text(text))
+    console.print(line)
 
 
 def clean(text: object) -> str:
@@ -154,12 +168,12 @@ def _own_descriptor(stack: contextlib.ExitStack) -> TextIO | None:
 
 
 @contextlib.contextmanager
-def warnings_on_stderr() -> Iterator[None]:
-    """Show warnings as one clean line on stderr instead of a line of source code."""
+def warnings_on_stderr(*hidden: type[Warning]) -> Iterator[None]:
+    """Show warnings as one clean line on stderr instead of a line of source code, but for the hidden kinds."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        line = Text.assemble(("warning", "yellow"), f" [{category.__name__}] {clean(message)}")
-        make_console(sys.stderr).print(line, soft_wrap=True)
+        if not issubclass(category, hidden):
+            say(make_console(sys.stderr), clean(message), label=Text("warning ", style="yellow"))
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -24,6 +24,15 @@ __all__ = ["Kept", "Recipe", "make_recipe", "split_tensors"]
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _EMBEDDINGS = ("*embed*", "*embd*", "*wte*", "*wpe*")
 _PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
+_KINDS = (
+    ScaleKind.E4M3_MUL,
+    ScaleKind.E4M3_DIV,
+    ScaleKind.E8M0,
+    ScaleKind.PLAIN,
+    ScaleKind.E4M3,
+    ScaleKind.DOUBLE_QUANT,
+)
+"""In this order they are tried: those with the smaller error first."""
 _PROBE_ROWS = 128
 _PROBE_COLUMNS = 1024
 
@@ -110,7 +119,7 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
 ) -> Recipe:
     """Decide how to pack, before any work is done.
 
-    Where the scale kind is not given, it is the first one (the format's default, then by name) that the dialect writes.
+    Where the scale kind is not given, it is the format's default, or the most exact one that the dialect writes.
 
     Raises:
         FormatError: The format, block size or scale kind is unknown or not legal.
@@ -124,7 +133,11 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
         raise FormatError("q4 quantize", name="--format", rule=rule, value=format_name, hint=hint)
     known = api.dialects()
     candidates = [find_dialect(dialect, known)] if dialect is not None else _writers(kind, known)
-    wanted = [_scale_kind(scale_kind)] if scale_kind is not None else [None, *sorted(kind.scale_kinds, key=_value)]
+    wanted = (
+        [_scale_kind(scale_kind)]
+        if scale_kind is not None
+        else [None, *(item for item in _KINDS if item in kind.scale_kinds)]
+    )
     first: Q4Error | None = None
     for candidate in candidates:
         for choice in wanted:
@@ -138,10 +151,6 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
     raise DialectError(
         "q4 quantize", name="--format", rule="one that a dialect here writes", value=kind.name, hint=hint
     )
-
-
-def _value(kind: ScaleKind) -> str:
-    return kind.value
 
 
 def _scale_kind(text: str) -> ScaleKind:

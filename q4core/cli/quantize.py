@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
-import torch
 import typer
 from rich.text import Text
 
-from q4core import api
 from q4core.cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4core.cli.opening import input_path, open_file
-from q4core.cli.output import clean, open_output
+from q4core.cli.output import clean, open_output, say
+from q4core.cli.packing import Others, Packed, Packing
 from q4core.cli.packing_plan import Kept, Recipe, make_recipe, split_tensors
-from q4core.cli.spool import Spool
-from q4core.cli.table import Column, bytes_text, print_table
+from q4core.cli.table import Column, bytes_text, counted, print_table
 from q4core.cli.writing import Target, parse_size
-from q4core.codec import decode_rows
-from q4core.errors import CheckpointError, FormatError, InputError, Q4Error
+from q4core.errors import CheckpointError
 from q4core.registry import default_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from q4core.checkpoint import Checkpoint
-    from q4core.weight import PackedWeight
 
 __all__ = ["quantize"]
 
-_CHUNK_ELEMENTS = 1 << 22
 _COLUMNS = (
     Column("layer", elastic=True),
     Column("N×K", "right"),
@@ -43,18 +36,6 @@ _COLUMNS = (
     Column("error", "right"),
 )
 _MOST = 20
-
-
-@attrs.frozen(kw_only=True)
-class _Packed:
-    """One layer that was packed; ``relative_error`` is ‖w − ŵ‖ / ‖w‖ (Frobenius)."""
-
-    name: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    bytes_before: int
-    bytes_after: int
-    relative_error: float
 
 
 def quantize(  # noqa: PLR0913  # one argument per option
@@ -105,14 +86,12 @@ def quantize(  # noqa: PLR0913  # one argument per option
             for pattern in idle:
                 output.note(f"no tensor matches {pattern!r}")
             _require_work(names, kept, checkpoint)
-            with contextlib.closing(Spool(target.folder)) as spool:
-                with output.progress("packing", len(names)) as step:
-                    packed, failed = _pack(checkpoint, names, recipe, spool, strict=strict, step=step)
-                kept += failed
-                if not packed:
-                    _require_work([], kept, checkpoint)
-                dense = _Others(checkpoint, {item.name for item in packed})
-                target.write(spool, dense, checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
+            with output.progress("packing", len(names)) as step:
+                packing = Packing(checkpoint.dense, names, recipe, strict=strict, step=step)
+                others = Others(packing)
+                target.write(packing, others, checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
+            kept += packing.failed
+            packed = packing.packed
         record = _record(source, out, recipe, packed, kept, time.perf_counter() - started)
         output.answer(record, lambda console: _show(console, record))
 
@@ -150,77 +129,8 @@ def _require_work(names: Sequence[str], kept: Sequence[Kept], checkpoint: Checkp
     )
 
 
-def _pack(  # noqa: PLR0913  # the facts of one run
-    checkpoint: Checkpoint,
-    names: Sequence[str],
-    recipe: Recipe,
-    spool: Spool,
-    *,
-    strict: bool,
-    step: Callable[[str], None],
-) -> tuple[list[_Packed], list[Kept]]:
-    packed: list[_Packed] = []
-    failed: list[Kept] = []
-    for name in names:
-        dense = checkpoint.dense[name]
-        module = name.removesuffix(".weight")
-        nbytes = dense.numel() * dense.element_size()
-        try:
-            weight = api.quantize(
-                dense,
-                recipe.format,
-                block_size=recipe.block_size,
-                scale_kind=recipe.scale_kind,
-                symmetric=recipe.symmetric,
-                name=module,
-            )
-            recipe.dialect.write(module, weight)
-        except (FormatError, InputError, Q4Error) as error:
-            if strict:
-                raise
-            failed.append(Kept(name=name, reason=str(error), nbytes=nbytes, notable=True))
-        else:
-            spool.add(module, weight)
-            packed.append(
-                _Packed(
-                    name=name,
-                    shape=weight.shape,
-                    dtype=dense.dtype,
-                    bytes_before=nbytes,
-                    bytes_after=weight.nbytes,
-                    relative_error=_relative_error(dense, weight),
-                )
-            )
-        step(module)
-    return packed, failed
-
-
-def _relative_error(dense: torch.Tensor, weight: PackedWeight) -> float:
-    """Return ‖w − ŵ‖ / ‖w‖, a slice of rows at a time."""
-    rows, columns = weight.shape
-    chunk = max(1, _CHUNK_ELEMENTS // columns)
-    error = norm = 0.0
-    for start in range(0, rows, chunk):
-        stop = min(start + chunk, rows)
-        part = dense[start:stop].to(torch.float32)
-        error += float((part - decode_rows(weight, start, stop)).to(torch.float64).square().sum())
-        norm += float(part.to(torch.float64).square().sum())
-    return (error / norm) ** 0.5 if norm else 0.0
-
-
-class _Others(dict[str, Any]):
-    """The tensors that stay dense, loaded one at a time."""
-
-    def __init__(self, checkpoint: Checkpoint, packed: set[str]) -> None:
-        super().__init__(dict.fromkeys(name for name in checkpoint.dense if name not in packed))
-        self._dense = checkpoint.dense
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._dense[name]
-
-
 def _record(  # noqa: PLR0913  # the facts of one run
-    source: str, out: str, recipe: Recipe, packed: Sequence[_Packed], kept: Sequence[Kept], seconds: float
+    source: str, out: str, recipe: Recipe, packed: Sequence[Packed], kept: Sequence[Kept], seconds: float
 ) -> dict[str, Any]:
     return {
         "in": source,
@@ -258,14 +168,14 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     console.print()
     notable = [item for item in record["kept"] if item.notable]
     for item in notable[:_MOST]:
-        console.print(Text(f"kept dense: {clean(item.name)}: {clean(item.reason)}", style="yellow"), soft_wrap=True)
+        say(console, Text(f"kept dense: {clean(item.name)}: {clean(item.reason)}", style="yellow"))
     if len(notable) > _MOST:
         console.print(Text(f"kept dense: {len(notable) - _MOST} more; --json lists all", style="yellow"))
     totals = record["totals"]
     size = f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}"
     what = f"{record['format']}, {record['dialect']}, block {record['block_size']}, scale {record['scale_kind'].value}"
     text = (
-        f"{totals['layers']} layers packed ({what}): {size}; {len(record['kept'])} tensors kept "
+        f"{counted(totals['layers'], 'layer')} packed ({what}): {size}; {counted(len(record['kept']), 'tensor')} kept "
         f"({bytes_text(totals['kept_bytes'])}); {totals['seconds']:.1f} s → {record['out']}"
     )
-    console.print(Text(clean(text), style="bold"), soft_wrap=True)
+    say(console, Text(clean(text), style="bold"))

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from rich.text import Text
 
 from q4core import __version__
 from q4core.backend import ReasonCode, Request
-from q4core.cli.output import to_plain
+from q4core.cli.output import clean, to_plain
 from q4core.codec import quantize
 from q4core.dispatch import NO_HISTORY, select_backend
 from q4core.errors import BackendError, ConfigError, Q4Error
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ServiceVerdict",
     "environment_facts",
+    "path_text",
     "representative_request",
     "selection_paths",
     "survey_backends",
@@ -155,6 +157,14 @@ def selection_paths(selection: Selection) -> tuple[dict[str, Any], ...]:
         }
         for segment in selection.segments
     )
+
+
+def path_text(path: Mapping[str, Any]) -> Text:
+    """Return one path as a line: M, name, kind, precision, tier."""
+    low, high = path["m"]
+    span = f"M {low}…{'∞' if high is None else high}"
+    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}"
+    return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
 
 
 def _reasons(error: BackendError, backend: str) -> tuple[dict[str, str], ...]:

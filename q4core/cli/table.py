@@ -1,4 +1,4 @@
-"""Tables that stay readable when the terminal is narrow: whole columns go first, then names lose their middle."""
+"""Tables and lines that stay readable when the terminal is narrow: columns go first, then names lose their middle."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from q4core.cli.output import clean
+from q4core.cli.output import clean, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-__all__ = ["Column", "bytes_text", "elide", "print_table"]
+__all__ = ["Column", "bytes_text", "counted", "elide", "print_table"]
 
 _LEAST_NAME = 16
 _GAP = 2
+"""Cells between columns: one of padding and the divider."""
 
 
 @attrs.frozen
@@ -47,12 +48,17 @@ def elide(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return text
     tail = (width - 1) * 3 // 5
-    head = width - 1 - tail
-    while cell_len(text[:head]) > width - 1 - tail:
-        head -= 1
-    while cell_len(text[len(text) - tail :]) > width - 1 - head:
-        tail -= 1
-    return f"{text[:head]}…{text[len(text) - tail :]}"
+    return f"{_head(text, width - 1 - tail)}…{_head(text[::-1], tail)[::-1]}"
+
+
+def _head(text: str, width: int) -> str:
+    """Return as much of a text's beginning as fits into ``width`` cells."""
+    used = 0
+    for index, character in enumerate(text):
+        used += cell_len(character)
+        if used > width:
+            return text[:index]
+    return text
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -79,7 +85,9 @@ def print_table(
             break
         shown.remove(index)
         left_out.append(columns[index].title)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
+    )
     fixed = sum(widths[i] for i in shown if not columns[i].elastic) + _GAP * (len(shown) - 1) + indent
     elastic = [i for i in shown if columns[i].elastic]
     room = max(_LEAST_NAME, (console.width - fixed) // max(1, len(elastic)))
@@ -95,7 +103,7 @@ def print_table(
         table.add_row(*cells)
     console.print(_indented(table, indent), crop=False)
     if left_out:
-        console.print(Text(f"{' ' * indent}(too narrow for: {', '.join(left_out)})", style="dim"))
+        say(console, Text(f"{' ' * indent}(too narrow for: {', '.join(left_out)})", style="dim"))
 
 
 def _indented(table: Table, indent: int) -> Table:
@@ -106,6 +114,11 @@ def _indented(table: Table, indent: int) -> Table:
     outer.add_column()
     outer.add_row("", table)
     return outer
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 layer``, ``2 layers``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def bytes_text(count: int) -> str:

@@ -33,7 +33,7 @@ _CHECKED_ROWS = 256
 _MOST_SAMPLES = 5000
 _LEAST_SAMPLES = 5
 _WARM_UP = 2
-_MOST_SECONDS_FACTOR = 10
+_PATIENCE_SECONDS = 2.0
 
 
 @attrs.frozen(kw_only=True)
@@ -136,7 +136,7 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds
 
 
 def _enough(count: int, elapsed: float, seconds: float) -> bool:
-    return elapsed >= seconds and (count >= _LEAST_SAMPLES or elapsed >= _MOST_SECONDS_FACTOR * seconds)
+    return elapsed >= seconds and (count >= _LEAST_SAMPLES or elapsed >= max(_PATIENCE_SECONDS, 10 * seconds))
 
 
 def _time_on_cuda(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:

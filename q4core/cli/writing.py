@@ -13,11 +13,12 @@ import attrs
 
 from q4core import api
 from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_config
+from q4core.checkpoint.reading import SafetensorsSource
 from q4core.errors import CheckpointError, ConfigError
 from q4core.schema import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     import torch
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Target", "parse_size"]
 
 _WEIGHT_FILES = (SUFFIX, INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_DIALECT_KEYS = frozenset({MARKER, "tensor_names"})
 _MOST_COMPANION_BYTES = 256 << 20
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -96,12 +98,7 @@ class Target:
             raise refuse("another one than IN", "the same", "Write beside it, then move it.")
         return cls(path, is_folder, existed)
 
-    @property
-    def folder(self) -> Path:
-        """The folder in which temporary files may lie."""
-        return self.path.absolute() if self.is_folder and self.existed else self.path.absolute().parent
-
-    def write(  # noqa: PLR0913  # the facts of one file
+    def write(  # noqa: PLR0913  # the facts of one checkpoint
         self,
         weights: Mapping[str, PackedWeight],
         dense: Mapping[str, torch.Tensor],
@@ -111,59 +108,75 @@ class Target:
         max_shard_bytes: int | None,
         lossy: bool = False,
     ) -> None:
-        """Write everything, with the small files of a model folder; a folder made here goes again when that fails.
+        """Write everything, with the small files of a model folder; nothing is left when that fails.
 
         Raises:
             CheckpointError, DialectError, WeightError: See ``q4core.save_checkpoint``.
         """
-        metadata = {key: text for key, text in source.metadata.items() if isinstance(text, str) and key != MARKER}
         home = source.path if source.path.is_dir() else source.path.parent
-        config: Mapping[str, Any] | None = None
-        with self._made():
+        with contextlib.ExitStack() as stack:
+            config: Mapping[str, Any] | None = None
+            staged: list[tuple[Path, Path]] = []
             if self.is_folder:
                 config = read_config(home) or None
-                self._bring_companions(home)
+                try:
+                    self._make(stack)
+                    staged = [self._stage(item, stack) for item in _companions(home)]
+                except OSError as error:
+                    rule, reason = "a folder that can be written", error.strerror or str(error)
+                    raise CheckpointError(
+                        "output", name="OUT", rule=rule, value=reason, where=str(self.path)
+                    ) from error
             api.save_checkpoint(
                 self.path,
                 weights,
                 dialect=dialect,
                 dense=dense,
-                metadata=metadata if source.path.suffix != ".gguf" else None,
+                metadata=_own_metadata(source),
                 config=config,
                 max_shard_bytes=max_shard_bytes,
                 lossy=lossy,
             )
+            for temporary, final in staged:
+                temporary.replace(final)
+            stack.pop_all()
 
-    @contextlib.contextmanager
-    def _made(self) -> Iterator[None]:
-        if self.existed or not self.is_folder:
-            yield
-            return
-        try:
+    def _make(self, stack: contextlib.ExitStack) -> None:
+        """Make the folder where it is not there; it goes again when something fails."""
+        if not self.existed:
             self.path.mkdir()
-        except OSError as error:
-            rule, reason = "a folder that can be made", error.strerror or str(error)
-            raise CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
+            stack.callback(shutil.rmtree, self.path, ignore_errors=True)
 
-    def _bring_companions(self, home: Path) -> None:
-        """Copy a model folder's tokenizer and other small files; weights and config.json are written anew."""
-        if not (home / "config.json").is_file():
-            return
-        for item in sorted(home.iterdir()):
-            skipped = item.name.startswith(".") or item.name in {"config.json", "hf_quant_config.json"}
-            if skipped or item.name.endswith(_WEIGHT_FILES) or not item.is_file():
-                continue
-            if item.stat().st_size > _MOST_COMPANION_BYTES:
-                continue
-            try:
-                partial = self.path / f".{item.name}.partial-{os.getpid()}"
-                shutil.copyfile(item, partial)
-                partial.replace(self.path / item.name)
-            except OSError as error:
-                rule, reason = "a folder with room", error.strerror or str(error)
-                raise CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
+    def _stage(self, item: Path, stack: contextlib.ExitStack) -> tuple[Path, Path]:
+        """Copy a file under a temporary name."""
+        temporary = self.path / f".q4core-{os.getpid()}-{item.name}.tmp"
+        stack.callback(temporary.unlink, missing_ok=True)
+        shutil.copyfile(item, temporary)
+        return temporary, self.path / item.name
+
+
+def _companions(home: Path) -> list[Path]:
+    """Return a model folder's tokenizer and other small files; weights and config.json are written anew."""
+    if not (home / "config.json").is_file():
+        return []
+    return [
+        item
+        for item in sorted(home.iterdir())
+        if not item.name.startswith(".")
+        and item.name not in {"config.json", "hf_quant_config.json"}
+        and not item.name.endswith(_WEIGHT_FILES)
+        and item.is_file()
+        and item.stat().st_size <= _MOST_COMPANION_BYTES
+    ]
+
+
+def _own_metadata(source: Checkpoint) -> dict[str, str]:
+    """Return the header's texts but those that tell how a layer was stored: the new dialect writes its own."""
+    if not isinstance(source.source, SafetensorsSource):
+        return {}
+    heads = tuple(f"{module}." for module in source.schema.layers)
+    return {
+        key: text
+        for key, text in source.metadata.items()
+        if isinstance(text, str) and key not in _DIALECT_KEYS and not (heads and key.startswith(heads))
+    }
