@@ -67,7 +67,8 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
 
     Raises:
         DialectError: The dialect is unknown, or can't express a weight; the message names what.
-        CheckpointError: A weight holds illegal numbers, names collide, or the files can't be written; nothing changed.
+        WeightError: A weight holds illegal numbers.
+        CheckpointError: Names collide, or the files can't be written. Nothing has changed then.
     """
     known = tuple(dialects)
     target = _Target.at(Path(path), config=config, max_shard_bytes=max_shard_bytes)
@@ -134,7 +135,7 @@ class _Writer:
         try:
             weight.check_values()
         except WeightError as error:
-            raise CheckpointError(
+            raise WeightError(
                 f"save_checkpoint: layer {module!r}",
                 name=error.name,
                 rule=error.rule,

@@ -75,7 +75,7 @@ class Problem:
     code: str
     key: str
     rule: str
-    value: object = None
+    value: object = attrs.field(default=None, hash=False)
 
     def __str__(self) -> str:
         """Return one line: key, rule, value, code."""
