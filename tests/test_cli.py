@@ -531,7 +531,7 @@ def test_convert_keeps_every_code_and_scale(
     before, after = load_file(first), load_file(third)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
 
 
 def test_convert_refuses_what_is_not_exact(
