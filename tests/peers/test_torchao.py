@@ -93,12 +93,15 @@ def test_dequantize_has_its_mxfp4_bits(
     dense: Callable[..., torch.Tensor],
     on_disk: Callable[..., Path],
     same_bits: Callable[..., None],
+    rewritten: Callable[..., None],
 ) -> None:
-    """An MXFP4 layer that torchao flattened dequantises to torchao's bits."""
+    """An MXFP4 layer that torchao flattened dequantises to torchao's bits, and is written back byte for byte."""
     theirs = _mxfp4(mx, dense(n, k, n * k, dtype), mode, swizzled=swizzled)
-    ours = q4.open(on_disk(*support.flatten_tensor_state_dict({"proj.weight": theirs})))["proj"]
+    path = on_disk(*support.flatten_tensor_state_dict({"proj.weight": theirs}))
+    ours = q4.open(path)["proj"]
     same_bits(q4.dequantize(ours), theirs.dequantize(dtype))
     same_bits(q4.dequantize(ours, torch.float32), theirs.dequantize(torch.float32))
+    rewritten(path, ours.dialect)
 
 
 def _awkward(n: int, k: int, block: int) -> torch.Tensor:
@@ -155,23 +158,24 @@ def test_quantize_has_its_mxfp4_codes_and_scales(
         same_bits(ours.qdata, theirs.qdata)
 
 
-@pytest.mark.parametrize("dialect", ["torchao-nvfp4-linear", "torchao-nvfp4-swizzled"])
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("kind", "n", "k"), [*(("nvfp4", *shape) for shape in SHAPES), ("mxfp4", 33, 160)])
 def test_loads_what_we_write(
+    kind: str,
     n: int,
     k: int,
     dtype: torch.dtype,
-    dialect: str,
+    layout: str,
     support: ModuleType,
     dense: Callable[..., torch.Tensor],
     tmp_path: Path,
     same_bits: Callable[..., None],
 ) -> None:
     """``unflatten_tensor_state_dict`` takes our file, and torchao computes our numbers from it."""
-    ours = q4.quantize(dense(n, k, 9, dtype), format="nvfp4")
+    ours = q4.quantize(dense(n, k, 9, dtype), kind)
     path = tmp_path / "ours.safetensors"
-    q4.save_checkpoint(path, {"proj": ours}, dialect=dialect)
+    q4.save_checkpoint(path, {"proj": ours}, dialect=f"torchao-{kind}-{layout}")
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata()
     theirs, left = support.unflatten_tensor_state_dict(safetensors.torch.load_file(path), metadata)
