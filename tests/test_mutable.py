@@ -377,7 +377,7 @@ def test_write_inside_own_block_is_refused(mode: MutableMode) -> None:
     for outer in (state.write, state.read):
         for wait in (False, True):
             with outer(), pytest.raises(q4.WriteConflictError) as caught:
-                state.replace(torch.ones(4), wait=wait)
+                state.replace(torch.ones(4), wait=wait, timeout=LONG)
             assert outer.__name__ in str(caught.value.rule)
     assert not state.is_poisoned
     assert content_of(state) == [0.0] * 4
@@ -392,9 +392,10 @@ def test_read_inside_own_write() -> None:
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with state.write() as tensor:
         tensor.fill_(7.0)
-        for use in (lambda: state.read().__enter__(), state.snapshot):
-            with pytest.raises(q4.WriteConflictError):
+        for use in (lambda: state.read(timeout=LONG).__enter__(), lambda: state.snapshot(timeout=LONG)):
+            with pytest.raises(q4.WriteConflictError) as caught:
                 use()
+            assert "own write()" in str(caught.value.rule)
     assert content_of(state) == [7.0] * 4
 
 
@@ -416,10 +417,10 @@ def test_wait_inside_own_block_that_keeps_the_writer_out(mode: MutableMode) -> N
     """A wait that could never end is refused."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write(), pytest.raises(q4.WriteConflictError):
-        state.wait(1)
+        state.wait(1, LONG)
     if mode is MutableMode.IN_PLACE:
         with state.read(), pytest.raises(q4.WriteConflictError):
-            state.wait(2)
+            state.wait(2, LONG)
     with state.read():
         assert state.wait(1)
 
@@ -492,9 +493,9 @@ def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecu
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with failing_block(), state.write():
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1, LONG),
-            threads.submit(state.snapshot, timeout=LONG),
-            threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG),
+            threads.submit(state.wait, 1, 2 * LONG),
+            threads.submit(state.snapshot, timeout=2 * LONG),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * LONG),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
@@ -553,9 +554,9 @@ def test_close_wakes_who_waits(threads: concurrent.futures.ThreadPoolExecutor) -
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with pytest.raises(q4.LifecycleError), state.write():  # noqa: PT012  # the block is the subject
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1, LONG),
-            threads.submit(state.snapshot, timeout=LONG),
-            threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG),
+            threads.submit(state.wait, 1, 2 * LONG),
+            threads.submit(state.snapshot, timeout=2 * LONG),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * LONG),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharing import LONG, MODES, content_of, failing_block
+from sharing import LONG, MODES, Held, content_of, failing_block, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, MutableTensor
@@ -44,6 +45,16 @@ def test_old_version_lives_as_long_as_its_reader(threads: concurrent.futures.Thr
         assert view.tensor.tolist() == [0.0] * 4
         assert old() is not None
     assert old() is None
+
+
+def test_readers_alias_is_its_own(mode: MutableMode) -> None:
+    """What a reader asks of autograd stays with the reader."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+    with state.read() as view, state.read() as other:
+        view.tensor.requires_grad_()
+        assert not other.tensor.requires_grad
+    with state.read() as view:
+        assert not view.tensor.requires_grad
 
 
 def test_view_ends_with_its_block(mode: MutableMode) -> None:
@@ -96,6 +107,17 @@ def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.fut
     assert (content_of(state), state.version) == ([1.0] * 4, 1)
 
 
+def test_waiting_writer_is_told_of_poison_at_once(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+    """A writer that waits for readers learns that one of them changed the content, though others still read."""
+    state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
+    with Held(threads, state.read()):
+        with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
+            writer = threads.submit(state.replace, torch.ones(4), timeout=2 * LONG)
+            until(lambda: state._content.gate.has_writer)
+            view.tensor.add_(1.0)
+        assert isinstance(writer.exception(LONG), q4.PoisonedError)
+
+
 def test_update_under_way_does_not_heal(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A version that a reader changed stays known as changed until reset, whoever writes meanwhile."""
     state = MutableTensor(torch.zeros(4))
@@ -119,15 +141,18 @@ def test_readers_own_error_is_not_hidden(mode: MutableMode) -> None:
     assert state.is_poisoned
 
 
-def test_change_by_a_writer_that_kept_its_tensor_is_found_out(mode: MutableMode) -> None:
-    """The tensor that write() gave must not be changed once the block is over."""
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_change_by_a_writer_that_kept_its_tensor_is_found_out(mode: MutableMode, use: str) -> None:
+    """The tensor that write() gave must not be changed once the block is over; nobody is let in to what it is then."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write() as tensor:
         tensor.add_(1.0)
     tensor.add_(1.0)
-    with pytest.raises(q4.PoisonedError), state.read():
-        pass
-    assert state.is_poisoned
+    entered = False
+    with pytest.raises(q4.PoisonedError), getattr(state, use)():
+        entered = True
+    assert not entered
+    assert (state.version, state.is_poisoned) == (1, True)
 
 
 def test_change_while_an_update_is_copied_is_found_out() -> None:
@@ -235,3 +260,63 @@ def test_inference_mode_leaves_no_trace(mode: MutableMode) -> None:
     with torch.no_grad(), state.write() as tensor:
         tensor.add_(1.0)
     assert content_of(state) == [1.0] * 4
+
+
+# -- devices that run behind
+
+
+def test_device_work_is_done_before_a_block_ends(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where work is queued, a block waits for it before its update is seen, or before its memory may be used again."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+    content = state._content
+    seen: list[tuple[int, bool, bool]] = []
+    thread = threading.get_ident()
+
+    def synchronise() -> None:
+        seen.append((content.version, content.gate.is_writing(thread), content.gate.is_reading(thread)))
+
+    monkeypatch.setattr(content, "is_asynchronous", True)
+    monkeypatch.setattr(content, "synchronise", synchronise)
+    with state.write() as tensor:
+        tensor.add_(1.0)
+        assert seen == []
+    with state.read():
+        pass
+    state.snapshot()
+    assert seen == [(0, True, False), (1, False, True), (1, False, True)]
+
+
+def test_device_that_fails_fails_the_update(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of queued work comes out where it belongs; the update is dropped, or the tensor poisoned."""
+    state = MutableTensor(torch.zeros(4), mode=mode)
+
+    def synchronise() -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(state._content, "is_asynchronous", True)
+    monkeypatch.setattr(state._content, "synchronise", synchronise)
+    with failing_block(), state.write() as tensor:
+        tensor.add_(1.0)
+    assert (state.version, state.is_poisoned) == (0, mode is MutableMode.IN_PLACE)
+    monkeypatch.setattr(state._content, "is_asynchronous", False)
+    if mode is MutableMode.IN_PLACE:
+        state.reset()
+    state.replace(torch.ones(4), timeout=0)
+
+
+@pytest.mark.gpu
+def test_cuda_update_is_whole_on_every_stream(
+    threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode
+) -> None:
+    """Writers and readers on streams of their own see whole versions."""
+    state = MutableTensor(torch.zeros(1 << 20, device="cuda"), mode=mode)
+
+    def read() -> tuple[int, list[float]]:
+        with torch.cuda.stream(torch.cuda.Stream()), state.read(timeout=LONG) as view:
+            return view.version, view.tensor.unique().tolist()
+
+    for value in range(1, 20):
+        with torch.cuda.stream(torch.cuda.Stream()), state.write(timeout=LONG) as tensor:
+            torch.cuda._sleep(10_000_000)
+            tensor.fill_(value)
+        assert threads.submit(read).result(LONG) == (value, [float(value)])

@@ -253,7 +253,7 @@ class Content:
         base, version = view.base, view.version
         del view.base  # an old version goes with its last reader
         try:
-            if self.is_asynchronous and self.is_in_place:
+            if self.is_asynchronous:  # before the memory is written again, or goes
                 self.synchronise()
         finally:
             with self.lock:
@@ -281,8 +281,6 @@ class Content:
         error: BaseException | None = None
         try:
             copy = detached_copy(view.base)
-            if self.is_asynchronous:
-                self.synchronise()
         except BaseException as raised:
             error = raised
             raise
