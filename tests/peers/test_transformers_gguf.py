@@ -113,13 +113,10 @@ def test_logits(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> No
     assert float((result - expected).abs().max() / expected.abs().max()) <= 1e-3
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
-    """The first 64 greedy tokens are the same, beyond the end of the answer too."""
-    tokens = ours.chat(chat(prompt))
-    result = list(Generation(ours.decoder, tokens, max_tokens=NEW_TOKENS))
+def greedy(model: Any, tokens: list[int]) -> list[int]:
+    """Return transformers' next 64 greedy tokens, beyond the end of the answer too."""
     with torch.inference_mode():
-        answer = theirs[1].generate(
+        answer = model.generate(
             torch.tensor([tokens]),
             attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
             do_sample=False,
@@ -128,4 +125,28 @@ def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]
             eos_token_id=-1,
             pad_token_id=0,
         )
-    assert result == answer[0, len(tokens) :].tolist()
+    result: list[int] = answer[0, len(tokens) :].tolist()
+    return result
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """The first 64 greedy tokens are the same.
+
+    Behind the prompt and the first t tokens, each of ours must be the next one: one pass over all of them says so for
+    every t, and saves the reference path 64 steps.
+    """
+    tokens = ours.chat(chat(prompt))
+    expected = greedy(theirs[1], tokens)
+    assert len(expected) == NEW_TOKENS
+    whole = torch.tensor([tokens + expected])
+    with torch.inference_mode():
+        logits = ours.decoder(whole, ours.decoder.make_cache(whole.shape[1]))[0]
+    assert logits[len(tokens) - 1 : -1].argmax(-1).tolist() == expected
+
+
+@pytest.mark.slow
+def test_greedy_tokens_step_by_step(ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
+    """The generation loop gives the same 64 tokens one by one."""
+    tokens = ours.chat(chat(PROMPTS[0]))
+    assert list(Generation(ours.decoder, tokens, max_tokens=NEW_TOKENS)) == greedy(theirs[1], tokens)

@@ -30,7 +30,7 @@ class PlainLlama:
     def __init__(self, path: Path) -> None:
         reader = gguf.GGUFReader(path)
         self.fields = {name: field.contents() for name, field in reader.fields.items()}
-        self.tensors = {
+        self.tensors: dict[str, np.ndarray] = {
             t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float64).reshape([int(n) for n in t.shape][::-1])
             for t in reader.tensors
         }
@@ -43,12 +43,14 @@ class PlainLlama:
     def unpermuted(self, name: str, heads: int) -> np.ndarray:
         """Return q or k rows in their first order: of each head, first the even ones, then the odd ones."""
         rows = self.tensors[name]
-        return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+        result: np.ndarray = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        return result
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         """Return x normalised."""
         epsilon = self.number("attention.layer_norm_rms_epsilon")
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * self.tensors[name]
+        result: np.ndarray = x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * self.tensors[name]
+        return result
 
     def turn(self, x: np.ndarray) -> np.ndarray:
         """Return x [T, heads, d] turned by halves."""

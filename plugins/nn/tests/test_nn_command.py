@@ -18,7 +18,7 @@ from q4_nn.command import add_generate, find_model, printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from click.testing import Result
+    from typer.testing import Result
 
 
 def invoke(path: Path, *arguments: str) -> Result:
