@@ -110,12 +110,14 @@ def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.fut
 def test_waiting_writer_is_told_of_poison_at_once(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A writer that waits for readers learns that one of them changed the content, though others still read."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    with Held(threads, state.read()):
-        with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
-            writer = threads.submit(state.replace, torch.ones(4), timeout=2 * LONG)
-            until(lambda: state._content.gate.has_writer)
-            view.tensor.add_(1.0)
-        assert isinstance(writer.exception(LONG), q4.PoisonedError)
+    other = Held(threads, state.read())
+    with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
+        writer = threads.submit(state.replace, torch.ones(4), timeout=2 * LONG)
+        until(lambda: state._content.gate.has_writer)
+        view.tensor.add_(1.0)
+    assert isinstance(writer.exception(LONG), q4.PoisonedError)
+    with pytest.raises(q4.PoisonedError):
+        other.release()
 
 
 def test_update_under_way_does_not_heal(threads: concurrent.futures.ThreadPoolExecutor) -> None:
