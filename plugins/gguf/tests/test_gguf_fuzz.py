@@ -61,6 +61,7 @@ def read_everything(path: Path) -> int:
         return len(checkpoint.metadata) + len(checkpoint) + len(checkpoint.dense)
 
 
+@pytest.mark.slow
 def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:
     """1,500 mutants of a small file: each is read in full or refused by a Q4Error that names the file."""
     good = small_gguf.read_bytes()

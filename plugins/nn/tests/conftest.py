@@ -65,7 +65,9 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer(Metadata(vocabulary(), "tiny"))
 
 
-def write_tiny_llama(path: Path, *, tied: bool = True, leave_out: str = "", extra: bool = False, **sizes: int) -> Path:
+def write_tiny_llama(  # one step for each part of a file
+    path: Path, *, tied: bool = True, leave_out: str = "", odd: str = "", extra: bool = False, **sizes: int
+) -> Path:
     """Write a random Llama; the same bytes every time."""
     size = {**SIZES, **sizes}
     tokens = vocabulary()["tokenizer.ggml.tokens"]
@@ -93,6 +95,7 @@ def write_tiny_llama(path: Path, *, tied: bool = True, leave_out: str = "", extr
     def add(name: str, shape: tuple[int, ...], kind: Type) -> None:
         if name == leave_out:
             return
+        kind = Type.Q5_0 if name == odd else kind
         dense = rng.standard_normal(shape).astype(np.float32)
         dense = 1 + 0.1 * dense if len(shape) == 1 else dense * (2.0 / shape[-1] ** 0.5)
         dense = dense.astype(np.float32)

@@ -161,6 +161,22 @@ def test_missing_tensor(name: str, write_llama: Any) -> None:
     assert (caught.value.name, caught.value.where) == (f"tensor {name!r}", str(path))
 
 
+def test_tensor_of_an_unread_type(write_llama: Any) -> None:
+    """A tensor that is there, but in a type that is not read, is named with its type and not called missing."""
+    with pytest.raises(q4.CheckpointError, match="of a ggml type that is read") as caught:
+        LanguageModel.open(write_llama(odd="blk.1.attn_v.weight"), CONFIG)
+    assert (caught.value.name, caught.value.value) == ("tensor 'blk.1.attn_v.weight'", "Q5_0")
+
+
+def test_file_that_describes_no_model(tmp_path: Path) -> None:
+    """A checkpoint without an architecture is refused with a word about what can answer."""
+    path = tmp_path / "layer.safetensors"
+    q4.save_checkpoint(path, {"proj": q4.quantize(torch.randn(8, 64), format="nf4")}, dialect="simple-nf4")
+    with pytest.raises(q4.CheckpointError, match="describes its model") as caught:
+        LanguageModel.open(path, CONFIG)
+    assert caught.value.name == "metadata 'general.architecture'"
+
+
 def test_unknown_tensor(write_llama: Any) -> None:
     """A tensor that the builder does not know is an error: its model computes something that we would not."""
     with pytest.raises(q4.CheckpointError, match=r"blk\.0\.attn_gate"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from q4_nn.metadata import Metadata
     from q4core import Checkpoint, Session
 
-__all__ = ["architectures", "build_decoder", "builder"]
+__all__ = ["architectures", "build_decoder", "builder", "find_architecture"]
 
 _BUILDERS: dict[str, Callable[[Weights, Metadata], Decoder]] = {}
 
@@ -46,6 +46,24 @@ def architectures() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
 
+def find_architecture(metadata: Metadata) -> str:
+    """Return a model file's architecture, which has a builder.
+
+    Raises:
+        CheckpointError: The file names none, or one without a builder.
+    """
+    if "general.architecture" not in metadata:
+        metadata.fail(
+            "general.architecture", "present", hint="Only a file that describes its model, such as a GGUF, can answer."
+        )
+    architecture: str = metadata.text("general.architecture")
+    if architecture not in _BUILDERS:
+        close = difflib.get_close_matches(architecture, _BUILDERS, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "Register a builder for it with q4_nn.builder."
+        metadata.fail("general.architecture", f"one of {', '.join(architectures())}", architecture, hint)
+    return architecture
+
+
 def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> Decoder:
     """Build the decoder that an opened file holds.
 
@@ -58,11 +76,7 @@ def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) 
         CheckpointError: The architecture is not known, a metadata value or a tensor is missing or contradicts the
             others, or there is a tensor that the builder does not know.
     """
-    architecture = metadata.text("general.architecture")
-    if architecture not in _BUILDERS:
-        close = difflib.get_close_matches(architecture, _BUILDERS, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Register a builder for it with q4_nn.builder."
-        metadata.fail("general.architecture", f"one of {', '.join(architectures())}", architecture, hint)
+    architecture = find_architecture(metadata)
     wanted = session.config.device
     weights = Weights(
         checkpoint,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 import q4core as q4
-from q4_nn.builders import build_decoder
+from q4_nn.builders import build_decoder, find_architecture
 from q4_nn.chat import render_chat
 from q4_nn.metadata import Metadata
 from q4_nn.tokenizer import build_tokenizer
@@ -53,6 +53,7 @@ class LanguageModel:
         """
         checkpoint = q4.open(path)
         metadata = Metadata(checkpoint.metadata, os.fspath(path))
+        find_architecture(metadata)  # before the seconds that a vocabulary takes
         tokenizer = build_tokenizer(metadata)
         session = q4.Session(config)
         try:

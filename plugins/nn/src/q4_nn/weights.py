@@ -66,6 +66,13 @@ class Weights:
     def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:
         raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self._where, hint=hint)
 
+    def _miss(self, name: str) -> NoReturn:
+        """Say why a tensor can't be had: the file has it in a form that is not read, or not at all."""
+        for problem in self._checkpoint.schema.unsupported:
+            if problem.key in {name, name.removesuffix(".weight")}:
+                self._fail(name, problem.rule, problem.value)
+        self._fail(name, "present", "none")
+
     def has(self, name: str) -> bool:
         """Return whether a tensor of that name (with its ``.weight`` or ``.bias``) is there."""
         return name in self._checkpoint.dense or name.removesuffix(".weight") in self._checkpoint
@@ -77,7 +84,7 @@ class Weights:
             CheckpointError: It is missing or has another shape.
         """
         if name not in self._checkpoint.dense:
-            self._fail(name, "present", "none")
+            self._miss(name)
         self._left.discard(name)
         tensor = self._checkpoint.dense[name]
         if tuple(tensor.shape) != (size,):
@@ -100,7 +107,7 @@ class Weights:
             return self._session.linear(weight, bias=bias, name=name)
         key = f"{name}.weight"
         if key not in self._checkpoint.dense:
-            self._fail(key, "present", "none")
+            self._miss(key)
         self._left.discard(key)
         dense = self._checkpoint.dense[key]
         self._check_shape(name, tuple(dense.shape), wanted)
