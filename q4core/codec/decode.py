@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.errors import InputError, WeightError
-from q4core.formats import BlockOrder, Form, ScaleKind, resolve_levels
+from q4core.errors import InputError
+from q4core.formats import BlockOrder, Form
 from q4core.packing import unpack_codes
+from q4core.weight.invariants import check_permutation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["decode_rows", "dequantize"]
 
 _CHUNK_ELEMENTS = 1 << 19
-"""Elements decoded at once; their temporaries (at most 30 bytes each, in float64) stay below 16 MB."""
+"""Elements decoded at once; their temporaries, at most 30 bytes each, stay below 16 MB."""
 _MOST_ELEMENTS = 1 << 40
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SYMMETRIC_ZERO = 8
@@ -70,15 +71,15 @@ def dequantize(
     result = torch.empty((len(chosen), columns), dtype=target, device=weight.device)
     work = torch.float64 if target is torch.float64 else torch.float32
     codebook = _codebook(weight).to(work)
-    permutation = _permutation(weight)
+    check_permutation(weight)
     for first, part in _parts(weight, chosen):
         values = part.values(weight.format.form, codebook, work)
-        if permutation is not None:
-            values = torch.empty_like(values).index_copy_(1, permutation, values)
+        if weight.input_permutation is not None:
+            values = torch.empty_like(values).index_copy_(1, weight.input_permutation, values)
         if weight.input_channel_scale is not None:
             values *= weight.input_channel_scale.to(work)
         if len(values) == len(chosen) and values.dtype is target:
-            return values  # one part is the whole: a copy would cost a tenth of the decoding
+            return values.contiguous()  # one part is the whole: a copy would cost a tenth of the decoding
         result[first : first + len(values)] = values
     return result
 
@@ -127,16 +128,6 @@ def _codebook(weight: PackedWeight) -> torch.Tensor:
     return weight.codebook.to(torch.float32)
 
 
-def _permutation(weight: PackedWeight) -> torch.Tensor | None:
-    permutation = weight.input_permutation
-    if permutation is not None:
-        wanted = torch.arange(weight.in_features, device=weight.device)
-        if not torch.equal(permutation.sort().values, wanted):
-            rule = f"a permutation of 0 … {weight.in_features - 1}"
-            raise WeightError("dequantize", name="input_permutation", rule=rule, where=weight.name)
-    return permutation
-
-
 def _parts(weight: PackedWeight, chosen: range | torch.Tensor) -> Iterator[tuple[int, _Part]]:
     """Yield (first row in the result, part) for chunks of the chosen rows."""
     flat = weight.blocks is BlockOrder.FLAT
@@ -153,11 +144,6 @@ def _parts(weight: PackedWeight, chosen: range | torch.Tensor) -> Iterator[tuple
 
 def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float8 as bytes, which can be indexed; others as they are."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _by_block(values: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -197,17 +183,9 @@ class _Part:
         """Return ROW blocks: codes [R, K], numbers [R, blocks]."""
         chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         codes = unpack_codes(weight.qdata[chosen], weight.packing).reshape(len(rows), -1)[:, : weight.in_features]
-        positions = None
-        if weight.scale_kind is ScaleKind.DOUBLE_QUANT:
-            numbers = torch.arange(rows.start, rows.stop, device=weight.device) if isinstance(rows, range) else rows
-            blocks = torch.arange(weight.blocks_per_row, device=weight.device)
-            positions = numbers[:, None] * weight.blocks_per_row + blocks
-        total = weight.global_scale
-        if total is not None and total.numel() > 1:
-            total = total[chosen]
         return cls(
             codes,
-            _resolve(weight, _bytes(weight.scale)[chosen].view(weight.scale.dtype), positions, total),
+            weight.resolved_scale(chosen),
             None if weight.offset is None else weight.offset[chosen],
             None if weight.zero is None else weight.zero[chosen],
             weight.block_size,
@@ -224,11 +202,9 @@ class _Part:
         codes = codes[start - first_byte * weight.packing.codes_per_byte :][: stop - start]
         blocks = slice(start // weight.block_size, _cdiv(stop, weight.block_size))
         block_of = torch.arange(start, stop, device=weight.device) // weight.block_size - blocks.start
-        positions = torch.arange(blocks.start, blocks.stop, device=weight.device)
-        scale = _resolve(weight, weight.scale[blocks], positions, weight.global_scale)
         return cls(
             codes.view(shape),
-            scale[block_of].view(shape),
+            weight.resolved_scale(blocks)[block_of].view(shape),
             None if weight.offset is None else weight.offset[blocks][block_of].view(shape),
             None if weight.zero is None else weight.zero[blocks][block_of].view(shape),
             1,
@@ -251,21 +227,3 @@ class _Part:
             for part, offset in _by_block(values, self.offset.to(dtype), self.block):
                 part.add_(offset)
         return values
-
-
-def _resolve(
-    weight: PackedWeight, scale: torch.Tensor, positions: torch.Tensor | None, total: torch.Tensor | None
-) -> torch.Tensor:
-    """Return float32 block scales; ``positions`` are their places among all scales, for double quantisation."""
-    nested = weight.nested_scale
-    if nested is not None and positions is not None:
-        nested = nested[positions // weight.nested_block_size].reshape(-1)
-    return resolve_levels(
-        weight.scale_kind,
-        scale,
-        global_scale=total,
-        nested_codebook=weight.nested_codebook,
-        nested_scale=nested,
-        nested_offset=weight.nested_offset,
-        nested_block_size=1,
-    )

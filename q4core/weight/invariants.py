@@ -1,0 +1,242 @@
+"""What every ``PackedWeight`` must fulfil: shapes and dtypes at once, values when asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core.errors import WeightError
+from q4core.formats import BlockOrder, Form, ScaleKind, as_e4m3, as_e8m0
+from q4core.packing import NibbleOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4core.weight.packed import PackedWeight
+
+__all__ = ["check_permutation", "check_structure", "check_values"]
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_ZERO_DTYPES = _FLOATS | {torch.uint8, torch.int8, torch.int32}
+_BYTES = frozenset({torch.uint8})
+_E4M3 = frozenset({torch.uint8, torch.float8_e4m3fn})
+_SCALE_DTYPES = {
+    ScaleKind.PLAIN: _FLOATS,
+    ScaleKind.E8M0: frozenset({torch.uint8, torch.float8_e8m0fnu}),
+    ScaleKind.E4M3: _E4M3,
+    ScaleKind.E4M3_MUL: _E4M3,
+    ScaleKind.E4M3_DIV: _E4M3,
+    ScaleKind.DOUBLE_QUANT: _BYTES,
+}
+_SIGNED_SCALE_FORMATS = frozenset({"q4_0", "q4_1", "q8_0", "int4"})
+_MOST_FEATURES = 2**31 - 1
+_BYTE_BITS = 8
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+class _Checker:
+    """Raises the first broken rule of one weight."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self.weight = weight
+
+    def require(self, condition: bool, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
+        """Raise unless ``condition``."""
+        if not condition:
+            raise WeightError(self.weight.label("weight"), name=name, rule=rule, value=value, where=self.weight.dialect)
+
+    def presence(self, name: str, why: str, *, wanted: bool) -> None:
+        """Raise unless a field is present exactly when it is wanted."""
+        present = getattr(self.weight, name) is not None
+        rule = f"{'present' if wanted else 'absent'} for {why}"
+        self.require(present == wanted, name, rule, "present" if present else "absent")
+
+
+def check_structure(weight: PackedWeight) -> None:
+    """Check every shape, dtype and device against the others.
+
+    Raises:
+        WeightError: The first rule that is broken, by field.
+    """
+    checker = _Checker(weight)
+    _check_sizes(weight, checker)
+    if weight.blocks is BlockOrder.FLAT:
+        _check_flat_codes(weight, checker)
+    else:
+        _check_row_codes(weight, checker)
+    _check_scales(weight, checker)
+    _check_presence(weight, checker)
+    _check_side_tensors(weight, checker)
+
+
+def _check_sizes(weight: PackedWeight, checker: _Checker) -> None:
+    for name in ("out_features", "in_features"):
+        size = getattr(weight, name)
+        checker.require(
+            isinstance(size, int) and 0 < size <= _MOST_FEATURES, name, "an integer between 1 and 2^31 - 1", size
+        )
+    block, legal = weight.block_size, weight.format.block_sizes
+    checker.require(
+        isinstance(block, int) and block > 0 and (not legal or block in legal),
+        "block_size",
+        f"one of {sorted(legal)} for {weight.format}" if legal else "a positive integer",
+        block,
+    )
+    checker.require(weight.nested_block_size > 0, "nested_block_size", "positive", weight.nested_block_size)
+    checker.require(weight.qdata.dtype == torch.uint8, "qdata", "of dtype uint8", weight.qdata.dtype)
+    checker.require(
+        weight.packing.codes_per_byte * weight.format.bits == _BYTE_BITS,
+        "packing",
+        f"of {weight.format.bits}-bit codes",
+        str(weight.packing),
+    )
+
+
+def _check_flat_codes(weight: PackedWeight, checker: _Checker) -> None:
+    shape = list(weight.qdata.shape)
+    checker.require(len(shape) == 1, "qdata", "of shape [ceil(N * K / 2)] for FLAT blocks", shape)
+    wanted = weight.out_features * weight.in_features
+    stored = weight.qdata.numel() * weight.packing.codes_per_byte
+    checker.require(stored >= wanted, "qdata", f"at least {wanted} codes long", stored)
+    is_split = weight.packing.order is NibbleOrder.HALF_SPLIT
+    checker.require(not is_split, "packing", "LOW_FIRST or HIGH_FIRST for FLAT blocks", str(weight.packing))
+
+
+def _check_row_codes(weight: PackedWeight, checker: _Checker) -> None:
+    rows, shape = weight.out_features, list(weight.qdata.shape)
+    rule = f"of shape [{rows}, bytes] or [{rows}, groups, bytes]"
+    checker.require(len(shape) in {2, 3} and shape[0] == rows, "qdata", rule, shape)
+    stored = weight.qdata.numel() // rows * weight.packing.codes_per_byte
+    checker.require(
+        stored >= weight.in_features, "qdata", f"at least {weight.in_features} codes long in each row", stored
+    )
+    group = weight.packing.group
+    if group:
+        unit = shape[-1] * weight.packing.codes_per_byte
+        checker.require(unit % group == 0, "qdata", f"in whole groups of {group} codes", shape)
+
+
+def _check_scales(weight: PackedWeight, checker: _Checker) -> None:
+    rows, columns, block = weight.out_features, weight.in_features, weight.block_size
+    is_flat = weight.blocks is BlockOrder.FLAT
+    expected = [_cdiv(rows * columns, block)] if is_flat else [rows, _cdiv(columns, block)]
+    rule = f"of a dtype that scale kind {weight.scale_kind.value} has"
+    checker.require(weight.scale.dtype in _SCALE_DTYPES[weight.scale_kind], "scale", rule, weight.scale.dtype)
+    for name, legal in (("scale", None), ("offset", _FLOATS), ("zero", _ZERO_DTYPES)):
+        tensor = getattr(weight, name)
+        if tensor is None:
+            continue
+        checker.require(list(tensor.shape) == expected, name, f"of shape {expected}", list(tensor.shape))
+        if legal is not None:
+            rule = "of a float dtype" if name == "offset" else "of dtype uint8, int8, int32 or a float one"
+            checker.require(tensor.dtype in legal, name, rule, tensor.dtype)
+
+
+def _check_presence(weight: PackedWeight, checker: _Checker) -> None:
+    form, kind = str(weight.format), f"scale kind {weight.scale_kind.value}"
+    checker.presence("offset", form, wanted=weight.format.has_offset)
+    if weight.format.form is Form.INTEGER:
+        checker.presence("codebook", form, wanted=False)
+    else:
+        checker.presence("zero", form, wanted=False)
+    checker.presence("global_scale", kind, wanted=weight.scale_kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
+    for name in ("nested_codebook", "nested_scale", "nested_offset"):
+        checker.presence(name, kind, wanted=weight.scale_kind is ScaleKind.DOUBLE_QUANT)
+
+
+def _check_side_tensors(weight: PackedWeight, checker: _Checker) -> None:
+    sizes = {
+        "codebook": (2**weight.format.bits,),
+        "nested_codebook": (256,),
+        "nested_scale": (_cdiv(weight.scale.numel(), weight.nested_block_size),),
+        "nested_offset": (1,),
+        "input_channel_scale": (weight.in_features,),
+        "input_permutation": (weight.in_features,),
+        "activation_scale": (1,),
+        "global_scale": (1, weight.out_features),
+    }
+    for name, legal in sizes.items():
+        tensor = getattr(weight, name)
+        if tensor is None:
+            continue
+        rule = f"a vector of {' or '.join(map(str, legal))}"
+        checker.require(tensor.dim() <= 1 and tensor.numel() in legal, name, rule, list(tensor.shape))
+        if name == "input_permutation":
+            checker.require(tensor.dtype == torch.int64, name, "of dtype int64", tensor.dtype)
+        else:
+            checker.require(tensor.dtype in _FLOATS, name, "of dtype float32, float16 or bfloat16", tensor.dtype)
+    devices = sorted({str(tensor.device) for _, tensor in weight.tensors()})
+    checker.require(len(devices) == 1, "tensors", "all on one device", devices)
+
+
+def check_values(weight: PackedWeight) -> None:
+    """Check that scales and side tensors hold legal numbers.
+
+    Raises:
+        WeightError: Something is not finite; a scale is negative in a format that has none (ggml's and INT4's may be,
+            and so may what double quantisation makes of an absmax near zero); a global divisor is not positive; or
+            ``input_permutation`` is not a permutation. The message names the field and the first bad value.
+    """
+    for name, values, rule in _numbers(weight):
+        bad = ~torch.isfinite(values)
+        if rule == "finite and not negative":
+            bad |= values < 0
+        elif rule == "finite and positive":
+            bad |= values <= 0
+        if bool(bad.any()):
+            position = bad.nonzero()[0].tolist()
+            raise WeightError(
+                weight.label("weight"),
+                name=f"{name}{position}",
+                rule=rule,
+                value=float(values[tuple(position)]),
+                where=weight.dialect,
+                hint="The checkpoint is damaged, or it is read in the wrong dialect.",
+            )
+    check_permutation(weight)
+
+
+def check_permutation(weight: PackedWeight) -> None:
+    """Check that ``input_permutation``, where there is one, names every in-feature once.
+
+    Raises:
+        WeightError: It doesn't.
+    """
+    permutation = weight.input_permutation
+    if permutation is None:
+        return
+    wanted = torch.arange(weight.in_features, device=permutation.device)
+    if not torch.equal(permutation.sort().values, wanted):
+        rule = f"a permutation of 0 … {weight.in_features - 1}"
+        raise WeightError(weight.label("weight"), name="input_permutation", rule=rule, where=weight.dialect)
+
+
+def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield (field, float32 values, rule) for what must be checked."""
+    finite, not_negative = "finite", "finite and not negative"
+    if weight.scale_kind is ScaleKind.PLAIN:
+        rule = finite if weight.format.name in _SIGNED_SCALE_FORMATS else not_negative
+        yield "scale", weight.scale.to(torch.float32), rule
+    elif weight.scale_kind is ScaleKind.E8M0:
+        yield "scale", as_e8m0(weight.scale), not_negative
+    elif weight.scale_kind is not ScaleKind.DOUBLE_QUANT:
+        yield "scale", as_e4m3(weight.scale), not_negative
+    rules = {
+        "nested_codebook": finite,
+        "nested_scale": not_negative,
+        "nested_offset": finite,
+        "global_scale": "finite and positive" if weight.scale_kind is ScaleKind.E4M3_DIV else not_negative,
+        "offset": finite,
+        "zero": finite,
+        "codebook": finite,
+        "input_channel_scale": finite,
+        "activation_scale": not_negative,
+    }
+    for name, rule in rules.items():
+        tensor = getattr(weight, name)
+        if tensor is not None and tensor.is_floating_point():
+            yield name, tensor.to(torch.float32), rule

@@ -1,0 +1,94 @@
+"""Join weights along their out-features."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.errors import WeightError
+from q4core.formats import BlockOrder, ScaleKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.weight.packed import PackedWeight
+
+__all__ = ["cat"]
+
+
+def _same(values: Sequence[torch.Tensor | None]) -> bool:
+    first = values[0]
+    if first is None or any(value is None for value in values):
+        return all(value is None for value in values)
+    return all(value is not None and torch.equal(first, value) for value in values[1:])
+
+
+def _whole_rows(part: PackedWeight) -> torch.Tensor:
+    """Return the codes as [N, P] with as few bytes as hold K codes in whole groups."""
+    unit = part.packing.group or part.packing.codes_per_byte
+    codes = -(-part.in_features // unit) * unit
+    return part.qdata.reshape(part.out_features, -1)[:, : codes // part.packing.codes_per_byte]
+
+
+def _join_scales(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join float8 as bytes: some files store it as uint8, and not every device can join it."""
+    if tensors[0].element_size() == 1:
+        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+    return torch.cat(list(tensors))
+
+
+def _check_joinable(weights: Sequence[PackedWeight]) -> None:
+    if not weights:
+        raise WeightError("cat", name="weights", rule="at least one weight", value=0)
+    head = weights[0]
+    for field in ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype", "device"):
+        values = [getattr(weight, field) for weight in weights]
+        if any(value != values[0] for value in values):
+            raise WeightError("cat", name=field, rule="equal in all weights", value=[str(value) for value in values])
+    if head.blocks is BlockOrder.FLAT:
+        raise WeightError("cat", name="blocks", rule="ROW", value="FLAT")
+    for field in ("codebook", "input_channel_scale", "input_permutation"):
+        if not _same([getattr(weight, field) for weight in weights]):
+            raise WeightError("cat", name=field, rule="equal in all weights", value="different tensors")
+
+
+def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWeight:
+    """Join weights along their out-features (fused q/k/v, gate/up); the values stay exactly the same.
+
+    Globals that differ become one global per row; double-quantised scales are resolved to plain float32; static
+    activation scales that differ are dropped, with a note.
+
+    Args:
+        weights: At least one; the same format, K, block size, scale kind and block order.
+        name: The joined layer's name.
+
+    Raises:
+        WeightError: The weights differ in something that one weight can't hold twice.
+    """
+    _check_joinable(weights)
+    head = weights[0]
+    parts = [weight.with_plain_scale() if head.scale_kind is ScaleKind.DOUBLE_QUANT else weight for weight in weights]
+    parts = [part.repack(head.packing) for part in parts]
+    qdata = [part.qdata for part in parts]
+    if any(data.shape[1:] != qdata[0].shape[1:] for data in qdata):
+        qdata = [_whole_rows(part) for part in parts]
+    changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": _join_scales([part.scale for part in parts])}
+    for field in ("offset", "zero"):
+        tensors = [getattr(part, field) for part in parts]
+        if all(tensor is None for tensor in tensors):
+            continue
+        if any(tensor is None for tensor in tensors):
+            raise WeightError("cat", name=field, rule="present in all weights or in none", value="present in some")
+        changes[field] = torch.cat(tensors)
+    if head.global_scale is not None and not _same([part.global_scale for part in parts]):
+        changes["global_scale"] = torch.cat(
+            [part.global_scale.reshape(-1).expand(part.out_features) for part in parts if part.global_scale is not None]
+        )
+    notes = tuple(dict.fromkeys(note for weight in weights for note in weight.notes))
+    if not _same([part.activation_scale for part in parts]):
+        changes["activation_scale"] = None
+        notes = (*notes, "static activation scales differ and were dropped")
+    rows = sum(part.out_features for part in parts)
+    return attrs.evolve(parts[0], out_features=rows, name=name, notes=notes, **changes)

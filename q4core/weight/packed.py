@@ -1,0 +1,257 @@
+"""``PackedWeight`` itself: fields, views of them, copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.formats import BlockOrder, Format, ScaleKind
+from q4core.packing import Packing, pack_codes, unpack_codes
+from q4core.weight import cutting, invariants
+from q4core.weight.feature import Feature, features_of
+from q4core.weight.levels import resolved_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["TENSOR_FIELDS", "PackedWeight"]
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _rebuild(fields: dict[str, Any]) -> PackedWeight:
+    return PackedWeight(**fields)
+
+
+@attrs.frozen(eq=False, kw_only=True, repr=False)
+class PackedWeight:
+    """A weight [N, K] in packed codes with its scales as stored.
+
+    ``y[M, N] = x[M, K] @ w[N, K]ᵀ`` with ``w`` as in ``formats.py``; where the dialect has them, the effective weight
+    also carries ``w[:, permutation[j]] = stored[:, j]`` and then ``w[:, k] *= input_channel_scale[k]``.
+
+    Args:
+        format: What the codes mean.
+        qdata: uint8. ROW blocks: [N, P], or [N, G, P] for codes stored in groups between other data (ggml's blocks);
+            FLAT blocks: [ceil(N * K / 2)]. Any strides: it may be a view of a mapped file.
+        scale: Block scales as stored. ROW: [N, ceil(K / block_size)]; FLAT: [ceil(N * K / block_size)]. float32,
+            float16, bfloat16 (PLAIN); uint8 or the float8 dtype (E8M0, E4M3*); uint8 (DOUBLE_QUANT).
+        out_features: N.
+        in_features: K.
+        block_size: In-features per scale.
+        scale_kind: How ``scale`` is stored.
+        packing: How codes share bytes.
+        blocks: Along what blocks run.
+        offset: Float, the shape of ``scale``, for formats with an offset.
+        zero: Integer or float zero points, the shape of ``scale``, for INTEGER formats; None means 8 (symmetric).
+        codebook: [2**bits] float32, where it differs from the format's own.
+        global_scale: Float scalar, or [N], for E4M3_MUL and E4M3_DIV.
+        nested_codebook: [256] float, for DOUBLE_QUANT.
+        nested_scale: [ceil(scale.numel() / nested_block_size)] float, for DOUBLE_QUANT.
+        nested_offset: Scalar float, for DOUBLE_QUANT.
+        nested_block_size: Scales that share one entry of ``nested_scale``.
+        input_channel_scale: [K] float; multiplies the input.
+        input_permutation: [K] int64; stored column j belongs to input feature ``input_permutation[j]``.
+        activation_scale: Scalar float: the checkpoint's static activation scale (a multiplier).
+        dtype: dtype of the weight before it was quantised; what ``dequantize`` gives by default.
+        name: The layer's name, for messages.
+        dialect: Name of the dialect that it was read from.
+        notes: What was assumed while reading, for the record.
+
+    Raises:
+        WeightError: A shape or dtype contradicts the others; the message names the field and the rule.
+    """
+
+    format: Format
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    out_features: int
+    in_features: int
+    block_size: int
+    scale_kind: ScaleKind = ScaleKind.PLAIN
+    packing: Packing = Packing.LOW_FIRST
+    blocks: BlockOrder = BlockOrder.ROW
+    offset: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    codebook: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    nested_codebook: torch.Tensor | None = None
+    nested_scale: torch.Tensor | None = None
+    nested_offset: torch.Tensor | None = None
+    nested_block_size: int = 256
+    input_channel_scale: torch.Tensor | None = None
+    input_permutation: torch.Tensor | None = None
+    activation_scale: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    name: str | None = None
+    dialect: str | None = None
+    notes: tuple[str, ...] = ()
+    features: frozenset[Feature] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check every shape and dtype against the others, and work out the features."""
+        invariants.check_structure(self)
+        object.__setattr__(self, "features", frozenset(features_of(self)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.out_features, self.in_features
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the codes."""
+        return self.qdata.device
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Scales per row of ROW blocks."""
+        return -(-self.in_features // self.block_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and side tensors, as stored."""
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (field name, tensor) for every tensor that is present, in a fixed order."""
+        for name in TENSOR_FIELDS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
+        """Return a weight whose tensors are ``function`` of this one's."""
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self.tensors()}
+        return attrs.evolve(self, **changed)
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """Return the weight on another device; codes and scales keep their bytes."""
+        return self.map_tensors(lambda tensor: tensor.to(device))
+
+    def contiguous(self) -> PackedWeight:
+        """Return a weight that owns contiguous copies of its tensors, independent of any mapped file."""
+        return self.map_tensors(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+
+    def resolved_scale(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 block scales exactly as the dialect's own library computes them.
+
+        Args:
+            rows: Which rows' scales (for FLAT blocks: which blocks'), as a slice or an int64 vector; None for all.
+
+        Returns:
+            Shaped as ``scale[rows]``.
+        """
+        return resolved_rows(self, slice(None) if rows is None else rows)
+
+    def with_plain_scale(self) -> PackedWeight:
+        """Return the weight with its scale levels collapsed into plain float32 (the same values, fewer levels)."""
+        if self.scale_kind is ScaleKind.PLAIN:
+            return self
+        return attrs.evolve(self, scale=self.resolved_scale(), scale_kind=ScaleKind.PLAIN, **_NO_LEVELS)
+
+    def codes(self) -> torch.Tensor:
+        """Return the codes, one per byte: uint8 [N, K], or [N * K] for FLAT blocks."""
+        codes = unpack_codes(self.qdata, self.packing)
+        if self.blocks is BlockOrder.FLAT:
+            return codes[: self.out_features * self.in_features]
+        return codes.reshape(self.out_features, -1)[:, : self.in_features]
+
+    def repack(self, packing: Packing) -> PackedWeight:
+        """Return the weight with its codes in another packing.
+
+        Raises:
+            FormatError: K does not hold whole groups of the packing.
+        """
+        if packing == self.packing:
+            return self
+        codes = unpack_codes(self.qdata, self.packing)
+        if self.blocks is BlockOrder.ROW:
+            codes = codes.reshape(self.out_features, -1)
+        return attrs.evolve(self, qdata=pack_codes(codes, packing), packing=packing)
+
+    def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
+        """Return rows (``dim=0``) or in-features (``dim=1``) ``start … start + length``, as views where possible.
+
+        Double-quantised scales whose second-level blocks would be cut are resolved to plain float32 (the same
+        values).
+
+        Raises:
+            WeightError: The range is outside the weight, or cuts a block or a packed group.
+        """
+        return cutting.narrow(self, dim, start, length)
+
+    def take_rows(self, rows: torch.Tensor) -> PackedWeight:
+        """Return the weight of some rows, copied, in the order asked for; the values stay exactly the same.
+
+        Double-quantised scales are resolved to plain float32, because their second-level blocks are cut.
+
+        Args:
+            rows: int64 [R], R ≥ 1, each in 0 … N - 1.
+
+        Raises:
+            WeightError: Blocks are FLAT, or ``rows`` is not such a vector.
+        """
+        return cutting.take_rows(self, rows)
+
+    def check_values(self) -> None:
+        """Check that scales and side tensors hold legal numbers.
+
+        Raises:
+            WeightError: Something is not finite; a scale is negative in a format that has none (ggml's and INT4's may
+                be, and so may what double quantisation makes of an absmax near zero); a global divisor is not
+                positive; or ``input_permutation`` is not a permutation. The message names the field and the first bad
+                value.
+        """
+        invariants.check_values(self)
+
+    def label(self, what: str) -> str:
+        """Return ``what``, with the layer's name where it has one, for messages."""
+        return f"{what} of layer {self.name!r}" if self.name else what
+
+    def __reduce__(self) -> tuple[Callable[..., PackedWeight], tuple[dict[str, Any]]]:
+        """Pickle compact copies: torch would pickle the whole storage (the whole file) behind a view."""
+        fields = {field.name: getattr(self, field.name) for field in attrs.fields(PackedWeight) if field.init}
+        fields.update((name, _compact(tensor)) for name, tensor in self.tensors())
+        return _rebuild, (fields,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """Copy the tensors, never the storage behind them."""
+        copied = self.contiguous()
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:
+        """Return format, shape, block, scale kind, packing and device in one line."""
+        name = f"{self.name!r}, " if self.name else ""
+        return (
+            f"PackedWeight({name}{self.format.name}, {self.out_features}×{self.in_features}, "
+            f"block={self.block_size}, scale={self.scale_kind.value}, packing={self.packing}, device={self.device})"
+        )
+
+
+TENSOR_FIELDS = (
+    "qdata",
+    "scale",
+    "offset",
+    "zero",
+    "codebook",
+    "global_scale",
+    "nested_codebook",
+    "nested_scale",
+    "nested_offset",
+    "input_channel_scale",
+    "input_permutation",
+    "activation_scale",
+)
+_NO_LEVELS: dict[str, Any] = {
+    "global_scale": None,
+    "nested_codebook": None,
+    "nested_scale": None,
+    "nested_offset": None,
+}
