@@ -95,7 +95,8 @@ class Verdict:
         ratio: That error over its bound: at most 1 when right. For the statistical tier, error over allowance.
         wrong: How many elements are out of their bound.
         total: How many elements were judged.
-        blind: bool, shaped as y: elements that could not have been told from zero.
+        blind: bool, shaped as y: elements that are not zero (nor too small for the dtype) and that could not have been
+            told from zero.
     """
 
     fault: Fault | None
@@ -174,7 +175,9 @@ def judge(
     if unfit is not None:
         return Verdict(fault=unfit[0], message=unfit[1], ratio=float("inf"), total=reference.value.size)
     got = y.detach().to("cpu", torch.float64).numpy()
-    blind = (np.abs(reference.value) <= bound) & (reference.size > 0)
+    smallest = 2.0 ** (_LOWEST_EXPONENT[out_dtype] - _PRECISION_BITS[out_dtype] + 1)
+    sizes = np.abs(reference.value)
+    blind = (sizes <= bound) & (sizes > smallest) & ~reference.is_zero
     if not got.size:
         return Verdict(fault=None, message="right: no elements", blind=blind)
     finite = np.isfinite(got)

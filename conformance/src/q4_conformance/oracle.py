@@ -34,7 +34,16 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight, Packing
 
-__all__ = ["Reference", "decode_codes", "decode_scales", "exact_linear", "exact_weight", "term_sizes"]
+__all__ = [
+    "Reference",
+    "code_positions",
+    "decode_codes",
+    "decode_scales",
+    "exact_input_gradient",
+    "exact_linear",
+    "exact_weight",
+    "term_sizes",
+]
 
 _SYMMETRIC_ZERO = 8
 _EXTRA_STEPS = 8
@@ -49,12 +58,14 @@ class Reference:
         value: float64 [..., N].
         size: float64 [..., N]: the sum of the magnitudes of all terms, of which ``value`` is the sum with signs.
         underflow: float64 [..., 1]: the sum over k of (1 + |x|) (1 + |channel scale|), which bounds underflow.
+        is_zero: bool [..., N]: every term is exactly zero, so that zero is the only right result.
         steps: Float32 roundings on the way of any term.
     """
 
     value: NDArray[np.float64]
     size: NDArray[np.float64]
     underflow: NDArray[np.float64]
+    is_zero: NDArray[np.bool_]
     steps: int
 
 
@@ -67,7 +78,7 @@ def _as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return (plain if plain.dtype == torch.uint8 else plain.view(torch.uint8)).contiguous().numpy()
 
 
-def _positions(count: int, packing: Packing) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def code_positions(count: int, packing: Packing) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, for codes 0 … count - 1, the byte that holds each one and by how much to shift it right."""
     index = np.arange(count)
     if packing.order is NibbleOrder.BYTES:
@@ -86,7 +97,7 @@ def decode_codes(weight: PackedWeight) -> NDArray[np.uint8]:
     rows, columns = weight.shape
     flat = weight.blocks is BlockOrder.FLAT
     lines = _as_bytes(weight.qdata).reshape(1 if flat else rows, -1)
-    byte, shift = _positions(rows * columns if flat else columns, weight.packing)
+    byte, shift = code_positions(rows * columns if flat else columns, weight.packing)
     mask = 2**weight.format.bits - 1
     codes: NDArray[np.uint8] = ((lines[:, byte] >> shift) & mask).astype(np.uint8)
     return codes.reshape(rows, columns)
@@ -239,10 +250,32 @@ def exact_linear(
         codebook: As in ``exact_weight``.
     """
     values = _as_float64(x)
-    value = values @ exact_weight(weight, codebook=codebook).T
+    dense = exact_weight(weight, codebook=codebook)
+    value = values @ dense.T
+    is_zero = np.abs(values) @ np.abs(dense).T == 0
     size = np.abs(values) @ term_sizes(weight, codebook=codebook).T
     if bias is not None:
         value = value + _as_float64(bias)
         size = size + np.abs(_as_float64(bias))
+        is_zero = is_zero & (_as_float64(bias) == 0)
     underflow = ((1 + np.abs(values)) * (1 + np.abs(_channels(weight)))).sum(axis=-1, keepdims=True)
-    return Reference(value=value, size=size, underflow=underflow, steps=weight.in_features + _EXTRA_STEPS)
+    steps = weight.in_features + _EXTRA_STEPS
+    return Reference(value=value, size=size, underflow=underflow, is_zero=is_zero, steps=steps)
+
+
+def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor) -> Reference:
+    """Return the exact ``grad @ w``, the gradient of a linear layer to its input, ready to be judged.
+
+    Args:
+        weight: The source weight [N, K].
+        grad: [..., N], any float dtype.
+    """
+    values = _as_float64(grad)
+    dense, largest_channel = exact_weight(weight), np.abs(_channels(weight)).max()
+    return Reference(
+        value=values @ dense,
+        size=np.abs(values) @ term_sizes(weight),
+        underflow=((1 + np.abs(values)) * (1 + largest_channel)).sum(axis=-1, keepdims=True),
+        is_zero=np.abs(values) @ np.abs(dense) == 0,
+        steps=weight.out_features + _EXTRA_STEPS,
+    )

@@ -40,7 +40,7 @@ def _plain(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Gener
     if recipe.format.name in _SIGNED:
         values *= random.choice([-1.0, 1.0], size=shape)
     if recipe.has_edges:
-        smallest = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 3 * 2.0**-149}
+        smallest = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2.0**-135}
         _edges(values, 0.0, smallest[recipe.scale_dtype], _LARGE)
     fields = {"scale": torch.from_numpy(values).to(recipe.scale_dtype)}
     if recipe.format.has_offset:

@@ -16,6 +16,8 @@ from q4_conformance.scales import draw_scales
 from q4core import BUILTIN_FORMATS, BlockOrder, Feature, Form, Format, PackedWeight, Packing, ScaleKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
 __all__ = ["WeightRecipe"]
@@ -27,6 +29,10 @@ _SCALE_DTYPES = {"q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.flo
 
 def _to_format(value: str | Format) -> Format:
     return BUILTIN_FORMATS[value] if isinstance(value, str) else value
+
+
+def _to_features(items: Iterable[Feature]) -> frozenset[Feature]:
+    return frozenset(items)
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +62,7 @@ class WeightRecipe:
     scale_kind: ScaleKind = ScaleKind.PLAIN
     packing: Packing = attrs.field(default=attrs.Factory(lambda self: self.format.default_packing(), takes_self=True))
     block_size: int = attrs.field(default=attrs.Factory(lambda self: self.format.block_size, takes_self=True))
-    features: frozenset[Feature] = attrs.field(default=frozenset(), converter=frozenset)
+    features: frozenset[Feature] = attrs.field(default=frozenset(), converter=_to_features)
     is_grouped: bool = False
     has_edges: bool = False
     has_coarse_channels: bool = False

@@ -1,0 +1,223 @@
+"""The table of cases: data alone, which a run is counted against.
+
+Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``. Of the contract's cases, those that need a CUDA
+device (TC-14, TC-15, TC-16, TC-21, TC-22) stand in no table yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4_conformance.table import Case
+from q4_conformance.weights import WeightRecipe
+from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Form, Packing, ScaleKind, find_format
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from q4core import Format
+
+__all__ = ["backend_cases", "core_cases", "linear_cases", "select_cases", "weight_recipes"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
+_P = ActivationPrecision
+_USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
+_GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
+
+
+def _kinds(kind: Format) -> list[ScaleKind]:
+    return sorted(kind.scale_kinds, key=lambda item: item.value)
+
+
+def _base(kind: Format) -> WeightRecipe:
+    """Return the weight that a format is most often met as."""
+    usual = next((item for item in _USUAL_KINDS if item in kind.scale_kinds), _kinds(kind)[0])
+    return WeightRecipe(format=kind, scale_kind=usual, k=max(256, 2 * kind.block_size))
+
+
+def _packings(kind: Format) -> list[Packing]:
+    if kind.bits == 8:  # noqa: PLR2004  # one code per byte
+        return [Packing.BYTES]
+    return [Packing.LOW_FIRST, Packing.HIGH_FIRST, Packing.half_split(min(32, kind.block_size))]
+
+
+def weight_recipes(kind: Format) -> list[WeightRecipe]:
+    """Return the weights that a format is judged on: every scale kind, packing, block size and feature of it."""
+    base = _base(kind)
+    recipes = [attrs.evolve(base, scale_kind=item) for item in _kinds(kind)]
+    recipes += [attrs.evolve(base, packing=item) for item in _packings(kind) if item != base.packing]
+    if kind.name in _GGML:
+        block = base.block_size
+        grouped = Packing.BYTES if kind.bits == 8 else Packing.half_split(block)  # noqa: PLR2004  # as above
+        recipes.append(attrs.evolve(base, packing=grouped, is_grouped=True))
+    sizes = set(kind.block_sizes or {32, 64, 128, base.k})
+    sizes = {item for item in sizes if item <= base.k} - {base.block_size}
+    recipes += [attrs.evolve(base, block_size=item) for item in sorted(sizes)]
+    recipes += [attrs.evolve(base, features=item) for item in _features(kind)]
+    if ScaleKind.DOUBLE_QUANT in kind.scale_kinds:
+        # More blocks than one entry of the second level holds.
+        recipes.append(attrs.evolve(base, scale_kind=ScaleKind.DOUBLE_QUANT, n=80, k=512))
+        flat = {Feature.FLAT_BLOCKS}
+        recipes.append(attrs.evolve(base, scale_kind=ScaleKind.DOUBLE_QUANT, features=flat, n=33, k=200))
+    if ScaleKind.E4M3_MUL in kind.scale_kinds:
+        row = {Feature.ROW_GLOBAL_SCALE}
+        recipes += [
+            attrs.evolve(base, scale_kind=item, features=row) for item in (ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV)
+        ]
+    return recipes
+
+
+def _features(kind: Format) -> Iterator[frozenset[Feature]]:
+    if kind.form is Form.CODEBOOK:
+        yield frozenset({Feature.CUSTOM_CODEBOOK})
+    else:
+        yield frozenset({Feature.ZERO_POINT})
+        yield frozenset({Feature.FLOAT_ZERO_POINT})
+        yield frozenset({Feature.ZERO_POINT, Feature.INPUT_PERMUTATION})
+        yield frozenset({Feature.INPUT_CHANNEL_SCALE})
+        yield frozenset({Feature.INPUT_PERMUTATION, Feature.INPUT_CHANNEL_SCALE})
+    if kind.name in {"nf4", "fp4"}:
+        yield frozenset({Feature.INPUT_CHANNEL_SCALE})
+
+
+def _awkward(kind: Format) -> Iterator[WeightRecipe]:
+    """Yield weights of odd sizes and places."""
+    base, block = _base(kind), kind.block_size
+    for n in (1, 3, 17, 33):
+        yield attrs.evolve(base, n=n)
+    for blocks in (1, 3, 7):
+        yield attrs.evolve(base, n=5, k=blocks * block)
+    yield attrs.evolve(base, is_misaligned=True)
+    if kind.name in _GGML:
+        grouped = Packing.BYTES if kind.bits == 8 else Packing.half_split(block)  # noqa: PLR2004  # one code per byte
+        yield attrs.evolve(base, packing=grouped, is_grouped=True, is_misaligned=True)
+    if kind.form is Form.INTEGER:
+        for k in (33, 200, 257):
+            yield attrs.evolve(base, n=7, k=k)
+            yield attrs.evolve(base, n=7, k=k, block_size=32, features={Feature.ZERO_POINT})
+    if kind.name in {"nf4", "fp4"}:
+        for n, k in ((5, 33), (7, 100), (3, 257), (1, 1)):
+            yield attrs.evolve(base, n=n, k=k, features={Feature.FLAT_BLOCKS})
+
+
+def _in_each_dtype(case: Case) -> Iterator[Case]:
+    for dtype in _DTYPES:
+        yield attrs.evolve(case, dtype=dtype)
+
+
+def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern whatever computes ``x @ wᵀ + bias``: functions and backends."""
+    return tuple(case for item in formats for case in _linear_cases(find_format(item)))
+
+
+def _linear_cases(kind: Format) -> Iterator[Case]:
+    base = _base(kind)
+    text = "every element of every draw lies within the float32 bound"
+    for recipe in weight_recipes(kind):
+        yield from _in_each_dtype(Case(contract="TC-09", part="values", text=text, check="values", recipe=recipe))
+    for wish in (_P.INT8, _P.FP4):
+        for recipe in weight_recipes(kind):
+            coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
+            case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
+            yield case
+            yield attrs.evolve(case, dtype=torch.bfloat16)
+    for contract, part, text in (
+        ("TC-09", "bias", "the bias is added before the one rounding"),
+        ("TC-09", "leading", "leading dimensions are kept, and M = 0 gives an empty result"),
+        ("TC-09", "out", "out= is written completely and returned"),
+        ("TC-11", "strided", "inputs that are not contiguous are refused by a typed error or computed right"),
+    ):
+        yield from _in_each_dtype(Case(contract=contract, part=part, text=text, check=part, recipe=base))
+    for recipe in _awkward(kind):
+        text = "odd sizes and places are refused with a reason or computed right"
+        yield Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe)
+    yield from _extended_cases(base, kind)
+
+
+def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
+    for wish in (_P.EXACT, _P.INT8, _P.FP4):
+        sweep = Case(
+            contract="EX-01", part="rows", text="right for every M", check="values", recipe=base, rows=_SWEEP,
+            precision=wish,
+        )  # fmt: skip
+        yield sweep
+        yield attrs.evolve(sweep, dtype=torch.bfloat16)
+        text = "the error of free-range activations is what the precision's quantiser makes"
+        yield Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, precision=wish, rows=(1, 40))
+    rows = (1, 3, 17)
+    for contract, part, name, text in (
+        ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
+        ("EX-04", "threads", "threads", "threads that share a layer get the bits that one alone gets"),
+        ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
+        ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
+        ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Case(contract=contract, part=part, text=text, check=name, recipe=base, dtype=dtype, rows=rows)
+    for scale_kind in _kinds(kind):
+        edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
+        text = "zero blocks, negative zero, tiny and large scales"
+        yield from _in_each_dtype(Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges))
+
+
+def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern backends alone; ``linear_cases`` concern them, too."""
+    return tuple(case for item in formats for case in _backend_cases(find_format(item)))
+
+
+def _backend_cases(kind: Format) -> Iterator[Case]:
+    base = _base(kind)
+    for contract, part, name, text in (
+        ("TC-04", "override", "override", "the backend asked for serves each legal compute path, and is recorded"),
+        ("TC-05", "unavailable", "unavailable", "KERNEL_ONLY is an error with reasons, KERNEL_OR_FALLBACK falls back"),
+        ("TC-10", "refusals", "refusals", "what does not fit is refused by a typed error that names the layer"),
+        ("TC-12", "mix", "mix", "diagnostics are complete and true in every mix of policies"),
+        ("TC-17", "cuda-only", "cuda_only", "a CUDA-only backend on the CPU is refused at once"),
+        ("EX-06", "state", "state", "saved, loaded and copied layers give the same bits"),
+        ("EX-14", "record", "record", "the record of what ran is true for every M"),
+        ("EX-17", "undeclared", "undeclared", "what is not declared is refused by the core"),
+    ):
+        rows = (1, 3, 17, 128) if name == "record" else (1, 17)
+        yield Case(contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows)
+    large = attrs.evolve(base, n=2048, k=2048)
+    text = "a path that says KERNEL makes no dense weight"
+    yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend")
+    text = "the exported weight is the weight, bit for bit"
+    for recipe in weight_recipes(kind):
+        yield Case(contract="EX-16", part="export", text=text, check="export", recipe=recipe, profile="backend")
+        if recipe.features:
+            text_17 = "what is not declared is refused by the core"
+            yield Case(
+                contract="EX-17", part="undeclared", text=text_17, check="undeclared", recipe=recipe, profile="backend"
+            )
+
+
+def core_cases() -> tuple[Case, ...]:
+    """Return the cases that concern the core and its reference path."""
+    rows: Sequence[tuple[str, str, str, str, bool]] = (
+        ("TC-01", "detect", "detect_nf4", ".weight/.absmax/.quant_map is NF4, with the right keys", False),
+        ("TC-02", "detect", "detect_nvfp4", ".qdata/.scale is NVFP4, with the right keys", False),
+        ("TC-03", "validate", "validate", "every problem is told at once", False),
+        ("TC-06", "bare", "bare", "the core and the reference alone run, without compiled code of ours", True),
+        ("TC-07", "prefer", "prefer_unified", "PREFER_UNIFIED falls back with a reason and the same numbers", False),
+        ("TC-08", "require", "require_unified", "REQUIRE_UNIFIED fails at once, naming the attributes", False),
+        ("TC-13", "race", "mutable_race", "no torn read, versions only grow, the history is linearizable", True),
+        ("TC-18", "often", "quantise_often", "10,000 calls: finite, bit-stable, memory flat", True),
+        ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients", False),
+        ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat", True),
+        ("TC-23", "activation", "prefer_activation", "PREFER_UNIFIED never copies an activation", False),
+    )
+    return tuple(
+        Case(contract=contract, part=part, text=text, check=name, profile="core", is_slow=is_slow)
+        for contract, part, name, text, is_slow in rows
+    )
+
+
+def select_cases(cases: Iterable[Case], only: Iterable[str]) -> tuple[Case, ...]:
+    """Return the cases whose id starts with one of the texts in ``only``; all where that is empty."""
+    prefixes = tuple(only)
+    return tuple(case for case in cases if not prefixes or case.id.startswith(prefixes))

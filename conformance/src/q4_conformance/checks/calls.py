@@ -1,0 +1,167 @@
+"""Checks of how a layer may be called: shapes, layouts, ``out=``, again, from threads; and what it may write."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from q4_conformance.checks.values import draw, judge_call, make_bias
+from q4_conformance.outcome import NotDeclaredError
+from q4_conformance.table import check, expect
+from q4core import InputError
+
+if TYPE_CHECKING:
+    from q4_conformance.subject import Subject
+    from q4_conformance.table import Case
+
+_GUARD = 64
+_CANARY = 97.0
+
+
+@check("leading")
+def check_leading(case: Case, subject: Subject) -> str:
+    """Any leading dimensions: the shape follows, and the numbers are those of the flattened rows."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    outputs, inputs = weight.shape
+    for leading in ((), (1,), (2, 3), (1, 2, 1, 3), (0,), (2, 0)):
+        rows = int(np.prod(leading, dtype=int))
+        flat = draw(case, layer, weight, rows, case.seeds[0])
+        y = layer(flat.reshape(*leading, inputs))
+        expect(tuple(y.shape) == (*leading, outputs), f"x {[*leading, inputs]} gave {list(y.shape)}")
+        judge_call(layer, weight, flat, y.reshape(rows, outputs))
+    return "six shapes"
+
+
+@check("strided")
+def check_strided(case: Case, subject: Subject) -> str:
+    """Inputs that are not contiguous, or start at an odd place, are refused by a typed error or computed right."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    inputs = weight.in_features
+    seen = []
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        wide = torch.zeros(rows, inputs + 3, dtype=x.dtype, device=x.device)
+        wide[:, 1 : inputs + 1] = x
+        gaps = torch.zeros(rows, inputs, 2, dtype=x.dtype, device=x.device)
+        gaps[..., 0] = x
+        views = {
+            "a slice of wider rows": wide[:, 1 : inputs + 1],
+            "a transposed copy": x.T.contiguous().T,
+            "every second element": gaps[..., 0],
+            "every second row": torch.stack((x, torch.zeros_like(x)), dim=1)[:, 0],
+            "one row, expanded": x[:1].expand(rows, inputs),
+        }
+        for name, view in views.items():
+            try:
+                y = layer(view)
+            except InputError:
+                seen.append(f"{name} refused")
+                continue
+            judge_call(layer, weight, view, y)
+    return f"{len(views)} layouts" + (f"; {', '.join(seen)}" if seen else "")
+
+
+@check("out")
+def check_out(case: Case, subject: Subject) -> str:
+    """``out=`` is written completely and returned, contiguous or not."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    if not getattr(subject, "has_out", True):
+        raise NotDeclaredError("out= is not declared")
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        shape = (rows, weight.out_features)
+        plain = torch.full(shape, torch.nan, dtype=case.dtype, device=layer.device)
+        sideways = torch.full(shape[::-1], torch.nan, dtype=case.dtype, device=layer.device).T
+        for out in (plain, sideways):
+            y = layer(x, out=out)
+            expect(y is out, "the result is not the tensor given as out=")
+            judge_call(layer, weight, x, out)
+    return "contiguous and transposed"
+
+
+@check("repeat")
+def check_repeat(case: Case, subject: Subject) -> str:
+    """The same input gives the same bits: again, and from a second layer over the same weight."""
+    weight = case.weight_recipe.build()
+    first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    draws = [draw(case, first, weight, rows, case.seeds[0]) for rows in case.rows]
+    results = [first(x).clone() for x in draws]
+    second = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    for layer, name in ((first, "the same layer"), (second, "a second layer"), (first, "the first layer, afterwards")):
+        for x, y in zip(draws, results, strict=True):
+            expect(torch.equal(layer(x), y), f"M = {x.shape[0]}: other bits from {name}")
+            judge_call(layer, weight, x, y)
+    return f"{3 * len(draws)} repetitions"
+
+
+@check("threads")
+def check_threads(case: Case, subject: Subject) -> str:
+    """Threads that share a layer each get the bits that one alone gets."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    draws = [draw(case, layer, weight, rows, seed) for rows in case.rows for seed in case.seeds]
+    expected = [layer(x).clone() for x in draws]
+    problems: list[str] = []
+    start = threading.Barrier(4)
+
+    def work(shift: int) -> None:
+        start.wait()
+        for turn in range(3 * len(draws)):
+            index = (turn + shift) % len(draws)
+            try:
+                same = torch.equal(layer(draws[index]), expected[index])
+            except Exception as error:  # noqa: BLE001  # the plugin boundary; reported below
+                problems.append(f"{type(error).__name__}: {error}")
+                return
+            if not same:
+                problems.append(f"M = {draws[index].shape[0]}: other bits")
+
+    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expect(not problems, "; ".join(sorted(set(problems))))
+    return f"4 threads, {12 * len(draws)} calls"
+
+
+@check("unmodified")
+def check_unmodified(case: Case, subject: Subject) -> str:
+    """Input, bias and weight keep their bytes, and nothing is written beside the buffers."""
+    weight = case.weight_recipe.build()
+    before = {name: tensor.clone() for name, tensor in weight.tensors()}
+    bias = make_bias(case, weight)
+    kept_bias = bias.clone()
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    for rows in case.rows:
+        source = draw(case, layer, weight, rows, case.seeds[0])
+        guarded, x = _guarded(source)
+        kept = guarded.clone()
+        y = layer(x)
+        judge_call(layer, weight, source, y, bias)
+        expect(torch.equal(guarded, kept), f"M = {rows}: the input, or what stands beside it, was written")
+        if getattr(subject, "has_out", True):
+            area, out = _guarded(torch.zeros_like(y))
+            layer(x, out=out)
+            judge_call(layer, weight, source, out, bias)
+            edges = torch.cat((area[:_GUARD], area[-_GUARD:]))
+            expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written beside out=")
+    expect(torch.equal(bias, kept_bias), "the bias was written")
+    for name, tensor in weight.tensors():
+        same = torch.equal(tensor.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8))
+        expect(same, f"the caller's weight was written: {name}")
+    return "x, bias, weight and the bytes beside"
+
+
+def _guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a flat area with a canary at both ends, and the tensor's copy in its middle."""
+    area = torch.full((tensor.numel() + 2 * _GUARD,), _CANARY, dtype=tensor.dtype, device=tensor.device)
+    middle = area[_GUARD : _GUARD + tensor.numel()].view(tensor.shape)
+    middle.copy_(tensor)
+    return area, middle

@@ -1,0 +1,256 @@
+"""Checks of the core itself: detection, the bare environment, and unified memory without a provider."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.grids import draw_on_grid
+from q4_conformance.judge import judge
+from q4_conformance.oracle import exact_linear
+from q4_conformance.outcome import FailureError
+from q4_conformance.subject import make_registry
+from q4_conformance.table import check, expect
+from q4_conformance.watch import watch
+from q4_conformance.weights import WeightRecipe
+from q4core import (
+    BUILTIN_FORMATS,
+    Precision,
+    ScaleKind,
+    SchemaError,
+    Session,
+    SessionConfig,
+    UnifiedMemoryError,
+    UnifiedMemoryPolicy,
+    detect,
+    detect_or_fail,
+    memory,
+    validate,
+)
+
+if TYPE_CHECKING:
+    from q4_conformance.table import Case
+
+_PROCESS_SECONDS = 120
+
+
+def _trio(seed: int = 0) -> dict[str, torch.Tensor]:
+    weight = WeightRecipe(format="nf4", n=8, k=128, seed=seed).build()
+    table = torch.tensor(BUILTIN_FORMATS["nf4"].codebook)
+    return {"weight": weight.qdata, "absmax": weight.scale.reshape(-1), "quant_map": table}
+
+
+def _pair(seed: int = 0) -> dict[str, torch.Tensor]:
+    weight = WeightRecipe(format="nvfp4", n=8, k=64, seed=seed, scale_kind=ScaleKind.E4M3).build()
+    return {"qdata": weight.qdata, "scale": weight.scale}
+
+
+_MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
+
+
+def _checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {f"{module}.{key}": tensor for module in _MODULES for key, tensor in tensors.items()}
+    return {"model.norm.weight": torch.ones(16), **found, "model.embed.weight": torch.zeros(4, 16)}
+
+
+def _check_detected(tensors: dict[str, torch.Tensor], kind: str, shape: tuple[int, int], block: int) -> str:
+    for held in (tensors, {key: value.to("meta") for key, value in tensors.items()}):
+        schema = detect_or_fail(held)
+        expect(tuple(schema.layers) == _MODULES, f"layers {list(schema.layers)}")
+        for module, layer in schema.layers.items():
+            expect(layer.format == kind, f"{module}: format {layer.format!r}")
+            expect((layer.shape, layer.block_size) == (shape, block), f"{module}: {layer.shape}, {layer.block_size}")
+            own = {key for key in tensors if key.startswith(f"{module}.")}
+            expect(set(layer.keys.values()) == own, f"{module}: keys {layer.keys}")
+        dense = set(schema.dense)
+        expect(dense == {"model.norm.weight", "model.embed.weight"}, f"dense tensors {sorted(dense)}")
+        expect(not validate(schema, held), "a valid schema has problems")
+    return f"{len(_MODULES)} layers, with data and on the meta device"
+
+
+@check("detect_nf4")
+def check_detect_nf4(case: Case, subject: object) -> str:
+    """``.weight/.absmax/.quant_map`` is NF4, with these keys."""
+    del case, subject
+    return _check_detected(_checkpoint(_trio()), "nf4", (8, 128), 64)
+
+
+@check("detect_nvfp4")
+def check_detect_nvfp4(case: Case, subject: object) -> str:
+    """``.qdata/.scale`` is NVFP4, with these keys."""
+    del case, subject
+    return _check_detected(_checkpoint(_pair()), "nvfp4", (8, 64), 16)
+
+
+def _planted() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return a checkpoint with one fault in each layer, and the key and code that each fault must be told by."""
+    trio, pair = _trio(), _pair()
+    layers: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
+        "a": ({key: trio[key] for key in ("weight", "quant_map")}, "absmax", "missing_key"),
+        "b": ({key: trio[key] for key in ("weight", "absmax")}, "quant_map", "missing_key"),
+        "c": (trio | {"absmax": trio["absmax"].to(torch.int64)}, "absmax", "dtype"),
+        "d": (trio | {"quant_map": trio["quant_map"][:15]}, "quant_map", "shape"),
+        "e": (trio | {"weight": trio["weight"].reshape(-1)}, "weight", "shape"),
+        "f": (trio | {"absmax": trio["absmax"][:-1]}, "absmax", "shape"),
+        "g": (trio | {"weight_scale_9": torch.ones(1)}, "weight_scale_9", "unknown_key"),
+        "h": ({"qdata": pair["qdata"]}, "scale", "missing_key"),
+        "i": (pair | {"scale": pair["scale"].to(torch.float32).to(torch.int32)}, "scale", "dtype"),
+        "j": (pair | {"scale": pair["scale"][:, :-1]}, "scale", "shape"),
+        "k": (pair | {"qdata": pair["qdata"].to(torch.int64)}, "qdata", "dtype"),
+    }
+    tensors = {f"{name}.{key}": tensor for name, (parts, _, _) in layers.items() for key, tensor in parts.items()}
+    return tensors, {f"{name}.{key}": code for name, (_, key, code) in layers.items()}
+
+
+@check("validate")
+def check_validate(case: Case, subject: object) -> str:
+    """Every fault of a checkpoint is told at once, by ``validate`` and by ``detect_or_fail``."""
+    del case, subject
+    tensors, planted = _planted()
+    schema = detect(tensors)
+    if schema is None:
+        raise FailureError("nothing was detected")
+    found = {problem.key: problem.code for problem in validate(schema, tensors)}
+    untold = {key: code for key, code in planted.items() if found.get(key) != code}
+    expect(not untold, f"not told, or told otherwise: {untold}; told: {found}")
+    try:
+        detect_or_fail(tensors)
+    except SchemaError as error:
+        raised = {problem.key: problem.code for problem in error.problems}
+        expect(raised == found, f"detect_or_fail tells {raised}, validate {found}")
+        missing = [key for key in planted if key not in str(error)]
+        expect(not missing, f"the message does not name {missing}")
+    else:
+        raise FailureError("detect_or_fail accepted a damaged checkpoint")
+    return f"{len(planted)} faults at once"
+
+
+_BARE = """
+import json, sys
+import torch
+import q4core as q4
+weight = q4.quantize(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)), "nf4")
+with q4.Session(q4.SessionConfig(device="cpu")) as session:
+    layer = session.linear(weight)
+    y = layer(torch.ones(2, 128))
+    backend = session.report().layers[0].backend
+ours = [name for name in sys.modules if name == "q4core" or name.startswith(("q4core.", "q4_"))]
+files = {name: str(getattr(sys.modules[name], "__file__", "")) for name in ours}
+mapped = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+print(json.dumps({
+    "backend": backend,
+    "finite": bool(torch.isfinite(y).all()),
+    "shape": list(y.shape),
+    "packages": sorted({name.partition(".")[0] for name in ours}),
+    "compiled": sorted(f for f in files.values() if f.endswith((".so", ".pyd", ".dylib"))),
+    "mapped": sorted({line.split("/")[-1] for line in mapped.splitlines() if "/q4" in line and ".so" in line}),
+}))
+"""
+
+
+@check("bare")
+def check_bare(case: Case, subject: object) -> str:
+    """With the reference alone a session is made and runs, and no compiled code of ours is in the process."""
+    del case, subject
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
+    environment["Q4_PLUGINS"] = "dequant-fallback"
+    if "q4_dequant_fallback" in os.environ.get("Q4_PLUGIN_MODULES", ""):
+        environment["Q4_PLUGIN_MODULES"] = "q4_dequant_fallback"
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(  # noqa: S603  # an interpreter like this one, with a script of our own
+        [sys.executable, "-c", _BARE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_PROCESS_SECONDS,
+        check=False,
+    )
+    expect(done.returncode == 0, f"the process ended with {done.returncode}: {done.stderr.strip()[-800:]}")
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    expect(facts["backend"] == "dequant-fallback", f"{facts['backend']!r} served")
+    expect(facts["finite"] and facts["shape"] == [2, 32], f"the result is {facts}")
+    expect(set(facts["packages"]) <= {"q4core", "q4_dequant_fallback"}, f"packages {facts['packages']} were loaded")
+    expect(not facts["compiled"] and not facts["mapped"], f"compiled code: {facts['compiled']} {facts['mapped']}")
+    return f"packages {', '.join(facts['packages'])}"
+
+
+def _layer(policy: UnifiedMemoryPolicy) -> tuple[Any, Any]:
+    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
+    session = Session(SessionConfig(device="cpu", unified_memory=policy), registry=make_registry())
+    return session, session.linear(weight)
+
+
+def _x() -> torch.Tensor:
+    return draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0)
+
+
+@check("prefer_unified")
+def check_prefer_unified(case: Case, subject: object) -> str:
+    """PREFER_UNIFIED without a provider: a recorded reason, and the same numbers."""
+    del case, subject
+    _, plain = _layer(UnifiedMemoryPolicy.DISABLED)
+    _, preferred = _layer(UnifiedMemoryPolicy.PREFER_UNIFIED)
+    x = _x()
+    expect(torch.equal(plain(x), preferred(x)), "the numbers differ")
+    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
+    verdict = judge(preferred(x), exact_linear(weight, x), out_dtype=torch.float32)
+    expect(verdict.passed, f"wrong numbers: {verdict}")
+    told = preferred.diagnostics().memory
+    expect(told and all(line.startswith("fallback") for line in told), f"memory is recorded as {told}")
+    expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
+    tensor = torch.arange(6.0)
+    placed, decision = memory.apply_policy(tensor, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
+    expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
+    return str(told[0])
+
+
+@check("require_unified")
+def check_require_unified(case: Case, subject: object) -> str:
+    """REQUIRE_UNIFIED that can't be met fails at once, and names the device attributes that decided."""
+    del case, subject
+    for name, call in (
+        ("a session's layer", lambda: _layer(UnifiedMemoryPolicy.REQUIRE_UNIFIED)),
+        ("a weight", lambda: _apply(memory.apply_policy)),
+        ("a mutable tensor", lambda: _apply(memory.apply_mutable_policy)),
+        ("an activation", lambda: _apply(memory.apply_input_policy)),
+    ):
+        try:
+            call()
+        except UnifiedMemoryError as error:
+            expect(error.attributes, f"{name}: the error names no device attribute")
+            expect(all(key in str(error) for key in error.attributes), f"{name}: the message does not name them")
+        else:
+            raise FailureError(f"{name} was served without unified memory")
+    return "layer, weight, mutable tensor, activation"
+
+
+def _apply(function: Any) -> None:
+    function(torch.zeros(4), UnifiedMemoryPolicy.REQUIRE_UNIFIED, device="cpu", providers=())
+
+
+@check("prefer_activation")
+def check_prefer_activation(case: Case, subject: object) -> str:
+    """PREFER_UNIFIED never copies an activation: the very same tensor comes back, and no more is allocated."""
+    del case, subject
+    x = _x()
+    same, decision = memory.apply_input_policy(x, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
+    expect(same is x, "another tensor came back")
+    expect(decision.bytes == 0, f"{decision.bytes} bytes were promoted")
+    large = torch.zeros(64, 1 << 16)
+    used = watch(lambda: memory.apply_input_policy(large, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu"))
+    expect(used.float_elements == 0, f"{used.float_elements} elements were made")
+    expect((used.peak_bytes or 0) < large.nbytes // 8, f"memory peaked by {used.peak_bytes} bytes")
+    counts = {}
+    for policy in (UnifiedMemoryPolicy.DISABLED, UnifiedMemoryPolicy.PREFER_UNIFIED):
+        _, layer = _layer(policy)
+        before = x.clone()
+        layer(x)
+        expect(torch.equal(x, before), f"{policy.value}: the activation was changed")
+        counts[policy] = watch(lambda layer=layer: layer(x)).float_elements  # type: ignore[misc]
+    expect(len(set(counts.values())) == 1, f"elements made: {counts}")
+    return "no allocation, no copy"

@@ -1,0 +1,148 @@
+"""Checks over many calls: quantising and training."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from q4_conformance.judge import judge
+from q4_conformance.oracle import Reference, exact_weight
+from q4_conformance.outcome import FailureError
+from q4_conformance.table import check, expect
+from q4core import BUILTIN_FORMATS, dequantize, quantize, training
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from q4_conformance.table import Case
+    from q4core import PackedWeight
+
+_CALLS = 10_000
+_STEPS = 1_000
+_STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process.
+
+    Raises:
+        FailureError: The system does not say.
+    """
+    gc.collect()
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * 4096
+    except OSError as error:
+        raise FailureError(f"resident memory can't be read: {error}") from error
+
+
+def _bits(weight: PackedWeight) -> bytes:
+    return b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in weight.tensors())
+
+
+@check("quantise_often")
+def check_quantise_often(case: Case, subject: object) -> str:
+    """10,000 quantise and dequantise calls: finite, the same bits each time, and memory stays where it was."""
+    del case, subject
+    names = sorted(BUILTIN_FORMATS)
+    dense = torch.randn(4, 256, generator=torch.Generator().manual_seed(18)) * 0.1
+    expected = {}
+    for name in names:
+        weight = quantize(dense, name)
+        values = dequantize(weight, torch.float32)
+        expect(bool(torch.isfinite(values).all()), f"{name}: not finite")
+        exact = torch.from_numpy(exact_weight(weight)).to(torch.float32)
+        expect(torch.equal(values, exact), f"{name}: dequantised to other numbers than its bytes mean")
+        expected[name] = (_bits(weight), values)
+    size = max(len(bits) for bits, _ in expected.values())
+    start = 0
+    for call in range(_CALLS):
+        if call == _CALLS // 10:
+            start = resident_bytes()
+        name = names[call % len(names)]
+        bits, values = expected[name]
+        weight = quantize(dense, name)
+        expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
+        expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
+    grown = resident_bytes() - start
+    limit = size * (_CALLS - _CALLS // 10) // 10  # a tenth of one lost packed weight per call
+    expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
+    return f"{_CALLS} calls over {len(names)} formats, memory grew by {grown} bytes"
+
+
+def _product(
+    left: NDArray[np.float64], right: NDArray[np.float64], added: NDArray[np.float64] | None = None
+) -> Reference:
+    """Return the exact ``left @ right + added``, ready to be judged."""
+    value, size = left @ right, np.abs(left) @ np.abs(right)
+    if added is not None:
+        value, size = value + added, size + np.abs(added)
+    underflow = (1 + np.abs(left)).sum(axis=-1, keepdims=True) * (1 + np.abs(right).max())
+    return Reference(value=value, size=size, underflow=underflow, is_zero=size == 0, steps=left.shape[-1] + 8)
+
+
+@check("ste_gradients")
+def check_ste_gradients(case: Case, subject: object) -> str:
+    """``linear_ste``: forward is the quantised weight's, gradients are finite, not zero, and the analytic ones."""
+    del case, subject
+    generator = torch.Generator().manual_seed(19)
+    for name in sorted(BUILTIN_FORMATS):
+        master = (torch.randn(24, 128, generator=generator) * 0.2).requires_grad_()
+        x = torch.randn(5, 128, generator=generator).requires_grad_()
+        bias = torch.randn(24, generator=generator).requires_grad_()
+        grad = torch.randn(5, 24, generator=generator)
+        dense = exact_weight(quantize(master.detach(), name))
+        seen = training.ste_weight(master, name)
+        expect(torch.equal(seen.detach(), torch.from_numpy(dense).to(torch.float32)), f"{name}: another weight")
+        y = training.linear_ste(x, master, bias, format=name)
+        y.backward(grad)
+        inputs, outer = (item.detach().to(torch.float64).numpy() for item in (x, grad))
+        analytic = {
+            "y": (y.detach(), _product(inputs, dense.T, bias.detach().to(torch.float64).numpy())),
+            "x": (x.grad, _product(outer, dense)),
+            "master": (master.grad, _product(outer.T, inputs)),
+            "bias": (bias.grad, _product(np.ones((1, 5)), outer)),
+        }
+        for what, (got, reference) in analytic.items():
+            if got is None:
+                raise FailureError(f"{name}: no gradient of {what}")
+            verdict = judge(got.reshape(reference.value.shape), reference, out_dtype=torch.float32)
+            expect(verdict.passed, f"{name}, {what}: {verdict}")
+            expect(bool(got.any()), f"{name}: the gradient of {what} is zero")
+    return f"{len(BUILTIN_FORMATS)} formats: y, x, master, bias"
+
+
+@check("train_long")
+def check_train_long(case: Case, subject: object) -> str:
+    """1,000 steps of a plain training loop: no crash, finite gradients, a falling loss, flat memory."""
+    del case, subject
+    generator = torch.Generator().manual_seed(20)
+    x = torch.randn(64, 64, generator=generator)
+    target = torch.tanh(x @ torch.randn(64, 16, generator=generator) / 8)
+    first = torch.nn.Parameter(torch.randn(64, 64, generator=generator) / 8)
+    second = torch.nn.Parameter(torch.randn(16, 64, generator=generator) / 8)
+    bias = torch.nn.Parameter(torch.zeros(16))
+    optimiser = torch.optim.Adam([first, second, bias], lr=3e-3)
+    losses, start = [], 0
+    for step in range(_STEPS):
+        if step == _STEPS // 10:
+            start = resident_bytes()
+        hidden = torch.relu(training.linear_ste(x, first, format="nvfp4"))
+        loss = torch.nn.functional.mse_loss(training.linear_ste(hidden, second, bias, format="nf4"), target)
+        optimiser.zero_grad()
+        loss.backward()
+        for name, parameter in (("first", first), ("second", second), ("bias", bias)):
+            grad = parameter.grad
+            expect(grad is not None and bool(torch.isfinite(grad).all()), f"step {step}: gradient of {name}")
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    grown = resident_bytes() - start
+    dense = first.numel() * first.element_size()
+    limit = dense * (_STEPS - _STEPS // 10) // 10  # a tenth of one lost dense weight per step
+    expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
+    head, tail = sum(losses[:50]) / 50, sum(losses[-50:]) / 50
+    expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
+    return f"loss {head:.4g} to {tail:.4g}, memory grew by {grown} bytes"

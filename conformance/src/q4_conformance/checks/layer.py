@@ -1,0 +1,270 @@
+"""Checks of a layer's duties beside its numbers: refusals, state, export, and the truth of its record."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.checks.policy import serves_kernels
+from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.oracle import decode_codes, decode_scales, exact_weight
+from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.proxies import Proxy
+from q4_conformance.subject import make_registry
+from q4_conformance.table import check, expect
+from q4_conformance.watch import watch
+from q4core import (
+    BackendUnavailableError,
+    BlockOrder,
+    ComputePath,
+    Feature,
+    InputError,
+    PathKind,
+    Q4Error,
+    ReasonCode,
+    ScaleKind,
+    Session,
+    WeightError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from q4_conformance.subject import BackendSubject
+    from q4_conformance.table import Case
+    from q4core import PackedWeight
+
+_NAME = "model.layers.7.mlp.up_proj"
+
+
+def _damaged(weight: PackedWeight) -> Iterator[tuple[str, PackedWeight]]:
+    """Yield weights whose numbers no checkpoint may hold."""
+    nan_bytes = {ScaleKind.E8M0: 255, ScaleKind.E4M3: 0x7F, ScaleKind.E4M3_MUL: 0x7F, ScaleKind.E4M3_DIV: 0x7F}
+    if weight.scale_kind in nan_bytes:
+        stored = weight.scale.clone().view(torch.uint8)
+        stored.view(-1)[-1] = nan_bytes[weight.scale_kind]
+        yield "a NaN scale", attrs.evolve(weight, scale=stored.view(weight.scale.dtype))
+    for field in ("scale", "global_scale", "nested_scale", "offset", "zero", "input_channel_scale"):
+        tensor = getattr(weight, field)
+        if tensor is None or tensor.dtype not in {torch.float32, torch.float16, torch.bfloat16}:
+            continue
+        for value in (float("nan"), float("inf")):
+            spoilt = tensor.clone()
+            spoilt.view(-1)[-1] = value
+            yield f"{value} in {field}", attrs.evolve(weight, **{field: spoilt})
+
+
+def _bad_inputs(case: Case, weight: PackedWeight) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    inputs, outputs, dtype = weight.in_features, weight.out_features, case.dtype
+    good = torch.zeros(3, inputs, dtype=dtype)
+    yield "one in-feature too many", torch.zeros(3, inputs + 1, dtype=dtype), {}
+    yield "one in-feature too few", torch.zeros(3, inputs - 1, dtype=dtype), {}
+    yield "no in-features", torch.zeros(3, 0, dtype=dtype), {}
+    yield "rank 0", torch.zeros((), dtype=dtype), {}
+    for other in {torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8} - {dtype}:
+        yield f"dtype {other}", torch.zeros(3, inputs).to(other), {}
+    yield "another device", torch.zeros(3, inputs, dtype=dtype, device="meta"), {}
+    yield "no tensor", [[0.0] * inputs], {}
+    yield "out= of another shape", good, {"out": torch.zeros(3, outputs + 1, dtype=dtype)}
+    yield "out= of another dtype", good, {"out": torch.zeros(3, outputs, dtype=torch.float64)}
+    yield (
+        "out= over x",
+        good,
+        {"out": good.view(-1)[: 3 * outputs].view(3, outputs)} if outputs <= inputs else {"out": 0},
+    )
+
+
+@check("refusals")
+def check_refusals(case: Case, subject: BackendSubject) -> str:
+    """What does not fit is refused at once by a typed error that names the layer, before any kernel runs."""
+    weight = attrs.evolve(case.weight_recipe.build(), name=_NAME)
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    count = 0
+
+    def refuse(what: str, call: Callable[[], object], kinds: tuple[type[Q4Error], ...], *, named: bool = True) -> None:
+        nonlocal count
+        count += 1
+        try:
+            call()
+        except kinds as error:
+            expect(not named or _NAME in str(error), f"{what}: the error does not name the layer: {error}")
+            expect(error.rule, f"{what}: the error does not say the rule: {error}")
+        except Exception as error:
+            raise FailureError(f"{what}: {type(error).__name__} instead of a typed error: {error}") from error
+        else:
+            raise FailureError(f"{what} was accepted")
+
+    before = sum(layer.diagnostics().calls)
+    for what, x, arguments in _bad_inputs(case, weight):
+        refuse(what, lambda x=x, arguments=arguments: layer.module(x, **arguments), (InputError,))  # type: ignore[misc]
+    expect(sum(layer.diagnostics().calls) == before, "a refused call ran")
+    session = layer.session
+    for what, bias in (
+        ("a bias that is too long", torch.zeros(weight.out_features + 1)),
+        ("a bias of integers", torch.zeros(weight.out_features, dtype=torch.int64)),
+        ("a bias of rank 2", torch.zeros(1, weight.out_features)),
+    ):
+        refuse(what, lambda bias=bias: session.linear(weight, bias), (InputError,))  # type: ignore[misc]
+    refuse("a dense weight", lambda: session.linear(torch.zeros(weight.shape)), (InputError,), named=False)  # type: ignore[arg-type]
+    for what, spoilt in _damaged(weight):
+        refuse(what, lambda spoilt=spoilt: session.linear(spoilt), (WeightError,))  # type: ignore[misc]
+    return f"{count} refusals"
+
+
+def _same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
+    """Return in what two weights differ, or None."""
+    if not np.array_equal(decode_codes(got), decode_codes(weight)):
+        return "codes"
+    if decode_scales(got).tobytes() != decode_scales(weight).tobytes():
+        return "scales"
+    for field in ("offset", "zero", "codebook", "input_channel_scale", "input_permutation"):
+        ours, theirs = getattr(weight, field), getattr(got, field)
+        if (ours is None) != (theirs is None):
+            return field
+        if ours is not None and not torch.equal(ours.to(torch.float64), theirs.to(torch.float64)):
+            return field
+    if got.scale_kind is weight.scale_kind:
+        for field in ("scale", "global_scale", "nested_codebook", "nested_scale", "nested_offset"):
+            ours, theirs = getattr(weight, field), getattr(got, field)
+            if ours is None:
+                continue
+            if theirs is None or ours.dtype != theirs.dtype or _bytes(ours) != _bytes(theirs):
+                return f"stored level {field}"
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@check("export")
+def check_export(case: Case, subject: BackendSubject) -> str:
+    """What was prepared is exported as the weight it was, bit for bit, whole and by rows."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    got = layer.module.packed_weight()
+    difference = _same_weight(got, weight)
+    expect(difference is None, f"the exported weight differs in its {difference}")
+    declared = weight.scale_kind in subject.backend.capabilities.scale_kinds
+    expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")
+    has = "exports" if callable(getattr(subject.backend, "export", None)) else "keeps its source"
+    if weight.blocks is BlockOrder.FLAT:
+        return f"whole, because flat blocks can't be cut into rows; the backend {has}"
+    outputs = weight.out_features
+    index = torch.tensor([outputs - 1, 0, outputs // 2, 0])
+    rows = layer.module.rows(index, torch.float32)
+    expected = torch.from_numpy(exact_weight(weight))[index].to(torch.float32)
+    # One rounding each for code times scale, offset and channel: at most an ulp or two apart where these are there.
+    tolerance = 4 * 2.0**-24 * torch.from_numpy(np.abs(exact_weight(weight)).max(axis=1, keepdims=True))[index]
+    plain = not weight.features & {Feature.OFFSET, Feature.INPUT_CHANNEL_SCALE, Feature.FLOAT_ZERO_POINT}
+    right = torch.equal(rows, expected) if plain else bool(((rows - expected).abs() <= tolerance).all())
+    expect(right, "rows of the exported weight differ")
+    return f"whole and 4 rows; the backend {has}"
+
+
+@check("state")
+def check_state(case: Case, subject: BackendSubject) -> str:
+    """Saved and loaded again, or copied, a layer gives the same bits; running leaves its state alone."""
+    weight = case.weight_recipe.build()
+    bias = torch.linspace(-1, 1, weight.out_features).to(case.dtype)
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows]
+    state = {key: value.clone() for key, value in layer.module.state_dict().items()}
+    results = [layer(x).clone() for x in draws]
+    for x, y in zip(draws, results, strict=True):
+        judge_call(layer, weight, x, y, bias)
+    after = layer.module.state_dict()
+    expect(list(after) == list(state), f"running changed the keys of the state: {sorted(set(after) ^ set(state))}")
+    for key, value in state.items():
+        expect(_bytes(value) == _bytes(after[key]), f"running changed {key!r}")
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    other = subject.layer(attrs.evolve(case.weight_recipe, seed=977).build(), bias, dtype=case.dtype)
+    other.module.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
+    for name, module in (("loaded", other.module), ("copied", copy.deepcopy(layer.module))):
+        for x, y in zip(draws, results, strict=True):
+            expect(torch.equal(module(x), y), f"M = {x.shape[0]}: other bits from the {name} layer")
+    return f"{len(state)} keys"
+
+
+@check("undeclared")
+def check_undeclared(case: Case, subject: BackendSubject) -> str:
+    """A feature that is taken out of the manifest is refused by the core; the backend is not even asked."""
+    weight = case.weight_recipe.build()
+    subject.require_declared(subject.request(weight, dtype=case.dtype))
+    needed = sorted(weight.features | {Feature.GRADIENTS}, key=str)
+    if Feature.GRADIENTS not in subject.backend.capabilities.features:
+        needed.remove(Feature.GRADIENTS)
+    if not needed:
+        raise NotDeclaredError("the weight needs no feature")
+    for feature in needed:
+        manifest = subject.backend.capabilities
+        proxy = Proxy(subject.backend, capabilities=attrs.evolve(manifest, features=manifest.features - {feature}))
+        config = subject.config(gradients=feature is Feature.GRADIENTS, compute_dtype=case.dtype)
+        try:
+            Session(config, registry=make_registry(proxy)).linear(weight)
+        except BackendUnavailableError as error:
+            codes = [reason.code for item in error.rejections for reason in item.reasons]
+            expect(codes == [ReasonCode.FEATURE], f"{feature.value}: refused for {codes}")
+        else:
+            raise FailureError(f"a weight that needs {feature.value!r} was served without its being declared")
+        expect(proxy.checks == 0, f"{feature.value}: the backend was asked")
+    return ", ".join(feature.value for feature in needed)
+
+
+@check("record")
+def check_record(case: Case, subject: BackendSubject) -> str:
+    """The record says truly which path ran how often, for every range of M."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    segments = layer.diagnostics().segments
+    wanted = [0] * len(segments)
+    ends = {end for segment in segments for end in (segment.low, segment.high) if end is not None and end <= 4096}  # noqa: PLR2004  # sensible
+    for turn, rows in enumerate(sorted({*case.rows, *ends})):
+        for _ in range(turn + 1):
+            layer(torch.zeros(rows, weight.in_features, dtype=case.dtype, device=layer.device))
+        if rows:
+            index = next(i for i, s in enumerate(segments) if s.low <= rows and (s.high is None or rows <= s.high))
+            wanted[index] += turn + 1
+    record = layer.diagnostics()
+    expect(list(record.calls) == wanted, f"calls are recorded as {list(record.calls)}, were {wanted}")
+    best = segments[max(range(len(wanted)), key=lambda index: (wanted[index], -index))].path.name
+    expect(record.path_name == best, f"path {record.path_name!r} is recorded, {best!r} ran most")
+    expect(record.prepared_bytes > 0, "no prepared bytes are recorded")
+    return ", ".join(f"{segment.path.name}: {calls}" for segment, calls in zip(segments, wanted, strict=True))
+
+
+@check("kind")
+def check_kind(case: Case, subject: BackendSubject) -> str:
+    """A path that says KERNEL makes no dense weight, neither whole nor in slices."""
+    weight = case.weight_recipe.build()
+    if not serves_kernels(subject, case, weight):
+        raise NotDeclaredError("no kernel path for every M is offered")
+    layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
+    request = subject.request(weight, dtype=case.dtype)
+    outputs, inputs = weight.shape
+    seen = []
+    for segment in layer.diagnostics().segments:
+        expect(segment.path.kind is PathKind.KERNEL, f"{segment.path.name} is no kernel path")
+        rows = segment.low
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        layer(x)
+        prepared = subject.prepare(weight, request)
+        out = torch.empty(rows, outputs, dtype=case.dtype, device=layer.device)
+        used = watch(lambda: subject.backend.linear(prepared, x, out, bias=None, path=segment.path.name))  # noqa: B023  # runs at once
+        judge_call(layer, weight, x, out)
+        # A copy of x in float32, and partial results, are legitimate; half the weight's elements are not.
+        most = outputs * inputs // 2 + 4 * rows * (inputs + outputs)
+        what = f"{segment.path.name}, M = {rows}"
+        expect(used.float_elements <= most, f"{what}: {used.float_elements} floating-point elements were made")
+        if used.peak_bytes is not None:
+            limit = outputs * inputs + 16 * rows * (inputs + outputs)
+            expect(used.peak_bytes <= limit, f"{what}: memory peaked by {used.peak_bytes} bytes, more than {limit}")
+        seen.append(f"{what}: {used.float_elements} elements, peak {used.peak_bytes} bytes")
+    return "; ".join(seen)

@@ -1,0 +1,169 @@
+"""Checks of numbers: what comes out, against the oracle, element by element."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4_conformance.grids import draw_free, draw_on_grid
+from q4_conformance.judge import judge, judge_noise
+from q4_conformance.oracle import exact_input_gradient, exact_linear
+from q4_conformance.outcome import FailureError
+from q4_conformance.table import check, expect
+from q4core import BackendUnavailableError, InputError, WeightError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+    from q4_conformance.subject import Layer, Subject
+    from q4_conformance.table import Case
+    from q4core import PackedWeight
+
+__all__ = ["draw", "judge_call", "make_bias"]
+
+_MOST_DRAWS = 8
+_HALF_SHIFT = -8
+"""Edge weights hold scales of 2^10: activations this much smaller keep float16 results in range."""
+
+
+def make_bias(case: Case, weight: PackedWeight) -> torch.Tensor:
+    """Return a bias [N] of the case's dtype, about as large as the results."""
+    generator = torch.Generator().manual_seed(case.seeds[0])
+    return (torch.randn(weight.out_features, generator=generator) * 2).to(case.dtype)
+
+
+def draw(case: Case, layer: Layer, weight: PackedWeight, rows: int, seed: int) -> torch.Tensor:
+    """Return activations [rows, K] on the grid of the path that serves that many rows, on the layer's device."""
+    shift = _HALF_SHIFT if case.dtype is torch.float16 and case.weight_recipe.has_edges else 0
+    x = draw_on_grid(
+        layer.precision(rows), rows, weight.in_features, dtype=case.dtype, seed=seed, weight=weight, shift=shift
+    )
+    return x.to(layer.device)
+
+
+def judge_call(
+    layer: Layer, weight: PackedWeight, x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[float, np.ndarray]:
+    """Judge one result; return its error over its bound, and which elements were blind.
+
+    Raises:
+        FailureError: It is wrong.
+    """
+    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]))
+    verdict = judge(y, reference, out_dtype=x.dtype, device=layer.device)
+    if not verdict.passed:
+        raise FailureError(f"M = {x.shape[0]}: {verdict}")
+    return verdict.ratio, verdict.blind
+
+
+def _seeds(case: Case) -> Iterator[int]:
+    yield from case.seeds
+    yield from range(case.seeds[-1] + 1, case.seeds[-1] + 1 + _MOST_DRAWS - len(case.seeds))
+
+
+def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None) -> str:
+    """Judge each M, drawing until every element has been seen."""
+    worst, elements, draws = 0.0, 0, 0
+    for rows in case.rows:
+        unseen: np.ndarray | None = None
+        for count, seed in enumerate(_seeds(case), start=1):
+            x = draw(case, layer, weight, rows, seed)
+            ratio, blind = judge_call(layer, weight, x, layer(x), bias)
+            worst, elements, draws = max(worst, ratio), elements + blind.size, draws + 1
+            unseen = blind if unseen is None else unseen & blind
+            if count >= len(case.seeds) and not unseen.any():
+                break
+        if unseen is not None and unseen.any():
+            raise FailureError(f"M = {rows}: {int(unseen.sum())} elements can't be told from zero in {draws} draws")
+    return f"{elements} elements in {draws} draws, worst error {worst:.3g} of its bound"
+
+
+@check("values")
+def check_values(case: Case, subject: Subject) -> str:
+    """Every element of every draw lies within the bound."""
+    weight = case.weight_recipe.build()
+    return _sweep(case, subject.layer(weight, dtype=case.dtype, precision=case.precision), weight, None)
+
+
+@check("bias")
+def check_bias(case: Case, subject: Subject) -> str:
+    """The same with a bias, which is added before the one rounding."""
+    weight = case.weight_recipe.build()
+    bias = make_bias(case, weight)
+    return _sweep(case, subject.layer(weight, bias, dtype=case.dtype, precision=case.precision), weight, bias)
+
+
+@check("awkward")
+def check_awkward(case: Case, subject: Subject) -> str:
+    """Awkward shapes and addresses are refused with a typed reason, or computed right."""
+    weight = case.weight_recipe.build()
+    try:
+        layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    except FailureError as error:
+        if isinstance(error.__cause__, BackendUnavailableError):
+            return f"refused: {error.__cause__}"
+        raise
+    except (WeightError, InputError) as error:
+        return f"refused: {error}"
+    return _sweep(case, layer, weight, None)
+
+
+@check("gradient")
+def check_gradient(case: Case, subject: Subject) -> str:
+    """The gradient to the input is there and exact: grad @ w, by the oracle's weight."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
+    worst = 0.0
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
+        y = layer(x)
+        judge_call(layer, weight, x.detach(), y.detach())
+        expect(y.requires_grad, f"M = {rows}: the result does not require gradients")
+        grad = (torch.randint(-64, 65, y.shape, generator=torch.Generator().manual_seed(rows)) / 16).to(case.dtype)
+        y.backward(grad.to(layer.device))
+        if x.grad is None:
+            raise FailureError(f"M = {rows}: no gradient arrived")
+        reference = exact_input_gradient(weight, grad)
+        verdict = judge(x.grad, reference, out_dtype=case.dtype, device=layer.device)
+        expect(verdict.passed, f"M = {rows}, gradient: {verdict}")
+        worst = max(worst, verdict.ratio)
+    return f"worst error {worst:.3g} of its bound"
+
+
+@check("non_finite")
+def check_non_finite(case: Case, subject: Subject) -> str:
+    """NaN or infinity in one row of x makes that row non-finite, and leaves the others right."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for rows in (3, 40):
+            x = draw(case, layer, weight, rows, case.seeds[0])
+            x[1, weight.in_features // 2] = value
+            y = layer(x)
+            finite = int(torch.isfinite(y[1]).sum())
+            expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")
+            others = [row for row in range(rows) if row != 1]
+            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows))
+            verdict = judge(y[others], reference, out_dtype=case.dtype)
+            expect(verdict.passed, f"M = {rows}, rows beside {value}: {verdict}")
+    return "NaN and both infinities"
+
+
+@check("noise")
+def check_noise(case: Case, subject: Subject) -> str:
+    """Free-range activations: the mean square error is what the precision's quantiser makes."""
+    weight = case.weight_recipe.build()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    worst = 0.0
+    for rows in case.rows:
+        for seed in case.seeds:
+            x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
+            codebook = layer.codebook(rows)
+            precision = layer.precision(rows)
+            verdict = judge_noise(layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook)
+            expect(verdict.passed, f"M = {rows}: {verdict}")
+            worst = max(worst, verdict.ratio)
+    return f"worst mean square error {worst:.3g} of what is allowed"

@@ -1,0 +1,153 @@
+"""How a case ends, and the report over all of them."""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report"]
+
+
+class Outcome(enum.Enum):
+    """The six ways in which a case ends; only PASS counts."""
+
+    PASS = "pass"  # noqa: S105  # an outcome, not a password
+    FAIL = "fail"
+    NOT_DECLARED = "not_declared"
+    """The subject does not claim to do this; printed, never counted as a pass."""
+    NOT_TESTABLE = "not_testable"
+    """The hardware is not here."""
+    CRASH = "crash"
+    """The process died."""
+    TIMEOUT = "timeout"
+
+
+class FailureError(Exception):
+    """Raised by a check where what must hold does not; the message says what was found."""
+
+
+class NotDeclaredError(Exception):
+    """Raised by a check where the subject does not declare what the case needs."""
+
+
+class NotTestableError(Exception):
+    """Raised by a check where this machine lacks what the case needs."""
+
+
+@attrs.frozen(kw_only=True)
+class CaseResult:
+    """How one case ended.
+
+    Args:
+        case: Its id.
+        contract: ``"TC-09"`` and the like.
+        outcome: How it ended.
+        message: Why, in a sentence; what was measured, where it passed.
+        seconds: How long it took.
+        is_fallback: It passed, but the reference computed instead of the subject.
+    """
+
+    case: str
+    contract: str
+    outcome: Outcome
+    message: str
+    seconds: float = 0.0
+    is_fallback: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return attrs.asdict(self, recurse=False) | {"outcome": self.outcome.value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> CaseResult:
+        """Return the result that ``to_dict`` wrote."""
+        return cls(**values | {"outcome": Outcome(values["outcome"])})
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.outcome.name:<12} {self.case}: {self.message}"
+
+
+def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """What a run over a table of cases showed.
+
+    Args:
+        subject: Who was judged.
+        expected: The ids of all cases of the table, counted apart from the results.
+        results: One for each case that ran.
+    """
+
+    subject: str
+    expected: tuple[str, ...] = attrs.field(converter=_as_tuple)
+    results: tuple[CaseResult, ...] = attrs.field(converter=_as_tuple)
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """How many cases ended in each way."""
+        return {outcome: sum(result.outcome is outcome for result in self.results) for outcome in Outcome}
+
+    @property
+    def passed_by_fallback(self) -> int:
+        """How many of the passes were the reference's."""
+        return sum(result.is_fallback for result in self.results if result.outcome is Outcome.PASS)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Cases of the table without a result, and results without a case."""
+        ran = [result.case for result in self.results]
+        return tuple(sorted(set(self.expected) ^ set(ran)) + [case for case in set(ran) if ran.count(case) > 1])
+
+    @property
+    def passed(self) -> bool:
+        """Whether something ran and passed, nothing ended badly, and the results add up to the table."""
+        counts = self.counts
+        bad = counts[Outcome.FAIL] + counts[Outcome.CRASH] + counts[Outcome.TIMEOUT]
+        return counts[Outcome.PASS] > 0 and bad == 0 and not self.missing
+
+    def of(self, contract: str) -> tuple[CaseResult, ...]:
+        """Return the results of one contract case, such as ``"TC-09"``."""
+        return tuple(result for result in self.results if result.contract == contract)
+
+    def failures(self) -> tuple[CaseResult, ...]:
+        """Return the results that ended badly."""
+        bad = {Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT}
+        return tuple(result for result in self.results if result.outcome in bad)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return the report as JSON."""
+        return json.dumps(
+            {
+                "subject": self.subject,
+                "passed": self.passed,
+                "cases": len(self.expected),
+                "counts": {outcome.value: count for outcome, count in self.counts.items()},
+                "passed_by_fallback": self.passed_by_fallback,
+                "missing": list(self.missing),
+                "results": [result.to_dict() for result in self.results],
+            },
+            indent=indent,
+            ensure_ascii=False,
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each case that did not pass, and the counts."""
+        lines = [str(result) for result in self.results if result.outcome is not Outcome.PASS]
+        counts = ", ".join(f"{count} {outcome.value}" for outcome, count in self.counts.items() if count)
+        verdict = "passed" if self.passed else "NOT PASSED"
+        total = f"{self.subject}: {verdict}; {len(self.expected)} cases: {counts or 'none ran'}"
+        if self.passed_by_fallback:
+            total += f" ({self.passed_by_fallback} passes by fallback)"
+        if self.missing:
+            total += f"; results do not add up: {', '.join(self.missing)}"
+        return "\n".join([*lines, total])

@@ -1,0 +1,80 @@
+"""The diagnostics events of a block of code, as the ``logging`` tree carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4core import Q4FallbackWarning, Q4ProbeWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Recording", "recorded", "unique"]
+
+_LOGGER = "q4core"
+_counter = itertools.count(1)
+
+
+def unique(text: str) -> str:
+    """Return a text that no other call gave, so that what is told once per text is told."""
+    return f"{text} #{next(_counter)}"
+
+
+@attrs.define
+class Recording:
+    """What was told.
+
+    Args:
+        events: (name, fields) of every event.
+        warned: Every fallback or probe warning.
+    """
+
+    events: list[tuple[str, dict[str, Any]]] = attrs.field(factory=list)
+    warned: list[warnings.WarningMessage] = attrs.field(factory=list)
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """Return the fields of every event of one name."""
+        return [fields for event, fields in self.events if event == name]
+
+    def of(self, category: type[Warning]) -> list[str]:
+        """Return the messages of every warning of one class."""
+        return [str(item.message) for item in self.warned if issubclass(item.category, category)]
+
+
+class _Handler(logging.Handler):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(logging.DEBUG)
+        self._recording = recording
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "q4_event", None)
+        if event is not None:
+            self._recording.events.append((event, dict(getattr(record, "q4_fields", {}))))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Record events and warnings inside the ``with`` block; the warnings go nowhere else."""
+    recording = Recording()
+    logger = logging.getLogger(_LOGGER)
+    handler, level, propagate = _Handler(recording), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("error")
+            for category in (Q4FallbackWarning, Q4ProbeWarning):
+                warnings.simplefilter("always", category)
+            yield recording
+            recording.warned.extend(warned)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

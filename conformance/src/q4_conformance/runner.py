@@ -1,0 +1,122 @@
+"""Runs a table of cases against a backend, a bare function, or the core."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance import checks
+from q4_conformance.cases import backend_cases, core_cases, linear_cases, select_cases
+from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
+from q4_conformance.recording import recorded
+from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
+from q4_conformance.table import CHECKS
+from q4core import BUILTIN_FORMATS, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from q4_conformance.table import Case
+    from q4core import Backend, Format
+
+__all__ = ["check_core", "check_linear", "run_case", "run_cases"]
+
+_HELD = checks
+"""Importing it fills ``CHECKS``."""
+_FRAMES = 3
+
+
+def run_case(case: Case, subject: Any) -> CaseResult:
+    """Run one case; every way of ending becomes a result."""
+    started = time.perf_counter()
+    try:
+        with recorded():
+            message = CHECKS[case.check](case, subject)
+        outcome = Outcome.PASS
+    except FailureError as error:
+        outcome, message = Outcome.FAIL, str(error)
+    except NotDeclaredError as error:
+        outcome, message = Outcome.NOT_DECLARED, str(error)
+    except NotTestableError as error:
+        outcome, message = Outcome.NOT_TESTABLE, str(error)
+    except Exception as error:  # noqa: BLE001  # the subject's code runs here: whatever it raises is a failure
+        place = " < ".join(
+            f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
+        )
+        outcome, message = Outcome.FAIL, f"{type(error).__name__}: {error} (in {place})"
+    return CaseResult(
+        case=case.id,
+        contract=case.contract,
+        outcome=outcome,
+        message=message,
+        seconds=time.perf_counter() - started,
+        is_fallback=getattr(subject, "name", None) == REFERENCE,
+    )
+
+
+def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] | None) -> Report:
+    expected = tuple(case.id for case in cases)
+    results = []
+    for case in cases:
+        result = run_case(case, subject)
+        results.append(result)
+        if watch is not None:
+            watch(result)
+    return Report(subject=name, expected=expected, results=results)
+
+
+def run_cases(
+    backend: Backend | str,
+    formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS),
+    *,
+    device: str = "cpu",
+    only: Iterable[str] = (),
+    watch: Callable[[CaseResult], object] | None = None,
+) -> Report:
+    """Judge a backend by every case that concerns it.
+
+    Args:
+        backend: The backend, or the name of an installed one.
+        formats: Formats to judge it on; those that it does not declare end as NOT_DECLARED.
+        device: Where to compute.
+        only: Texts with which the ids to run start; none runs all.
+        watch: Called with each result as it comes.
+
+    Raises:
+        LookupError: No such backend is installed, or the reference is not.
+    """
+    subject = BackendSubject(backend, device=device)
+    chosen = tuple(formats)
+    cases = select_cases((*linear_cases(chosen), *backend_cases(chosen)), only)
+    return _run(cases, subject, subject.name, watch)
+
+
+def check_linear(
+    function: Callable[..., torch.Tensor],
+    format: str | Format,  # noqa: A002  # what people call it
+    *,
+    only: Iterable[str] = (),
+    watch: Callable[[CaseResult], object] | None = None,
+    **claims: Any,
+) -> Report:
+    """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
+
+    Args:
+        function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None.
+        format: The format to judge it on.
+        only: As for ``run_cases``.
+        watch: As for ``run_cases``.
+        **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
+            ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
+    """
+    claims.setdefault("precision", Precision.W4A32)
+    subject = FunctionSubject(function=function, **claims)
+    return _run(select_cases(linear_cases([format]), only), subject, subject.name, watch)
+
+
+def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:
+    """Judge the core and its reference path."""
+    return _run(select_cases(core_cases(), only), None, "q4core", watch)

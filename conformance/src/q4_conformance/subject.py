@@ -1,0 +1,299 @@
+"""Who is judged: a backend behind a session, or a bare function."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import torch
+
+from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4core import (
+    ActivationPrecision,
+    BackendUnavailableError,
+    ComputePath,
+    PathKind,
+    Precision,
+    PrepareContext,
+    Registry,
+    Request,
+    Session,
+    SessionConfig,
+    default_registry,
+    hookimpl,
+    select,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear
+
+__all__ = ["BackendSubject", "FunctionSubject", "Layer", "Subject", "make_registry", "plugin_of", "reference_backend"]
+
+REFERENCE = "dequant-fallback"
+_WISHES = {
+    ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
+    ActivationPrecision.INT8: frozenset({Precision.W4A8}),
+    ActivationPrecision.FP4: frozenset({Precision.W4A4}),
+}
+
+
+class Layer(Protocol):
+    """A linear layer over one weight, as checks call it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where x must be."""
+        ...
+
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``."""
+        ...
+
+    def precision(self, rows: int) -> Precision:
+        """Return the precision in which that many rows are computed."""
+        ...
+
+    def codebook(self, rows: int) -> tuple[float, ...] | None:
+        """Return the values that the path uses in place of the format's codebook, or None."""
+        ...
+
+
+class Subject(Protocol):
+    """Who is judged."""
+
+    name: str
+
+    def layer(
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        precision: ActivationPrecision = ActivationPrecision.EXACT,
+        gradients: bool = False,
+    ) -> Layer:
+        """Return a layer.
+
+        Raises:
+            NotDeclaredError: The subject does not claim to serve such a weight.
+            FailureError: It claims to, and does not.
+        """
+        ...
+
+
+def plugin_of(*backends: Backend) -> types.SimpleNamespace:
+    """Return a plugin that brings these backends."""
+
+    @hookimpl
+    def q4_backends() -> list[Backend]:
+        return list(backends)
+
+    return types.SimpleNamespace(q4_backends=q4_backends)
+
+
+def reference_backend() -> Backend:
+    """Return the reference backend that is installed.
+
+    Raises:
+        LookupError: It is not.
+    """
+    backends = default_registry().backends()
+    if REFERENCE not in backends:
+        raise LookupError(f"backend {REFERENCE!r} is not installed; the kit needs it beside the one that it judges")
+    return backends[REFERENCE]
+
+
+def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:
+    """Return a registry of these backends and the reference."""
+    plugins: list[tuple[str, object]] = [(f"plugin of {item.name}", plugin_of(item)) for item in backends]
+    if with_reference and all(item.name != REFERENCE for item in backends):
+        plugins.append((REFERENCE, plugin_of(reference_backend())))
+    return Registry(plugins)
+
+
+@attrs.frozen(eq=False)
+class BackendLayer:
+    """A ``Q4Linear`` that one backend serves."""
+
+    module: Q4Linear
+    session: Session
+    """Kept, because its end would close the layer."""
+    paths: Callable[[int], KernelPath]
+
+    @property
+    def device(self) -> torch.device:
+        """Where x must be."""
+        return self.module.device
+
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``."""
+        y: torch.Tensor = self.module(x, out=out)
+        return y
+
+    def precision(self, rows: int) -> Precision:
+        """Return the precision of the path that serves that many rows."""
+        return self.paths(max(rows, 1)).precision
+
+    def codebook(self, rows: int) -> tuple[float, ...] | None:
+        """Return the codebook that this path approximates by, or None."""
+        return self.paths(max(rows, 1)).codebook
+
+    def diagnostics(self) -> Diagnostics:
+        """Return the layer's record."""
+        return self.module.diagnostics()
+
+
+class BackendSubject:
+    """A backend, called through sessions that name it.
+
+    Args:
+        backend: The backend, or the name of an installed one.
+        device: Where to compute.
+
+    Raises:
+        LookupError: No backend of that name is installed.
+    """
+
+    def __init__(self, backend: Backend | str, *, device: str = "cpu") -> None:
+        if isinstance(backend, str):
+            installed = default_registry().backends()
+            if backend not in installed:
+                raise LookupError(f"no backend {backend!r} is installed; there are {', '.join(installed) or 'none'}")
+            backend = installed[backend]
+        self.backend = backend
+        self.name = backend.name
+        self.device = torch.device(device)
+        self.registry = make_registry(backend)
+
+    def config(self, **wishes: Any) -> SessionConfig:
+        """Return a configuration that names this backend, with further wishes."""
+        facts: dict[str, Any] = {"backend": self.name, "compute_path": ComputePath.AUTO, "device": str(self.device)}
+        return SessionConfig(**facts | wishes)
+
+    def request(self, weight: PackedWeight, **facts: Any) -> Request:
+        """Return the request that a layer over ``weight`` makes."""
+        return Request.for_weight(weight, device=self.device, **facts)
+
+    def require_declared(self, request: Request) -> None:
+        """Raise ``NotDeclaredError`` where the manifest alone refuses a request."""
+        reasons = self.backend.capabilities.refusals(request)
+        if reasons:
+            raise NotDeclaredError("; ".join(reason.message for reason in reasons))
+        wanted = _WISHES.get(request.precision)
+        if wanted is not None and not wanted & self.backend.capabilities.precisions:
+            raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
+
+    def layer(  # noqa: PLR0913  # the facts of one layer
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        precision: ActivationPrecision = ActivationPrecision.EXACT,
+        gradients: bool = False,
+        compute_path: ComputePath = ComputePath.AUTO,
+    ) -> BackendLayer:
+        """Return a layer that this backend serves, as ``Subject.layer`` says."""
+        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients)
+        self.require_declared(request)
+        config = self.config(
+            compute_dtype=dtype, activation_precision=precision, gradients=gradients, compute_path=compute_path
+        )
+        session = Session(config, registry=self.registry)
+        try:
+            module = session.linear(weight, bias)
+        except BackendUnavailableError as error:
+            raise FailureError(f"declared, then refused: {error}") from error
+        served = module.diagnostics().backend
+        if served != self.name:
+            raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
+        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for)
+
+    def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
+        """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""
+        seen = select(request, self.config(activation_precision=request.precision), registry=self.registry)
+        source = weight.to(self.device)
+        if source.scale_kind is not seen.backend_request.scale_kind:
+            source = source.with_plain_scale()
+        source = source.repack(seen.backend_request.packing)
+        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device))
+
+    def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
+        """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""
+        verdict = self.backend.check(request)
+        return tuple(path for path in verdict.paths if path.kind is PathKind.KERNEL)
+
+
+@attrs.frozen(eq=False)
+class FunctionLayer:
+    """A bare function over one weight."""
+
+    function: Callable[..., torch.Tensor]
+    weight: PackedWeight
+    bias: torch.Tensor | None
+    activations: Precision
+    approximate: tuple[float, ...] | None
+    device: torch.device
+
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Call the function."""
+        if out is None:
+            return self.function(x, self.weight, self.bias)
+        return self.function(x, self.weight, self.bias, out=out)
+
+    def precision(self, rows: int) -> Precision:
+        """Return the declared precision."""
+        del rows
+        return self.activations
+
+    def codebook(self, rows: int) -> tuple[float, ...] | None:
+        """Return the declared approximation of the codebook."""
+        del rows
+        return self.approximate
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class FunctionSubject:
+    """A function ``fn(x, weight, bias) -> y`` and what is claimed of it.
+
+    Args:
+        function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None; with ``has_out`` also ``out=``.
+        name: For messages.
+        precision: In what precision it computes.
+        dtypes: dtypes of x.
+        codebook: The values that it uses in place of the format's codebook.
+        has_out: Whether it takes ``out=``.
+        has_gradients: Whether gradients flow to x.
+        device: Where x is.
+    """
+
+    function: Callable[..., torch.Tensor]
+    name: str = "function"
+    precision: Precision = Precision.W4A32
+    dtypes: Sequence[torch.dtype] = (torch.float32,)
+    codebook: tuple[float, ...] | None = None
+    has_out: bool = False
+    has_gradients: bool = False
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
+
+    def layer(
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        precision: ActivationPrecision = ActivationPrecision.EXACT,
+        gradients: bool = False,
+    ) -> FunctionLayer:
+        """Return a layer, as ``Subject.layer`` says."""
+        if dtype not in self.dtypes:
+            raise NotDeclaredError(f"dtype {dtype} is not declared")
+        if self.precision not in _WISHES.get(precision, frozenset(Precision)):
+            raise NotDeclaredError(f"activation precision {precision.value!r} is not declared")
+        if gradients and not self.has_gradients:
+            raise NotDeclaredError("gradients are not declared")
+        placed = weight.to(self.device)
+        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device)

@@ -1,0 +1,107 @@
+"""What a call allocates: torch's own tensors, and the peak of the process's memory.
+
+A path that says KERNEL computes from 4-bit data. One that makes the dense weight first, whole or slice by slice, makes
+N × K floating-point elements on the way; torch's dispatcher sees them when torch makes them, and the peak of resident
+memory shows whole ones that native code makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Allocations", "watch"]
+
+_KIB = 1024
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@attrs.frozen
+class Allocations:
+    """What one call allocated.
+
+    Args:
+        float_elements: Floating-point elements in all tensors that torch made, added up.
+        peak_bytes: By how much resident memory peaked above its start; None where the system doesn't say.
+    """
+
+    float_elements: int
+    peak_bytes: int | None
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the floating-point elements of every new storage."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        inputs = _tensors(args) + _tensors(tuple((kwargs or {}).values()))
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}  # views and in-place results make nothing
+        for tensor in _tensors((result,)):
+            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
+                self.elements += tensor.untyped_storage().nbytes() // tensor.element_size()
+        return result
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(tuple(value))
+    return found
+
+
+def _status(field: str) -> int | None:
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(field):
+            return int(line.split()[1]) * _KIB
+    return None
+
+
+def _reset_peak() -> bool:
+    """Give freed memory back to the system and start the peak anew; say whether that worked."""
+    if sys.platform != "linux":
+        return False
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR.write_text("5", encoding="ascii")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def watch(call: Callable[[], object]) -> Allocations:
+    """Run ``call`` twice, once under torch's dispatcher and once plainly, and return what it allocated.
+
+    Args:
+        call: Does the same each time. A first call outside the count should have warmed it up.
+    """
+    counter = _Counter()
+    with torch.no_grad(), counter:
+        call()
+    can_peak = _reset_peak()
+    start = _status("VmRSS:") if can_peak else None
+    with torch.no_grad():
+        call()
+    peak = _status("VmHWM:") if can_peak else None
+    return Allocations(counter.elements, None if start is None or peak is None else max(0, peak - start))
