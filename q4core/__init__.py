@@ -35,7 +35,6 @@ from q4core.codec import dequantize
 from q4core.convert import ConversionTable, convert_linears_
 from q4core.diagnostics import Diagnostics, Report
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
-from q4core.dispatch import Rejection, Segment, Selection
 from q4core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -61,7 +60,7 @@ from q4core.errors import (
 )
 from q4core.formats import BUILTIN_FORMATS, BlockOrder, Form, Format, ScaleKind, find_format, resolve_levels
 from q4core.hooks import hookimpl
-from q4core.linear import Q4Linear, WeightInfo
+from q4core.linear import Q4Linear
 from q4core.memory import MemoryDecision, MemoryProvider
 from q4core.mutable import MutableMode, MutableTensor
 from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
@@ -77,8 +76,10 @@ from q4core.probe import ProbeResult, error_bound, grid_activations
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts
 from q4core.schema import Schema
+from q4core.selection import Rejection, Segment, Selection
 from q4core.session import Session, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, cat
+from q4core.weight_info import WeightInfo
 from q4core.weight_spec import WeightSpec
 
 __version__ = "0.1.0.dev0"

@@ -10,8 +10,8 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from q4core.dispatch import Rejection, Segment
     from q4core.preparation import PreparedLayer
+    from q4core.selection import Rejection, Segment
 
 __all__ = ["Diagnostics", "Report", "diagnose"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -14,12 +14,14 @@ from q4core.codec import dequantize
 from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.fast_path import make_fast_path
+from q4core.linear_input import FLOATS, check_out, refuse_input
 from q4core.linear_state import load_weight, save_weight, split_state
 from q4core.memory import apply_input_policy
 from q4core.plan import as_bytes
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.preparation import PreparedLayer, prepare_layer
 from q4core.registry import Registry, default_registry
+from q4core.weight_info import WeightInfo
 from q4core.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -28,45 +30,12 @@ if TYPE_CHECKING:
     from q4core.fast_path import FastPath
     from q4core.weight import PackedWeight
 
-__all__ = ["Q4Linear", "WeightInfo"]
+__all__ = ["Q4Linear"]
 
 _BUFFER = "packed_"
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-
-
-@attrs.frozen
-class WeightInfo:
-    """What ``Q4Linear.weight`` answers: the facts of a dense weight, without one.
-
-    Args:
-        shape: (N, K).
-        dtype: dtype of the activations that the layer takes.
-        device: Where it runs.
-        format: Name of the format.
-        nbytes: Bytes that the packed weight takes.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    format: str
-    nbytes: int
-    requires_grad: bool = False
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one extent of it."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Return 2."""
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Return N × K."""
-        return self.shape.numel()
 
 
 class Q4Linear(nn.Module):
@@ -331,15 +300,15 @@ class Q4Linear(nn.Module):
             if self._ready is None:
                 self._require_ready()
             if not isinstance(x, torch.Tensor):
-                self._refuse_input(x)
+                refuse_input(self, x)
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
         if not tracing and (
             x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device
         ):
-            self._refuse_input(x)
+            refuse_input(self, x)
         if out is not None or out_dtype is not None:
-            self._check_out(x, out, out_dtype)
+            check_out(self, x, out, out_dtype)
         if self._managed:
             x = self._placed_input(x)
         bias = self._parameters["bias"]
@@ -367,59 +336,12 @@ class Q4Linear(nn.Module):
         placed, _ = apply_input_policy(x, policy, device=self.device, providers=registry.memory_providers())
         return placed
 
-    def _refuse_input(self, x: Any) -> NoReturn:
-        label = f"layer {self.name!r}"
-        if not isinstance(x, torch.Tensor):
-            raise InputError(label, name="x", rule="a tensor", value=type(x).__name__)
-        if x.dim() < 1 or x.shape[-1] != self.in_features:
-            rule = f"of shape [..., {self.in_features}]"
-            raise InputError(
-                label, name="x", rule=rule, value=list(x.shape), hint=f"The layer has {self.in_features} in-features."
-            )
-        if x.dtype != self._dtype:
-            raise InputError(
-                label,
-                name="x",
-                rule=f"of dtype {self._dtype}",
-                value=x.dtype,
-                hint=f"Use x.to({self._dtype}), or layer.to(dtype) with float32, bfloat16 or float16.",
-            )
-        raise InputError(
-            label,
-            name="x",
-            rule=f"on device {self.device}",
-            value=str(x.device),
-            hint=f'Use x.to("{self.device}") or layer.to("{x.device}").',
-        )
-
-    def _check_out(self, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
-        label = f"layer {self.name!r}"
-        if out_dtype is not None and out_dtype not in _FLOATS:
-            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
-        if out is None:
-            return
-        expected = (*x.shape[:-1], self.out_features)
-        wanted = out_dtype or self._dtype
-        if tuple(out.shape) != expected or out.dtype != wanted or out.device != x.device:
-            raise InputError(
-                label,
-                name="out",
-                rule=f"{wanted} {list(expected)} on {x.device}",
-                value=f"{out.dtype} {list(out.shape)} on {out.device}",
-            )
-        if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-            raise InputError(
-                label, name="out", rule="a tensor that does not require gradients", value="requires_grad=True"
-            )
-        if not torch.compiler.is_compiling() and out.numel() and _overlap(x, out):
-            raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory")
-
     # -- moving, copying, saving
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: ARG002, FBT001, FBT002  # nn.Module's signature
         """Follow ``.to()``, ``.half()`` and the like: codes and scales keep their bytes; see ``docs/decisions``."""
         probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
-        dtype = probe.dtype if probe.dtype in _FLOATS else self._dtype
+        dtype = probe.dtype if probe.dtype in FLOATS else self._dtype
         if self._closed or (dtype == self._dtype and probe.device == self.device):
             return self._apply_bias(fn)
         if self._ready is None:
@@ -532,15 +454,3 @@ class Q4Linear(nn.Module):
         config = attrs.evolve(state["config"], compute_dtype=state["dtype"])
         self.__init__(state["weight"], state["bias"], config=config, name=state["name"], m=state["m"])  # type: ignore[misc]  # nn.Module unpickles without __init__
         self.train(state["training"])
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.device != b.device or a.numel() == 0 or a.device.type == "meta":
-        return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    spans = []
-    for tensor in (a, b):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]

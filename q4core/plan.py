@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend
-    from q4core.dispatch import Segment, Selection
+    from q4core.selection import Segment, Selection
     from q4core.weight import PackedWeight
     from q4core.weight_spec import WeightSpec
 

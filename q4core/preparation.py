@@ -13,13 +13,14 @@ import attrs
 import torch
 
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode, Request
-from q4core.dispatch import ProbeHistory, Selection, select_backend
+from q4core.dispatch import select_backend
 from q4core.errors import ConfigError, LifecycleError, Q4FallbackWarning, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.memory import apply_mutable_policy, apply_policy
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import ActivationPrecision, ComputePath, SessionConfig, UnifiedMemoryPolicy
 from q4core.probe import ProbeBook, probe_path
+from q4core.selection import ProbeHistory, Selection
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath

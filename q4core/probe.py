@@ -21,7 +21,7 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.dispatch import ProbeHistory
+from q4core.selection import ProbeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4core.backend import Request
-    from q4core.dispatch import Selection
+    from q4core.selection import Selection
 
 __all__ = ["Session", "default_session", "explain", "linear", "select"]
 

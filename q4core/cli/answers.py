@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from q4core.backend import Request
-    from q4core.dispatch import Rejection
     from q4core.policy import SessionConfig
     from q4core.registry import Registry
+    from q4core.selection import Rejection
     from q4core.weight import PackedWeight
 
 __all__ = ["Answer", "answer_layers", "grouped", "name_patterns"]

@@ -16,17 +16,18 @@ from q4core import __version__
 from q4core.backend import ReasonCode, Request
 from q4core.cli.output import clean, to_plain
 from q4core.codec import quantize
-from q4core.dispatch import NO_HISTORY, select_backend
+from q4core.dispatch import select_backend
 from q4core.errors import BackendError, ConfigError, Q4Error
 from q4core.formats import Form, Format, ScaleKind
 from q4core.policy import resolve_config
+from q4core.selection import NO_HISTORY
 from q4core.weight import Feature
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from q4core.dispatch import Selection
     from q4core.registry import Registry
+    from q4core.selection import Selection
 
 __all__ = [
     "ServiceVerdict",

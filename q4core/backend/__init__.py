@@ -1,0 +1,28 @@
+"""What a backend is: the contract between the core and whoever computes.
+
+A backend has few duties; the core does everything else (registered op, fake kernel, autograd, flattening of leading
+dimensions, ``out=``, M = 0, device guard, current stream, input checks), once, for all. ``docs/backend-api.md`` is the
+same contract on one page.
+"""
+
+from q4core.backend.capabilities import Capabilities
+from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
+from q4core.backend.request import Features, Request
+from q4core.backend.verdict import KernelPath, PathKind, Precision, Reason, ReasonCode, Tier, Verdict
+
+__all__ = [
+    "API_VERSION",
+    "Backend",
+    "Capabilities",
+    "Features",
+    "KernelPath",
+    "PathKind",
+    "Precision",
+    "PrepareContext",
+    "Prepared",
+    "Reason",
+    "ReasonCode",
+    "Request",
+    "Tier",
+    "Verdict",
+]

@@ -1,0 +1,108 @@
+"""The contract itself: ``Backend``, and what passes between it and the core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import attrs
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    from q4core.backend.capabilities import Capabilities
+    from q4core.backend.request import Request
+    from q4core.backend.verdict import Verdict
+    from q4core.weight import PackedWeight
+
+__all__ = ["API_VERSION", "Backend", "PrepareContext", "Prepared"]
+
+API_VERSION = (1, 0)
+"""Version of this contract. A backend of another major version, or of a newer minor one, is refused."""
+
+
+def _tensors(items: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(items)
+
+
+@attrs.frozen
+class Prepared:
+    """A weight in a backend's own layout.
+
+    Args:
+        tensors: A fixed tuple of tensors.
+        meta: Hashable description of the layout only (no names, no handles, nothing that differs between layers of
+            one shape), so that equal layers share one compiled graph. Its ``repr`` must be stable across processes.
+    """
+
+    tensors: tuple[torch.Tensor, ...] = attrs.field(converter=_tensors)
+    meta: Hashable = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prepared tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+def _plain_empty(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+
+
+@attrs.frozen
+class PrepareContext:
+    """Where ``prepare`` puts things.
+
+    Args:
+        device: Device of the prepared tensors.
+        stream: The current CUDA stream, or None on CPU.
+        empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
+            once, in place.
+    """
+
+    device: torch.device = attrs.field(converter=torch.device)
+    stream: object | None = None
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
+        default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
+    )
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One class with few duties.
+
+    Optional methods: ``quantize(dense, request) -> PackedWeight`` (declare op ``"quantize"``) and
+    ``export(prepared, rows=None) -> PackedWeight``, the inverse of ``prepare``, whole or for the rows of an int64
+    index tensor. A backend without ``export`` keeps its source alive.
+    """
+
+    name: str
+    api_version: tuple[int, int]
+    capabilities: Capabilities
+
+    def check(self, request: Request) -> Verdict:
+        """Answer a request that the manifest allows. No side effects; may not raise."""
+        ...
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        """Do everything slow (repack, compile, tune). Never called inside a trace or a capture."""
+        ...
+
+    def linear(
+        self,
+        prepared: Prepared,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        path: str,
+    ) -> None:
+        """Write ``x @ wᵀ + bias`` to ``out``.
+
+        Args:
+            prepared: What ``prepare`` gave.
+            x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 within the path's range.
+            out: [M, N] of the request's out_dtype, contiguous rows; written completely, never read.
+            bias: [N] of the out_dtype, or None.
+            path: Name of one of the offered paths.
+        """
+        ...

@@ -1,0 +1,122 @@
+"""What a backend is asked: the facts of the weight, of the call and of the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.errors import ConfigError
+from q4core.formats import BlockOrder, Format, ScaleKind
+from q4core.policy import ActivationPrecision
+from q4core.weight import Feature, PackedWeight
+
+if TYPE_CHECKING:
+    from q4core.packing import Packing
+
+__all__ = ["Features", "Request"]
+
+Features = frozenset[Feature]
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class Request:
+    """Everything that a backend may decide on: facts of the weight, the call and the machine's device.
+
+    Args:
+        op: ``"linear"`` or ``"quantize"``.
+        format: The weight's format.
+        scale_kind: How its scales are stored.
+        packing: Its nibble order.
+        blocks: Along what its blocks run.
+        block_size: In-features per scale.
+        scale_dtype: dtype of the stored scales.
+        features: What it needs beyond the plain formula.
+        out_features: N.
+        in_features: K.
+        device: Where x and the prepared weight live.
+        dtype: dtype of x (float32, bfloat16, float16).
+        out_dtype: dtype of y.
+        precision: To what precision activations may be rounded; AUTO is resolved by the backend.
+        gradients: Whether gradients to the input will be asked for.
+        m: (lowest, highest) rows of x that must be served; None for no upper end.
+    """
+
+    op: str = "linear"
+    format: Format
+    scale_kind: ScaleKind
+    packing: Packing
+    blocks: BlockOrder = BlockOrder.ROW
+    block_size: int
+    scale_dtype: torch.dtype = torch.float32
+    features: Features = frozenset()
+    out_features: int
+    in_features: int
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
+    dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = attrs.field(default=attrs.Factory(lambda self: self.dtype, takes_self=True))
+    precision: ActivationPrecision = ActivationPrecision.AUTO
+    gradients: bool = False
+    m: tuple[int, int | None] = (1, None)
+
+    def __attrs_post_init__(self) -> None:
+        """Check op and M range."""
+        low, high = self.m
+        if low < 1 or (high is not None and high < low):
+            raise ConfigError("request", name="m", rule="(low >= 1, high >= low or None)", value=self.m)
+        if self.op not in {"linear", "quantize"}:
+            raise ConfigError("request", name="op", rule="'linear' or 'quantize'", value=self.op)
+
+    @classmethod
+    def for_weight(  # noqa: PLR0913  # one argument per fact that the weight does not know
+        cls,
+        weight: PackedWeight,
+        *,
+        m: tuple[int, int | None] = (1, None),
+        dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        precision: ActivationPrecision = ActivationPrecision.AUTO,
+        gradients: bool = False,
+    ) -> Request:
+        """Return the request that a linear layer over ``weight`` makes.
+
+        Args:
+            weight: The weight.
+            m: Rows of x to serve.
+            dtype: dtype of x; the weight's own unless told.
+            out_dtype: dtype of y; that of x unless told.
+            device: Where to compute; the weight's own device unless told.
+            precision: To what precision activations may be rounded.
+            gradients: Whether gradients to the input will be asked for.
+        """
+        x_dtype = dtype or weight.dtype
+        return cls(
+            format=weight.format,
+            scale_kind=weight.scale_kind,
+            packing=weight.packing,
+            blocks=weight.blocks,
+            block_size=weight.block_size,
+            scale_dtype=weight.scale.dtype,
+            features=weight.features,
+            out_features=weight.out_features,
+            in_features=weight.in_features,
+            device=device if device is not None else weight.device,
+            dtype=x_dtype,
+            out_dtype=out_dtype or x_dtype,
+            precision=precision,
+            gradients=gradients,
+            m=m,
+        )
+
+    @property
+    def needs(self) -> Features:
+        """The features that must be declared: the weight's, and GRADIENTS where asked for."""
+        return self.features | {Feature.GRADIENTS} if self.gradients else self.features
+
+    def serves(self, rows: int) -> bool:
+        """Return whether ``rows`` lies in the range of M that was asked for."""
+        low, high = self.m
+        return low <= rows <= (math.inf if high is None else high)

@@ -1,0 +1,110 @@
+"""``Selection``: the winner of a request, which path serves which M, and a reason for every loser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from q4core.backend import KernelPath, Reason, Request
+    from q4core.policy import ComputePath
+
+__all__ = ["NO_HISTORY", "ProbeHistory", "Rejection", "Segment", "Selection"]
+
+
+@attrs.frozen
+class Rejection:
+    """Why one backend does not serve.
+
+    Args:
+        backend: Its name (a plugin's name where it brought none).
+        reasons: Every reason, each with a stable code.
+        native_state: What it said of its native part.
+    """
+
+    backend: str
+    reasons: tuple[Reason, ...]
+    native_state: str = "not asked"
+
+    def __str__(self) -> str:
+        """Return ``backend: reasons``."""
+        return f"{self.backend}: {'; '.join(str(reason) for reason in self.reasons)}"
+
+
+@attrs.frozen
+class Segment:
+    """A range of M, both ends included (None: no upper end), and the path that serves it."""
+
+    low: int
+    high: int | None
+    path: KernelPath
+
+
+class ProbeHistory:
+    """What self-probes have shown in this process; ``probe.py`` fills a real one."""
+
+    generation = 0
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        """Return why a path may not run on this machine, or None."""
+        del backend, path, request
+        return None
+
+    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
+        """Return whether a path has passed its probe for requests like this one."""
+        del backend, path, request
+        return False
+
+
+NO_HISTORY = ProbeHistory()
+
+
+@attrs.frozen(kw_only=True)
+class Selection:
+    """The answer to a request.
+
+    Args:
+        request: What was asked.
+        backend_request: The same as the backend sees it (scale kind or packing resolved by the core where needed).
+        backend: Name of the winner.
+        segments: Which path serves which range of M; together they cover the request's range.
+        native_state: What the winner said of its native part.
+        compute_path: The policy under which it won.
+        override: The backend that was asked for by name, or None.
+        fallback_reason: Why the reference serves although a kernel was wanted, or None.
+        rejections: Every other backend, with all its reasons.
+        proven: Whether every path of the selection has passed its self-probe in this process.
+    """
+
+    request: Request
+    backend_request: Request
+    backend: str
+    segments: tuple[Segment, ...]
+    native_state: str
+    compute_path: ComputePath
+    override: str | None
+    fallback_reason: str | None
+    rejections: tuple[Rejection, ...]
+    proven: bool
+
+    @property
+    def path(self) -> KernelPath:
+        """The path at the lowest M asked for."""
+        return self.segments[0].path
+
+    @property
+    def paths(self) -> tuple[KernelPath, ...]:
+        """Each path that may run, once, by rising M."""
+        return tuple(dict.fromkeys(segment.path for segment in self.segments))
+
+    def path_for(self, rows: int) -> KernelPath:
+        """Return the path that serves ``rows`` rows of x.
+
+        Raises:
+            LookupError: ``rows`` is outside the request's range.
+        """
+        for segment in self.segments:
+            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+                return segment.path
+        raise LookupError(rows)
