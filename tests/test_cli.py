@@ -30,7 +30,7 @@ from q4core.cli.timing import Timing, copies_for, require_right, time_calls
 from q4core.dialect import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[1]
 NF4 = ROOT / "tests/golden/bitsandbytes/nf4-b64-double.safetensors"
@@ -84,20 +84,18 @@ def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0)
     return capsys.readouterr().out
 
 
-def process(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: object, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("Q4_")}
-    path = os.pathsep.join(
-        filter(None, [str(ROOT), variables.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")])
-    )
+    given = dict(variables or {})
+    path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, "-m", "q4core.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
-        cwd=cwd,
-        env={**environment, "PYTHONPATH": path, **variables},
+        env={**environment, "PYTHONPATH": path, **given},
     )
 
 
@@ -134,6 +132,7 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in say(capsys)
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_neither_typer_nor_rich() -> None:
     """The command line's libraries are imported when the command runs, not before."""
     code = "import sys, q4core.cli; print(sorted({'typer', 'rich', 'q4core.cli.app'} & sys.modules.keys()))"
@@ -154,6 +153,7 @@ def test_missing_extra_is_named(
     assert "pip install 'q4core[cli]'" in captured.err
 
 
+@pytest.mark.slow
 def test_module_is_the_command() -> None:
     """``python -m q4core.cli`` is the same command, in a process of its own too."""
     done = process("--version")
@@ -212,6 +212,7 @@ def test_doctor_text_fits_the_terminal(capsys: pytest.CaptureFixture[str], monke
     assert "mxfp4" in text
 
 
+@pytest.mark.slow
 def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
     """Plugins that raise at import, print, or write to the descriptor are shown; the document stays alone and whole."""
     (tmp_path / "q4_broken.py").write_text("raise RuntimeError('boom at import')")
@@ -221,7 +222,7 @@ def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
         "@q4core.hookimpl\ndef q4_backends():\n    os.write(1, b'written')\n    raise ValueError('no backends')\n"
     )
     variables = {"Q4_PLUGIN_MODULES": "q4_broken,q4_noisy", "PYTHONPATH": str(tmp_path)}
-    done = process("doctor", "--json", **variables)
+    done = process("doctor", "--json", variables=variables)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     plugins = {item["name"]: item for item in record["plugins"]}
@@ -230,7 +231,7 @@ def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
     assert "no backends" in plugins["q4_noisy"]["errors"][0]
     assert any("boom at import" in problem for problem in record["problems"])
     assert "Traceback" not in done.stderr
-    strict = process("doctor", "--strict", **variables)
+    strict = process("doctor", "--strict", variables=variables)
     assert strict.returncode == 1
     assert "boom at import" in strict.stdout
 
@@ -318,6 +319,7 @@ def test_inspect_shows_what_is_wrong_beside_what_is_there(capsys: pytest.Capture
     assert answer(capsys, "inspect", AMBIGUOUS, "--dialect", "modelopt-nvfp4")["problems"] == []
 
 
+@pytest.mark.slow
 def test_inspect_reads_headers_only(tmp_path: Path) -> None:
     """A file of 40 GB (a sparse one) is inspected with the memory that the command needs anyway."""
     rows, columns = 1 << 17, 1 << 12
@@ -621,6 +623,7 @@ def test_bench_refuses_wrong_answers() -> None:
         twice = attrs.evolve(weight, scale=weight.scale * 1.001)
         with pytest.raises(q4.BackendError) as caught:
             require_right(layer, twice, path, 3)
+    assert isinstance(caught.value.value, float)
     assert caught.value.value > 1
 
 

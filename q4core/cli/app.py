@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -113,6 +114,9 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     debug = "--debug" in before or os.environ.get("Q4_DEBUG", "0") not in {"", "0"}
     words = [word for word in before if word != "--debug"] + after or ["--help"]
     as_json = "--json" in before
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as in `q4 doctor >&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal of few characters still works
@@ -126,6 +130,8 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     except BrokenPipeError:
         return _quiet_pipe()
     except SystemExit as stop:
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # typer's own answer to a broken pipe
+            return _quiet_pipe()
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001  # the last line of defence: a message instead of a traceback
         return _fail(error, as_json=as_json, debug=debug)
