@@ -81,6 +81,15 @@ def test_raw_continues_the_prompt(tiny_llama: Path) -> None:
     assert raw["prompt_tokens"] < chat["prompt_tokens"] < with_system["prompt_tokens"]
 
 
+def test_dtype_and_precision(tiny_llama: Path) -> None:
+    """The dtype of activations reaches layers and cache; precision is taken too."""
+    wide = invoke_json(tiny_llama, "--prompt", "a", "--precision", "exact")
+    narrow = invoke_json(tiny_llama, "--prompt", "a", "--dtype", "bfloat16")
+    assert {layer["dtype"] for layer in wide["report"]["layers"]} == {"float32"}
+    assert {layer["dtype"] for layer in narrow["report"]["layers"]} == {"bfloat16"}
+    assert narrow["cache_bytes"] * 2 == wide["cache_bytes"]
+
+
 def test_seed(tiny_llama: Path) -> None:
     """With a temperature, the same seed gives the same text; another one gives another."""
     first, again, other = (
@@ -109,6 +118,8 @@ def test_top_k_of_one_is_greedy(tiny_llama: Path) -> None:
         (("--backend", "no-such"), q4.UnknownBackendError),
         (("--compute-path", "fastest"), q4.ConfigError),
         (("--device", "toaster"), q4.ConfigError),
+        (("--dtype", "int8"), q4.ConfigError),
+        (("--precision", "rough"), q4.ConfigError),
     ],
 )
 def test_bad_options(options: tuple[str, str], error: type[Exception], tiny_llama: Path) -> None:

@@ -117,11 +117,21 @@ def generate(  # noqa: PLR0913  # one argument per option
     compute_path: Annotated[
         str | None, typer.Option(help="auto, kernel_only, kernel_or_fallback, dequant_matmul_only.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="How activations may be rounded: auto, exact, int8 or fp4.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Let a model answer, and show what it cost and which backends ran."""
     path = find_model(file)
-    config = q4.SessionConfig(device=device, backend=backend, compute_path=compute_path)
+    config = q4.SessionConfig(
+        device=device,
+        backend=backend,
+        compute_path=compute_path,
+        activation_precision=precision,
+        compute_dtype=dtype,
+    )
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
