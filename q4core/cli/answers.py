@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from q4core.policy import SessionConfig
     from q4core.registry import Registry
     from q4core.selection import Rejection
-    from q4core.selection import Rejection
     from q4core.weight import PackedWeight
 
 __all__ = ["Answer", "answer_layers", "grouped", "name_patterns"]

@@ -21,7 +21,6 @@ from q4core.errors import BackendError, ConfigError, Q4Error
 from q4core.formats import Form, Format, ScaleKind
 from q4core.policy import resolve_config
 from q4core.selection import NO_HISTORY
-from q4core.selection import NO_HISTORY
 from q4core.weight import Feature
 
 if TYPE_CHECKING:
