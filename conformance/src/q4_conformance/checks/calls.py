@@ -16,6 +16,7 @@ from q4core import InputError
 if TYPE_CHECKING:
     from q4_conformance.subject import Subject
     from q4_conformance.table import Case
+    from q4core import PackedWeight
 
 _GUARD = 64
 _CANARY = 97.0
@@ -144,8 +145,9 @@ def check_unmodified(case: Case, subject: Subject) -> str:
         guarded, x = _guarded(source)
         kept = guarded.clone()
         y = layer(x)
-        judge_call(layer, weight, source, y, bias)
         expect(torch.equal(guarded, kept), f"M = {rows}: the input, or what stands beside it, was written")
+        _expect_kept(weight, before)
+        judge_call(layer, weight, source, y, bias)
         if getattr(subject, "has_out", True):
             area, out = _guarded(torch.zeros_like(y))
             layer(x, out=out)
@@ -153,10 +155,14 @@ def check_unmodified(case: Case, subject: Subject) -> str:
             edges = torch.cat((area[:_GUARD], area[-_GUARD:]))
             expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written beside out=")
     expect(torch.equal(bias, kept_bias), "the bias was written")
+    _expect_kept(weight, before)
+    return "x, bias, weight and the bytes beside"
+
+
+def _expect_kept(weight: PackedWeight, before: dict[str, torch.Tensor]) -> None:
     for name, tensor in weight.tensors():
         same = torch.equal(tensor.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8))
         expect(same, f"the caller's weight was written: {name}")
-    return "x, bias, weight and the bytes beside"
 
 
 def _guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from q4_conformance.judge import judge, judge_noise
 from q4_conformance.oracle import exact_input_gradient, exact_linear
 from q4_conformance.outcome import FailureError
 from q4_conformance.table import check, expect
-from q4core import BackendUnavailableError, InputError, WeightError
+from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,6 +96,15 @@ def check_bias(case: Case, subject: Subject) -> str:
     return _sweep(case, subject.layer(weight, bias, dtype=case.dtype, precision=case.precision), weight, bias)
 
 
+_SHAPE_REASONS = frozenset({ReasonCode.SHAPE, ReasonCode.ALIGNMENT, ReasonCode.POLICY})
+
+
+def _is_about_shape(error: BackendUnavailableError) -> bool:
+    """Return whether a refusal speaks of sizes and places, not of wrong numbers or a broken plugin."""
+    codes = {reason.code for item in error.rejections for reason in item.reasons}
+    return codes <= _SHAPE_REASONS and codes != {ReasonCode.POLICY}
+
+
 @check("awkward")
 def check_awkward(case: Case, subject: Subject) -> str:
     """Awkward shapes and addresses are refused with a typed reason, or computed right."""
@@ -103,8 +112,9 @@ def check_awkward(case: Case, subject: Subject) -> str:
     try:
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     except FailureError as error:
-        if isinstance(error.__cause__, BackendUnavailableError):
-            return f"refused: {error.__cause__}"
+        cause = error.__cause__
+        if isinstance(cause, BackendUnavailableError) and _is_about_shape(cause):
+            return f"refused: {cause}"
         raise
     except (WeightError, InputError) as error:
         return f"refused: {error}"

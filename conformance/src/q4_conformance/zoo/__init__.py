@@ -1,0 +1,7 @@
+"""A right toy kernel, and the faults planted in it to prove that the kit finds them."""
+
+from q4_conformance.zoo.catalogue import FAULTS, Fault, crashing, hanging
+from q4_conformance.zoo.functions import FUNCTION_FAULTS, FunctionFault
+from q4_conformance.zoo.toy import ToyKernel, function_of
+
+__all__ = ["FAULTS", "FUNCTION_FAULTS", "Fault", "FunctionFault", "ToyKernel", "crashing", "function_of", "hanging"]

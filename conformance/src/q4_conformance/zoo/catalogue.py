@@ -1,0 +1,117 @@
+"""The zoo: backends and functions with one fault each, and the case that must catch it.
+
+A kit that never fails proves nothing. Each fault below is the toy kernel with one method overridden, as a slip of the
+pen would have it. Some are caught before any case's own numbers, because the core's self-probe disqualifies the path;
+the case then fails because what was declared is refused. Others are made to pass the probe.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.zoo import conduct, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_conformance.zoo.toy import ToyKernel
+
+__all__ = ["FAULTS", "Fault", "crashing", "hanging"]
+
+
+@attrs.frozen(kw_only=True)
+class Fault:
+    """One planted fault.
+
+    Args:
+        name: Its name, and its backend's.
+        make: Returns the backend.
+        format: The format on which it shows.
+        caught_by: How the id of the case starts that is meant to catch it.
+        says: A part of that case's message.
+        passes_probe: Whether the core's self-probe lets it through, so that the case itself must see it.
+        is_numeric: Whether it also shows in a bare function, without the core.
+    """
+
+    name: str
+    make: Callable[[str], ToyKernel]
+    format: str
+    caught_by: str
+    says: str
+    passes_probe: bool = True
+    is_numeric: bool = True
+
+
+def crashing() -> ToyKernel:
+    """Return a backend that kills its process at M = 7."""
+    return conduct.Crashes("fault-crashes")
+
+
+def hanging() -> ToyKernel:
+    """Return a backend that never comes back at M = 7."""
+    return conduct.Hangs("fault-hangs")
+
+
+_SEEN_BY_PROBE: dict[str, Any] = {"passes_probe": False, "says": "probe_failed"}
+_WITH_CORE: dict[str, Any] = {"is_numeric": False}
+FAULTS: tuple[Fault, ...] = tuple(
+    Fault(name=f"fault-{name}", make=make, format=format_, caught_by=case, **facts)
+    for name, make, format_, case, facts in (
+        ("swapped-nibbles", numbers.SwappedNibbles, "nf4", "TC-09/values", _SEEN_BY_PROBE),
+        ("reciprocal-global", numbers.ReciprocalGlobal, "nvfp4", "TC-09/values/nvfp4-e4m3_mul", _SEEN_BY_PROBE),
+        ("scale-off-by-one-block", numbers.ScaleOffByOne, "q4_0", "TC-09/values", _SEEN_BY_PROBE),
+        ("half-precision-scales", numbers.HalfPrecisionScales, "nf4", "TC-09/values", _SEEN_BY_PROBE),
+        ("half-precision-sums", numbers.HalfPrecisionSums, "mxfp4", "TC-09/values", _SEEN_BY_PROBE),
+        ("ignores-offset", numbers.IgnoresOffset, "q4_1", "TC-09/values", _SEEN_BY_PROBE),
+        ("ignores-zero-point", numbers.IgnoresZeroPoint, "int4", "TC-09/values", _SEEN_BY_PROBE),
+        ("ignores-permutation", numbers.IgnoresPermutation, "int4", "TC-09/values", _SEEN_BY_PROBE),
+        ("ignores-channel-scale", numbers.IgnoresChannelScale, "int4", "TC-09/values", _SEEN_BY_PROBE),
+        ("ignores-codebook", numbers.IgnoresCodebook, "nf4", "TC-09/values", _SEEN_BY_PROBE),
+        ("drops-tail", numbers.DropsTail, "int4", "TC-11/awkward", _SEEN_BY_PROBE),
+        ("ignores-bias", numbers.IgnoresBias, "nf4", "TC-09/bias", {"says": "out_of_bound"}),
+        ("rounds-before-bias", numbers.RoundsBeforeBias, "nf4", "TC-09/bias", {"says": "out_of_bound"}),
+        ("one-zeroed-element", numbers.OneZero, "nf4", "EX-01/rows", {"says": "1 of 6144 elements"}),
+        ("all-zero-for-m-17", numbers.AllZero17, "q8_0", "EX-01/rows", _SEEN_BY_PROBE),
+        ("all-zero-for-m-127", numbers.AllZero127, "q8_0", "EX-01/rows", {"says": "all_zero"}),
+        ("nan-output", numbers.Nan, "nvfp4", "EX-01/rows", {"says": "non_finite"}),
+        ("swaps-rows", numbers.SwapsRows, "nf4", "TC-09/values", {"says": "out_of_bound"}),
+        ("not-deterministic", numbers.Noise, "nf4", "EX-03/repeat", {"says": "other bits"}),
+        ("hidden-int8", numbers.HiddenInt8, "nf4", "TC-09/values", {"says": "out_of_bound"}),
+        ("rounds-input", numbers.RoundsInput, "nf4", "TC-09/values", {"says": "out_of_bound"}),
+        ("silences-nan", conduct.SilencesNan, "nf4", "EX-10/non-finite", {"says": "finite numbers"}),
+        ("mutates-input", conduct.MutatesInput, "nf4", "EX-08/unmodified", {"says": "the input"}),
+        ("mutates-weight", conduct.MutatesWeight, "nf4", "EX-08/unmodified", {"says": "weight was written"}),
+        ("writes-beside-out", conduct.WritesBeside, "nf4", "EX-08/unmodified", {"says": "beside out=", **_WITH_CORE}),
+        ("not-thread-safe", conduct.SharedScratch, "nf4", "EX-04/threads", {"says": "other bits"}),
+        (
+            "hidden-dense-in-torch",
+            conduct.DensePython,
+            "nf4",
+            "EX-14/kind",
+            {"says": "elements were made", **_WITH_CORE},
+        ),
+        ("hidden-dense-native", conduct.DenseNative, "nf4", "EX-14/kind", {"says": "memory peaked", **_WITH_CORE}),
+        ("wrong-gradient", conduct.WrongExport, "q4_0", "EX-05/gradient", {"says": "gradient", **_WITH_CORE}),
+        ("wrong-export", conduct.WrongExport, "q4_0", "EX-16/export", {"says": "scales", **_WITH_CORE}),
+        ("collapses-levels", conduct.CollapsesLevels, "nvfp4", "EX-16/export", {"says": "collapsed", **_WITH_CORE}),
+        ("raises-in-check", conduct.RaisesInCheck, "nf4", "TC-04/override", {"says": "check raised", **_WITH_CORE}),
+        (
+            "raises-in-prepare",
+            conduct.RaisesInPrepare,
+            "nf4",
+            "TC-04/override",
+            {"says": "prepare raised", **_WITH_CORE},
+        ),
+        ("raises-in-linear", conduct.RaisesInLinear, "nf4", "EX-01/rows", {"says": "tile out of range"}),
+        (
+            "refuses-what-it-declares",
+            conduct.RefusesDeclared,
+            "nf4",
+            "TC-09/values",
+            {"says": "not today", **_WITH_CORE},
+        ),
+        ("leaves-a-gap", conduct.LeavesGap, "nf4", "TC-09/values", {"says": "no path for M in 17…32", **_WITH_CORE}),
+    )
+)

@@ -1,0 +1,181 @@
+"""Backends whose numbers are right and whose conduct is not."""
+# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.zoo.numbers import Spoils
+from q4_conformance.zoo.toy import ToyKernel
+from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, Reason, ReasonCode, Verdict
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from q4core import PrepareContext, Request
+
+
+class SilencesNan(ToyKernel):
+    """Turns NaN and infinity into zero."""
+
+    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+        return super().inputs(weight, torch.nan_to_num(x, 0.0, 0.0, 0.0), path)
+
+
+class MutatesInput(ToyKernel):
+    """Writes to x."""
+
+    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+        super().linear(prepared, x, out, bias=bias, path=path)
+        if bias is not None:  # the probe gives none, and would see the change
+            x.view(-1)[0] = 0.0
+
+
+class MutatesWeight(ToyKernel):
+    """Writes to the caller's codes, once a bias is given: the probe gives none."""
+
+    _source: PackedWeight | None = None
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        self._source = weight
+        return super().prepare(weight, request, context)
+
+    def add_bias(self, y: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self._source is not None:
+            self._source.qdata.view(-1)[-1] ^= 1
+        return super().add_bias(y, bias)
+
+
+class WritesBeside(ToyKernel):
+    """Writes one element past the end of the result."""
+
+    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        super().write(y, out)
+        after = out.storage_offset() + out.numel()
+        if out.untyped_storage().nbytes() // out.element_size() > after:
+            out.as_strided((1,), (1,), after).zero_()
+
+
+class SharedScratch(ToyKernel):
+    """Keeps its result in the backend before it writes it: two threads meet there."""
+
+    _scratch: torch.Tensor | None = None
+
+    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+        self._scratch = y
+        time.sleep(0.001)
+        if self._scratch.shape == out.shape:
+            out.copy_(self._scratch)
+        else:
+            out.zero_()
+
+
+class DensePython(ToyKernel):
+    """Says KERNEL, and dequantises slice by slice in torch."""
+
+    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+        del path
+        weight = self.weight(prepared)
+        scales = prepared.tensors[-1].numpy()
+        values = x.to(torch.float32)
+        for start in range(0, weight.out_features, 64):
+            stop = min(start + 64, weight.out_features)
+            dense = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
+            y = values @ dense.T
+            out[:, start:stop] = y if bias is None else y + bias[start:stop]
+
+
+class DenseNative(ToyKernel):
+    """Says KERNEL, and dequantises the whole weight where torch does not see it."""
+
+    def product(
+        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
+    ) -> NDArray[np.float32]:
+        dense = np.empty((weight.out_features, weight.in_features), np.float32)
+        for start in range(0, weight.out_features, 8):
+            stop = min(start + 8, weight.out_features)
+            dense[start:stop] = self.rows(weight, scales, start, stop)
+        return self.accumulate(self.inputs(weight, x, path), dense)
+
+
+class WrongExport(ToyKernel):
+    """Exports other scales than it was given."""
+
+    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+        weight = super().export(prepared, rows)
+        return attrs.evolve(weight, scale=weight.scale * 0.5)
+
+
+class CollapsesLevels(ToyKernel):
+    """Exports resolved scales in place of the stored levels."""
+
+    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+        return super().export(prepared, rows).with_plain_scale()
+
+
+class RaisesInCheck(ToyKernel):
+    """Raises when it is asked."""
+
+    def check(self, request: Request) -> Verdict:
+        raise ZeroDivisionError(f"no idea what to do with {request.format}")
+
+
+class RaisesInPrepare(ToyKernel):
+    """Raises when it prepares."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        del weight, request, context
+        raise MemoryError("a pretended lack of memory")
+
+
+class RaisesInLinear(Spoils):
+    """Raises where M is 129."""
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        if y.shape[0] == 129:  # noqa: PLR2004  # far from where the probe looks
+            raise IndexError("tile out of range")
+
+
+class RefusesDeclared(ToyKernel):
+    """Refuses a format that its manifest declares."""
+
+    def check(self, request: Request) -> Verdict:
+        if request.format.name == "nf4":
+            return Verdict.refuse([Reason(ReasonCode.SHAPE, "not today")], native_state="numpy")
+        return super().check(request)
+
+
+class LeavesGap(ToyKernel):
+    """Offers nothing for 17 … 32 rows."""
+
+    def check(self, request: Request) -> Verdict:
+        del request
+        paths = [
+            KernelPath("low", (1, 16), PathKind.KERNEL, Precision.W4A32, 20),
+            KernelPath("high", (33, None), PathKind.KERNEL, Precision.W4A32, 20),
+        ]
+        return Verdict.offer(paths, native_state="numpy")
+
+
+class Crashes(Spoils):
+    """Kills its process where M is 7."""
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        if y.shape[0] == 7:  # noqa: PLR2004  # far from where the probe looks
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Hangs(Spoils):
+    """Never comes back where M is 7."""
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        if y.shape[0] == 7:  # noqa: PLR2004  # far from where the probe looks
+            threading.Event().wait()
