@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import pickle
 import weakref
 from typing import Any
@@ -420,3 +421,18 @@ def test_copying_back_and_forth_between_devices_keeps_the_bytes(session: q4.Sess
     assert not layer.is_prepared
     layer.load_state_dict(state, assign=True)
     assert torch.equal(layer(_x(1, K)), y)
+
+
+def _serve(layer: q4.Q4Linear, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+    return layer(x).detach(), layer.diagnostics().backend
+
+
+@pytest.mark.slow
+def test_a_spawned_process_gets_the_same_bits() -> None:
+    """A layer sent to a spawned process selects there for itself and computes the same bits."""
+    layer = q4.Session().linear(_weight("nvfp4"), _x(N))
+    x = _x(2, K)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        y, backend = pool.apply(_serve, (layer, x))
+    assert torch.equal(y, layer(x))
+    assert backend == "dequant-fallback"
