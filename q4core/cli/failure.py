@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
+import re
 import sys
 import traceback
 from typing import Any
@@ -64,9 +66,7 @@ def describe(error: BaseException) -> Failure:
         return Failure(code="interrupted", message="interrupted; nothing was left half-written", status=INTERRUPTED)
     format_message = getattr(error, "format_message", None)
     if callable(format_message):  # typer's own: an option that does not exist, a number that is none
-        context = getattr(error, "ctx", None)
-        hint = f"Try '{context.command_path} --help'." if context is not None else None
-        return Failure(code="usage", message=str(format_message()), status=BAD_INPUT, fields={"hint": hint})
+        return _of_usage(error, str(format_message()))
     if isinstance(error, MemoryError):
         return Failure(code="memory", message=f"not enough memory: {error}".rstrip(": "), status=CANT_SERVE)
     if isinstance(error, OSError):
@@ -78,6 +78,16 @@ def describe(error: BaseException) -> Failure:
         status=FAULT,
         fields={"hint": "This is a fault of q4core or of a plugin; Q4_DEBUG=1 shows where."},
     )
+
+
+def _of_usage(error: BaseException, message: str) -> Failure:
+    context: Any = getattr(error, "ctx", None)
+    hint = f"Try '{context.command_path} --help'." if context is not None else None
+    unknown = re.match(r"No such command '(.*)'\.$", message)  # newer typers name the closest one themselves
+    if unknown and context is not None:
+        close = difflib.get_close_matches(unknown[1], context.command.list_commands(context), n=1)
+        hint = f"Did you mean {close[0]!r}? {hint}" if close else hint
+    return Failure(code="usage", message=message, status=BAD_INPUT, fields={"hint": hint})
 
 
 def _of_q4(error: Q4Error) -> Failure:

@@ -125,6 +125,9 @@ class Output:
     @contextlib.contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
         """Show a progress bar on stderr where that is a terminal; call what it gives after each step, with a name."""
+        if not self._side.is_terminal:
+            yield lambda _: None
+            return
         bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -133,7 +136,6 @@ class Output:
             TextColumn("{task.fields[item]}", markup=False, style="dim"),
             console=self._side,
             transient=True,
-            disable=not self._side.is_terminal,
         )
         with bar:
             task = bar.add_task(label, total=total, item="")
