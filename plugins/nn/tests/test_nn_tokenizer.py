@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from q4_nn.metadata import Metadata
 from q4_nn.tokenizer import build_tokenizer
-from q4core import CheckpointError
+from q4core import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from q4_nn.tokenizer import Tokenizer
@@ -66,6 +66,13 @@ def test_special_and_added_tokens(tokenizer: Tokenizer) -> None:
     assert texts(tokenizer, numbers) == ["<|im_start|>", "a", "<added>", "b", "<|im_end|>"]
     assert tokenizer.decode(numbers) == "a<added>b"
     assert tokenizer.decode(numbers, skip_special=False) == "<|im_start|>a<added>b<|im_end|>"
+
+
+def test_lone_surrogates(tokenizer: Tokenizer) -> None:
+    """A text that is no Unicode, such as an argument in another encoding, is refused with what is wrong in it."""
+    with pytest.raises(InputError, match="without lone surrogates") as caught:
+        tokenizer.encode("a\udcffb")
+    assert caught.value.value == "\udcff"
 
 
 def test_bos_as_the_file_says(vocabulary: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ import attrs
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
+from q4core import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -117,7 +119,15 @@ class Tokenizer:
         Args:
             text: Any text.
             add_bos: Whether to put BOS first; None does as the file says.
+
+        Raises:
+            InputError: The text holds half of a surrogate pair, as arguments that are no UTF-8 do.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            rule = "valid Unicode without lone surrogates"
+            raise InputError("tokenizer", name="text", rule=rule, value=text[error.start : error.end]) from None
         numbers: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         wanted = self.add_bos if add_bos is None else add_bos
         return [self.bos, *numbers] if wanted and self.bos is not None else numbers
