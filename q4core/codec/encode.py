@@ -125,7 +125,7 @@ def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) 
     whole = columns // block * block
     parts = []
     for first in range(0, rows, max(1, _CHUNK_ELEMENTS // columns)):
-        chunk = dense[first : first + max(1, _CHUNK_ELEMENTS // columns)].to(torch.float32)
+        chunk = dense[first : first + max(1, _CHUNK_ELEMENTS // columns)].to(torch.float32).contiguous()
         pieces = []
         if whole:
             pieces.append(rule(torch.unflatten(chunk[:, :whole], 1, (-1, block)), short=False))

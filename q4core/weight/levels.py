@@ -28,7 +28,9 @@ def resolved_rows(weight: PackedWeight, rows: slice | torch.Tensor) -> torch.Ten
         global_scale = global_scale[rows]
     if nested is not None and weight.scale_kind is ScaleKind.DOUBLE_QUANT:
         # Each scale gets its own entry of the second level, which is then a level with blocks of one.
-        places = torch.arange(weight.scale.shape[0], device=weight.device)[rows]
+        places = rows
+        if isinstance(places, slice):
+            places = torch.arange(*places.indices(weight.scale.shape[0]), device=weight.device)
         if weight.scale.dim() > 1:
             width = weight.scale.shape[1]
             places = places[:, None] * width + torch.arange(width, device=weight.device)
