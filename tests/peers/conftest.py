@@ -54,6 +54,18 @@ def dense() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
+def nudged() -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Return a function that moves float32 values by -1, 0 or +1 units in the last place, at random."""
+
+    def nudge(values: torch.Tensor, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        steps = torch.randint(-1, 2, values.shape, generator=generator, dtype=torch.int32)
+        return torch.where(values == 0, values, (values.view(torch.int32) + steps).view(torch.float32))
+
+    return nudge
+
+
+@pytest.fixture(scope="session")
 def same_bits() -> Callable[..., None]:
     """Return an assertion that two tensors are equal in dtype, shape and every bit."""
 

@@ -130,6 +130,27 @@ def test_quantize_has_its_codes_and_scales(
         same_bits(ours.scale.reshape(-1), state.absmax)
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantize_has_its_codes_halfway_between_levels(
+    kind: str,
+    seed: int,
+    bnb: ModuleType,
+    nudged: Callable[[torch.Tensor, int], torch.Tensor],
+    same_bits: Callable[..., None],
+) -> None:
+    """Values within one ulp of a midpoint get bitsandbytes' codes, in whole blocks and in the short last one."""
+    levels = bnb.get_4bit_type(kind, device="cpu").sort().values
+    midpoints = ((levels[:-1] + levels[1:]) / 2).repeat(4)[:59]
+    absmax = torch.rand(33, generator=torch.Generator().manual_seed(seed)) + 0.5
+    parts = [torch.cat((largest.reshape(1), nudged(midpoints * largest, seed), torch.zeros(4))) for largest in absmax]
+    flat = torch.cat(parts)[: 32 * 64 + 60]
+    packed, state = bnb.quantize_4bit(flat.reshape(1, -1), blocksize=64, quant_type=kind)
+    ours = q4.quantize(flat.reshape(1, -1), kind)
+    same_bits(ours.qdata, packed.reshape(-1))
+    same_bits(ours.scale, state.absmax)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k", "block"), [*SHAPES, (600, 256, 64)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,13 +109,18 @@ def test_quantize_has_its_codes_and_scales(
     seed: int,
     compress: Callable[..., dict[str, Any]],
     dense: Callable[..., torch.Tensor],
+    nudged: Callable[[torch.Tensor, int], torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
     """With a dividing global scale, our quantiser gives the package's bytes for float32 weights."""
     holed = dense(n, k, seed)
     holed[0, :16] = 0.0
     holed[-1, -16:] = -0.0
-    for weight in (dense(n, k, seed), dense(n, k, seed, scale=1e3), dense(n, k, seed, scale=1e-6), holed):
+    halves = torch.tensor(
+        [6.0, 0.25, -0.25, 0.75, -0.75, 1.25, -1.25, 1.75, -1.75, 2.5, -2.5, 3.5, -3.5, 5.0, -5.0, 0.0]
+    )
+    ties = nudged(dense(n * k // 16, 1, seed).abs() * halves, seed).reshape(n, k)
+    for weight in (dense(n, k, seed), dense(n, k, seed, scale=1e3), dense(n, k, seed, scale=1e-6), holed, ties):
         theirs = compress(weight)
         ours = q4.quantize(weight, "nvfp4", scale_kind=q4.ScaleKind.E4M3_DIV)
         same_bits(ours.global_scale.reshape(1), theirs["weight_global_scale"])

@@ -89,6 +89,18 @@ def _awkward(n: int, k: int) -> torch.Tensor:
     return weight
 
 
+def _near_ties(seed: int, nudged: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return blocks of 32 whose values lie within one ulp of halfway between two codes of one of the types."""
+    generator = torch.Generator().manual_seed(seed)
+    step = torch.rand(64, 3, 1, generator=generator) + 0.5
+    fourth = torch.cat((torch.tensor([-8.0]), torch.arange(-7.5, 7.5).repeat(3)[:31]))
+    fifteen = torch.cat((torch.tensor([0.0, 15.0]), torch.arange(0.5, 15.5).repeat(2)[:30]))
+    eighth = torch.cat(
+        (torch.tensor([127.0]), torch.arange(-126.5, 126.5)[torch.randperm(253, generator=generator)[:31]])
+    )
+    return nudged(step * torch.stack((fourth, fifteen, eighth)), seed).reshape(64, 96)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,10 +111,12 @@ def test_quantize_has_its_codes_and_scales(
     seed: int,
     gguf: ModuleType,
     dense: Callable[..., torch.Tensor],
+    nudged: Callable[[torch.Tensor, int], torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
-    """Our quantiser gives the package's codes, scales and offsets for float32 weights."""
-    for weight in (dense(n, k, seed), dense(n, k, seed, scale=50.0), _awkward(n, k)):
+    """Our quantiser gives the package's codes, scales and offsets for float32 weights, near ties too."""
+    for weight in (dense(n, k, seed), dense(n, k, seed, scale=50.0), _awkward(n, k), _near_ties(seed, nudged)):
+        n, k = weight.shape
         blocks = torch.from_numpy(_blocks(gguf, weight, kind)).reshape(n, k // 32, -1)
         ours = q4.quantize(weight, format=kind.lower())
         same_bits(ours.qdata.reshape(n, k // 32, -1), blocks[..., HEAD[kind] :])

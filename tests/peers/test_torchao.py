@@ -158,6 +158,45 @@ def test_quantize_has_its_mxfp4_codes_and_scales(
         same_bits(ours.qdata, theirs.qdata)
 
 
+def _near_ties(block: int, largest: torch.Tensor, nudged: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return blocks whose largest magnitudes are given, filled with values within one ulp of a tie."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]) / 6
+    ties = torch.cat((ties, -ties)).repeat(3)[: block - 1]
+    return nudged(torch.cat((largest[:, None], ties * largest[:, None]), dim=1), block)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nvfp4_near_ties_has_its_codes_and_scales(
+    seed: int,
+    nvfp4: ModuleType,
+    nudged: Callable[[torch.Tensor, int], torch.Tensor],
+    same_bits: Callable[..., None],
+) -> None:
+    """Codes and block scales within one ulp of a tie are rounded as torchao rounds them."""
+    levels = torch.arange(0x08, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    halfway = (levels[:-1] + levels[1:]) / 2
+    total = torch.rand((), generator=torch.Generator().manual_seed(seed)) * 1e-3
+    largest = nudged(torch.cat((levels, halfway)) * total * 6, seed)
+    weight = _near_ties(16, torch.cat((total.reshape(1) * 2688, largest)), nudged).reshape(1, -1)
+    theirs = _quantize(nvfp4, weight, two_level=True)
+    ours = q4.quantize(weight, "nvfp4")
+    same_bits(ours.global_scale.reshape(()), theirs.per_tensor_scale)
+    same_bits(ours.scale.view(torch.uint8), theirs.scale.view(torch.uint8))
+    same_bits(ours.qdata, theirs.qdata)
+
+
+def test_mxfp4_near_powers_of_two_has_its_codes_and_scales(
+    mx: ModuleType, nudged: Callable[[torch.Tensor, int], torch.Tensor], same_bits: Callable[..., None]
+) -> None:
+    """Blocks whose largest magnitude is within one ulp of 6 times a power of two get torchao's scales and codes."""
+    powers = torch.exp2(torch.arange(-120.0, 121.0)).repeat(9) * 6
+    weight = _near_ties(32, nudged(powers, 1), nudged).reshape(9, -1)
+    theirs = _mxfp4(mx, weight)
+    ours = q4.quantize(weight, "mxfp4")
+    same_bits(ours.scale.view(torch.uint8), theirs.scale.view(torch.uint8))
+    same_bits(ours.qdata, theirs.qdata)
+
+
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "n", "k"), [*(("nvfp4", *shape) for shape in SHAPES), ("mxfp4", 33, 160)])
