@@ -1,0 +1,16 @@
+"""The core and its reference path pass the cases that concern them: detection, memory, training, mutable tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from q4_conformance import Case, Outcome, core_cases, run_case
+
+PARAMETERS = [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.is_slow else []) for case in core_cases()]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_core_passes(case: Case) -> None:
+    """The case passes."""
+    result = run_case(case, None)
+    assert result.outcome is Outcome.PASS, result

@@ -1,0 +1,40 @@
+"""A right kernel backend, with exact and int8 paths, passes every case that concerns it."""
+
+from __future__ import annotations
+
+import pytest
+
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance.subject import BackendSubject
+from q4_conformance.zoo import ToyKernel
+from q4core import ActivationPrecision, Feature
+
+FORMATS = ("nf4", "nvfp4", "q4_1", "int4")
+"""One of each kind: a table with flat blocks, two scale levels, an offset, zero points."""
+CASES = (*linear_cases(FORMATS), *backend_cases(FORMATS))
+
+
+@pytest.fixture(scope="module")
+def subject() -> BackendSubject:
+    """The toy kernel."""
+    return BackendSubject(ToyKernel())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_kernel_passes(case: Case, subject: BackendSubject) -> None:
+    """The case passes, but for four-bit activations, which the kernel does not declare."""
+    result = run_case(case, subject)
+    expected = Outcome.NOT_DECLARED if case.precision is ActivationPrecision.FP4 else Outcome.PASS
+    assert result.outcome is expected, result
+    assert not result.is_fallback
+
+
+def test_what_is_not_declared_never_counts_as_a_pass() -> None:
+    """A manifest without a feature, format, dtype or device turns its cases to NOT_DECLARED, and no other."""
+    kernel = ToyKernel("toy-without-zero-points", features=frozenset(Feature) - {Feature.ZERO_POINT})
+    poor = BackendSubject(kernel)
+    for case in linear_cases(["int4"]):
+        if case.check != "values" or case.precision is not ActivationPrecision.EXACT:
+            continue
+        needs = Feature.ZERO_POINT in case.weight_recipe.features
+        assert (run_case(case, poor).outcome is Outcome.NOT_DECLARED) == needs, case.id

@@ -1,0 +1,33 @@
+"""The reference backend passes every case that concerns it, on every format."""
+
+from __future__ import annotations
+
+import pytest
+
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance.subject import REFERENCE, BackendSubject
+from q4core import ActivationPrecision
+
+CASES = (*linear_cases(), *backend_cases())
+ABOUT_KERNELS = {"unavailable", "mix", "kind"}
+"""Checks that concern backends with a kernel path, which the reference is not."""
+
+
+@pytest.fixture(scope="module")
+def subject() -> BackendSubject:
+    """The reference backend."""
+    return BackendSubject(REFERENCE)
+
+
+def _expected(case: Case) -> Outcome:
+    if case.precision is not ActivationPrecision.EXACT or case.check in ABOUT_KERNELS:
+        return Outcome.NOT_DECLARED
+    return Outcome.PASS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_reference_passes(case: Case, subject: BackendSubject) -> None:
+    """The case passes; what the reference does not declare is said to be so, and never counts as a pass."""
+    result = run_case(case, subject)
+    assert result.outcome is _expected(case), result
+    assert result.is_fallback
