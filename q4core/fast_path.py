@@ -80,7 +80,7 @@ def make_fast_path(  # one flat list of conditions: each function call would cos
             if (
                 type(out) is not plain
                 or out.dtype is not dtype
-                or out.shape != (*shape[:-1], outputs)
+                or out.shape != ((rows, outputs) if two else (*shape[:-1], outputs))
                 or not out.is_cpu
                 or not out.is_contiguous()
                 or -rows * out_bytes < gap < rows * in_bytes  # they overlap
