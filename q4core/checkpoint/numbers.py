@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_numbers"]
 
-_PIECE = 1 << 19
+_PIECE = 1 << 15
 _NAN = 0x7F
 _MINUS_ZERO = 0x80
 _E4M3 = frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
