@@ -44,7 +44,7 @@ _COLUMNS = (
     Column("median", "right"),
     Column("p10 … p90", "right", drop=2),
     Column("GB/s", "right"),
-    Column("of copy", "right"),
+    Column("of copy", "right", drop=3),
     Column("GFLOP/s", "right", drop=1),
 )
 

@@ -94,15 +94,15 @@ def split_tensors(
 
 def _reason(name: str, info: TensorInfo, skip: Sequence[str], include: Sequence[str]) -> tuple[str | None, bool]:
     asked = any(_is_match(name, pattern) for pattern in include)
-    for pattern in skip:
-        if _is_match(name, pattern):
-            return f"matches --skip {pattern!r}", True
     if not name.endswith(".weight") or name == ".weight":
         return "not named <module>.weight", asked
     if len(info.shape) != 2 or 0 in info.shape:  # noqa: PLR2004  # a matrix
         return f"of shape {list(info.shape)}, not a matrix", asked
     if info.dtype not in _FLOATS:
         return f"of dtype {str(info.dtype).removeprefix('torch.')}", True
+    for pattern in skip:
+        if _is_match(name, pattern):
+            return f"matches --skip {pattern!r}", True
     if not asked and any(_is_match(name, pattern) for pattern in _EMBEDDINGS):
         return "an embedding (--include packs it)", True
     return None, False

@@ -29,10 +29,10 @@ __all__ = ["quantize"]
 
 _COLUMNS = (
     Column("layer", elastic=True),
-    Column("N×K", "right"),
+    Column("N×K", "right", drop=3),
     Column("from", drop=1),
     Column("bytes before", "right", drop=2),
-    Column("after", "right", drop=3),
+    Column("after", "right", drop=4),
     Column("error", "right"),
 )
 _MOST = 20
@@ -166,11 +166,15 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     ]
     print_table(console, _COLUMNS, rows)
     console.print()
-    notable = [item for item in record["kept"] if item.notable]
-    for item in notable[:_MOST]:
-        say(console, Text(f"kept dense: {clean(item.name)}: {clean(item.reason)}", style="yellow"))
-    if len(notable) > _MOST:
-        console.print(Text(f"kept dense: {len(notable) - _MOST} more; --json lists all", style="yellow"))
+    reasons: dict[str, list[str]] = {}
+    for item in record["kept"]:
+        if item.notable:
+            reasons.setdefault(item.reason, []).append(item.name)
+    for reason, names in list(reasons.items())[:_MOST]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        say(console, Text(clean(f"{names[0]}{more}: {reason}"), style="yellow"), label="kept dense: ")
+    if len(reasons) > _MOST:
+        say(console, f"{len(reasons) - _MOST} more reasons; --json lists all", label="kept dense: ")
     totals = record["totals"]
     size = f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}"
     what = f"{record['format']}, {record['dialect']}, block {record['block_size']}, scale {record['scale_kind'].value}"

@@ -1,4 +1,4 @@
-"""Tables and lines that stay readable when the terminal is narrow: columns go first, then names lose their middle."""
+"""Tables that stay readable when the terminal is narrow: columns go first, then names lose part of their beginning."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Column:
 
 
 def elide(text: str, width: int) -> str:
-    """Return text of at most ``width`` cells, its middle replaced by an ellipsis: both ends of a name tell it apart."""
+    """Return text of at most ``width`` cells; what goes is near the beginning, which most names of a model share."""
     if cell_len(text) <= width:
         return text
-    tail = (width - 1) * 3 // 5
-    return f"{_head(text, width - 1 - tail)}…{_head(text[::-1], tail)[::-1]}"
+    head = (width - 1) // 6
+    return f"{_head(text, head)}…{_head(text[::-1], width - 1 - head)[::-1]}"
 
 
 def _head(text: str, width: int) -> str:
@@ -76,8 +76,7 @@ def print_table(
     widths = _widths(columns, texts)
 
     def needed() -> int:
-        least = [min(widths[i], _LEAST_NAME) if columns[i].elastic else widths[i] for i in shown]
-        return indent + sum(least) + _GAP * (len(shown) - 1)
+        return indent + sum(widths[i] for i in shown) + _GAP * (len(shown) - 1)
 
     left_out: list[str] = []
     for index in sorted((i for i in shown if columns[i].drop), key=lambda i: columns[i].drop):
