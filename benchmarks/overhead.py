@@ -57,7 +57,7 @@ class Idle:
 
     def export(self, prepared: q4.Prepared, rows: torch.Tensor | None = None) -> q4.PackedWeight:
         """Give the tensors back."""
-        weight: q4.PackedWeight = prepared.meta.build(prepared.tensors)  # type: ignore[attr-defined]  # made above
+        weight: q4.PackedWeight = prepared.meta.build(prepared.tensors)
         return weight if rows is None else weight.take_rows(rows)
 
     def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:  # noqa: ARG002  # the contract
@@ -86,7 +86,7 @@ def measure() -> dict[str, list[float]]:
     layer = session.linear(weight)
     backend.is_probing = False
     x, out = torch.randn(1, 576), torch.empty(1, 576)
-    prepared = layer._ready.prepared  # noqa: SLF001  # the bare backend call is the yardstick
+    prepared = layer._require_ready().prepared  # noqa: SLF001  # the bare backend call is the yardstick
     request = q4.Request.for_weight(weight)
     with torch.no_grad():
         return record.interleaved_us(

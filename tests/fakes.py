@@ -73,7 +73,7 @@ class FakeBackend:
         out.copy_(y)
 
     def _export(self, prepared: q4.Prepared, rows: torch.Tensor | None = None) -> q4.PackedWeight:
-        weight = prepared.meta.build(prepared.tensors)
+        weight: q4.PackedWeight = prepared.meta.build(prepared.tensors)
         return weight if rows is None else weight.take_rows(rows)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fakes import registry
@@ -25,14 +27,17 @@ def test_every_linear_becomes_four_bit_in_place() -> None:
     """The layers are replaced, biases kept, and the model computes what its quantised weights say."""
     model = _model()
     dense = [module.weight.detach().clone() for module in model.modules() if isinstance(module, nn.Linear)]
-    bias = model[0].bias
+    first: Any = model[0]
+    bias: torch.Tensor = first.bias
     table = q4.convert_linears_(model, format="nvfp4", session=_session())
     assert [row.name for row in table.converted] == ["0", "2.0", "2.1"]
-    assert all(isinstance(layer, q4.Q4Linear) for layer in (model[0], model[2][0], model[2][1]))
+    inner: Any = model[2]
+    assert all(isinstance(layer, q4.Q4Linear) for layer in (model[0], *inner))
     assert model[0].bias is bias
     x = torch.randn(5, 64)
+    last: torch.Tensor = inner[1].bias
     w = [q4.dequantize(q4.quantize(item, "nvfp4")) for item in dense]
-    expected = torch.relu(x @ w[0].T + bias) @ w[1].T @ w[2].T + model[2][1].bias
+    expected = torch.relu(x @ w[0].T + bias) @ w[1].T @ w[2].T + last
     torch.testing.assert_close(model(x), expected)
     assert "3 of 3 converted" in str(table)
     assert 0.05 < (table.rows[0].relative_error or 0) < 0.15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import attrs
 import pytest
@@ -27,7 +28,7 @@ REFERENCE = q4.KernelPath("ref", (1, None), q4.PathKind.REFERENCE, q4.Precision.
 MISSING = q4.Reason(q4.ReasonCode.NOT_BUILT, "the library is missing")
 
 
-def _path(name: str, low: int, high: int | None, tier: int, **facts: object) -> q4.KernelPath:
+def _path(name: str, low: int, high: int | None, tier: int, **facts: Any) -> q4.KernelPath:
     return attrs.evolve(KERNEL_PATH, name=name, m=(low, high), tier=tier, **facts)
 
 

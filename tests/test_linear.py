@@ -8,7 +8,7 @@ import io
 import multiprocessing
 import pickle
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from fakes import FakeBackend, registry
 from torch import nn
 
 import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 N, K = 48, 128
 
@@ -74,13 +77,14 @@ def test_any_layout_of_x_gives_the_same_bits(session: q4.Session, layout: str, g
     """Strided, transposed, offset and expanded inputs are computed right, by the fast path and by the op."""
     layer = session.linear(_weight())
     base = _x(6, K)
-    x = {
-        "contiguous": base.clone,
+    layouts: dict[str, Callable[[], torch.Tensor]] = {
+        "contiguous": lambda: base + 0,
         "transposed": lambda: base.T.contiguous().T,
         "strided": lambda: torch.stack((base, base), 1).flatten(0, 1)[::2],
         "offset": lambda: torch.cat((torch.zeros(3), base.flatten()))[3:].view(6, K),
         "expanded": lambda: base[:1].expand(6, K),
-    }[layout]()
+    }
+    x = layouts[layout]()
     expected = layer(base if layout != "expanded" else base[:1].repeat(6, 1))
     assert torch.equal(layer(x.detach().requires_grad_(grad)).detach(), expected)
 
@@ -363,7 +367,8 @@ def test_vmap_and_modes_do_not_reach_the_backend_unseen(session: q4.Session) -> 
             return func(*args, **(kwargs or {}))
 
     layer = session.linear(_weight())
-    with Watch():
+    watch: Any = Watch
+    with watch():
         layer(_x(1, K))
     assert any("q4core.linear" in name for name in seen)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Iterable
 
     from q4core.backend.capabilities import Capabilities
     from q4core.backend.request import Request
@@ -36,7 +36,7 @@ class Prepared:
     """
 
     tensors: tuple[torch.Tensor, ...] = attrs.field(converter=_tensors)
-    meta: Hashable = None
+    meta: Any = None
 
     @property
     def nbytes(self) -> int:

@@ -51,7 +51,8 @@ def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
     """
     if kind is ScaleKind.E4M3_MUL:
         scale = largest / (_LARGEST_E4M3 * _LARGEST)
-        return torch.where(torch.isfinite(scale.reciprocal()), scale, _SMALLEST_GLOBAL)
+        # Below it the reciprocal of global × 2^-6 overflows, and zeros become NaN and then codes.
+        return torch.where(scale >= _SMALLEST_GLOBAL, scale, _SMALLEST_GLOBAL)
     divisor = _LARGEST_E4M3 * _LARGEST / largest.clamp(min=_SMALLEST_NORMAL)
     return torch.where(torch.isfinite(divisor), divisor, 1.0)
 
