@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -710,3 +711,43 @@ def test_control_characters_are_written_out() -> None:
 def test_bytes_are_told_in_binary_units(count: int, text: str) -> None:
     """Sizes are told with one digit after the point."""
     assert bytes_text(count) == text
+
+
+# -- the documentation
+
+
+COMMANDS: dict[str, list[str]] = {
+    "doctor": [],
+    "inspect": [str(NF4)],
+    "explain": [str(NF4)],
+    "quantize": ["dense.safetensors", "packed.safetensors", "--format", "nf4"],
+    "convert": [str(NF4), "converted.safetensors", "--dialect", "bitsandbytes"],
+    "bench": ["--shape", "16x64", "--format", "nf4", "--m", "1", "--seconds", "0.001"],
+}
+
+
+def section(command: str) -> str:
+    """Return what the documentation says of a command."""
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    found: str = text.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documentation_has_every_option(command: str) -> None:
+    """Each option of each command stands in its section of ``docs/cli.md``, and no other one does."""
+    group: Any = typer.main.get_command(build_app(q4.Registry([])))
+    options = {name for item in group.commands[command].params for name in item.opts if name.startswith("--")}
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section(command)))
+    assert options - {"--help"} <= told
+    assert told - options <= {"--prove"}  # doctor points to it
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("dense_file")
+def test_documentation_has_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document's keys are those that the command's section lists."""
+    record = answer(capsys, command, *COMMANDS[command])
+    listed = section(command).partition("\nJSON: ")[2]
+    listed = re.sub(r"\([^)]*\)", "", listed)
+    assert list(record) == re.findall(r"`(\w+)`", listed)

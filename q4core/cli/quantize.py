@@ -43,7 +43,8 @@ def quantize(  # noqa: PLR0913  # one argument per option
     out: Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors, or a folder.")],
     *,
     format: Annotated[  # noqa: A002  # the option's name
-        str, typer.Option("--format", metavar="FORMAT", help="nf4, fp4, nvfp4, mxfp4, int4, q4_0, …")
+        str,
+        typer.Option("--format", metavar="FORMAT", help="nf4, fp4, nvfp4, mxfp4, or another that a dialect writes."),
     ],
     dialect: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def _require_dense(checkpoint: Checkpoint) -> None:
             "q4 quantize",
             name="IN",
             rule="a dense checkpoint",
-            value=f"{len(checkpoint)} packed layers ({', '.join(checkpoint.schema.dialects)})",
+            value=f"{counted(len(checkpoint), 'packed layer')} ({', '.join(checkpoint.schema.dialects)})",
             where=str(checkpoint.path),
             hint="Use `q4 convert` to store packed layers in another dialect.",
         )
