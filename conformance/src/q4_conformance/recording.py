@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Recording", "recorded", "unique"]
 
 _LOGGER = "q4core"
+_RECORDED = (Q4FallbackWarning, Q4ProbeWarning)
 _counter = itertools.count(1)
 
 
@@ -60,7 +61,7 @@ class _Handler(logging.Handler):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record events and warnings inside the ``with`` block; the warnings go nowhere else."""
+    """Record events and warnings inside the ``with`` block; other warnings are given again at its end."""
     recording = Recording()
     logger = logging.getLogger(_LOGGER)
     handler, level, propagate = _Handler(recording), logger.level, logger.propagate
@@ -69,11 +70,12 @@ def recorded() -> Iterator[Recording]:
     logger.propagate = False
     try:
         with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("error")
-            for category in (Q4FallbackWarning, Q4ProbeWarning):
-                warnings.simplefilter("always", category)
+            warnings.simplefilter("always")
             yield recording
-            recording.warned.extend(warned)
+        recording.warned.extend(item for item in warned if issubclass(item.category, _RECORDED))
+        for item in warned:
+            if not issubclass(item.category, _RECORDED):
+                warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -1,7 +1,17 @@
 """A right toy kernel, and the faults planted in it to prove that the kit finds them."""
 
-from q4_conformance.zoo.catalogue import FAULTS, Fault, crashing, hanging
+from q4_conformance.zoo.catalogue import FAULTS, Fault, crashing, hanging, talking
 from q4_conformance.zoo.functions import FUNCTION_FAULTS, FunctionFault
 from q4_conformance.zoo.toy import ToyKernel, function_of
 
-__all__ = ["FAULTS", "FUNCTION_FAULTS", "Fault", "FunctionFault", "ToyKernel", "crashing", "function_of", "hanging"]
+__all__ = [
+    "FAULTS",
+    "FUNCTION_FAULTS",
+    "Fault",
+    "FunctionFault",
+    "ToyKernel",
+    "crashing",
+    "function_of",
+    "hanging",
+    "talking",
+]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from q4_conformance.zoo.toy import ToyKernel
 
-__all__ = ["FAULTS", "Fault", "crashing", "hanging"]
+__all__ = ["FAULTS", "Fault", "crashing", "hanging", "talking"]
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +47,11 @@ class Fault:
 def crashing() -> ToyKernel:
     """Return a backend that kills its process at M = 7."""
     return conduct.Crashes("fault-crashes")
+
+
+def talking() -> ToyKernel:
+    """Return a right backend that prints while it computes."""
+    return conduct.Talks("toy-talks")
 
 
 def hanging() -> ToyKernel:

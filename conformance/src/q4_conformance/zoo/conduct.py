@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -163,6 +164,13 @@ class LeavesGap(ToyKernel):
             KernelPath("high", (33, None), PathKind.KERNEL, Precision.W4A32, 20),
         ]
         return Verdict.offer(paths, native_state="numpy")
+
+
+class Talks(Spoils):
+    """Prints while it computes, and leaves its lines open."""
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        sys.stdout.write(f"result {y.shape}\nand no end of line")
 
 
 class Crashes(Spoils):
