@@ -8,8 +8,10 @@ import hypothesis
 import torch
 
 # Q4_PLUGIN_MODULES says where code comes from, not what it does, so a source tree that is not installed keeps it.
-for _name in [name for name in os.environ if name.startswith("Q4_") and name != "Q4_PLUGIN_MODULES"]:
-    del os.environ[_name]
+_OF_THE_USER = {"NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}
+for _name in [name for name in os.environ if name.startswith("Q4_") or name in _OF_THE_USER]:
+    if _name != "Q4_PLUGIN_MODULES":
+        del os.environ[_name]
 
 # Two threads are enough for tests' sizes; more would make a parallel run oversubscribe a small machine.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
