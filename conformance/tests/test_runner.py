@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance import Outcome, check_core, check_linear, core_cases, linear_cases, run_case, run_cases
+from q4_conformance import CaseResult, Outcome, check_core, check_linear, core_cases, linear_cases, run_case, run_cases
 from q4_conformance.subject import BackendSubject, FunctionSubject, make_registry
 from q4_conformance.zoo import ToyKernel, function_of
 
@@ -53,7 +53,7 @@ def test_what_a_function_does_not_claim_is_not_declared() -> None:
 
 def test_every_case_has_one_result() -> None:
     """A run's results are its table, in order; the watcher sees each."""
-    seen = []
+    seen: list[CaseResult] = []
     report = check_linear(function_of(ToyKernel()), "q8_0", only=["TC-09/bias", "TC-11"], watch=seen.append)
     assert [result.case for result in report.results] == list(report.expected)
     assert tuple(seen) == report.results
