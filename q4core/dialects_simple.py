@@ -79,7 +79,7 @@ class SimpleNf4(Dialect):
             notes = (*notes, f"nibble order {order} assumed: the dialect does not say it")
         table = catalogue.load_small(keys["codebook"])
         kind = "nf4"
-        if table is None or not table.numel():
+        if table is None or not table.numel() or table.dtype not in _FLOATS:
             notes = (*notes, "format nf4 assumed: the code book was not read")
         else:
             first = float(table.reshape(-1)[0])

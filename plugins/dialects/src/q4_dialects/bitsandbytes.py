@@ -194,6 +194,7 @@ class BitsAndBytes(Dialect):
         keys = layer.keys
         yield from self.expect(catalogue, keys["qdata"], dtypes=_STORAGE, shape=(None, 1))
         yield from self.expect(catalogue, keys["codebook"], dtypes={torch.float32}, shape=(16,))
+        yield from self.expect(catalogue, keys["quant_state"], dtypes={torch.uint8}, shape=(None,))
         blocks = nested_blocks = None
         if state is not None:
             total = math.prod(state.shape)
