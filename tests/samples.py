@@ -55,6 +55,7 @@ def random_weight(
     n: int,
     k: int,
     kind: q4.ScaleKind | None = None,
+    /,
     *,
     block: int | None = None,
     packing: q4.Packing | None = None,

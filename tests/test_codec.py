@@ -222,11 +222,7 @@ def test_a_false_permutation_is_refused() -> None:
 def test_absurd_sizes_are_refused_before_allocation() -> None:
     """A weight of 2^62 elements, which a few bytes can claim to be, is refused at once."""
     n = k = 2**31 - 1
-    weight = random_weight(
-        "int4",
-        n=1,
-        k=2,
-    )
+    weight = random_weight("int4", 1, 2)
     absurd = attrs.evolve(
         weight,
         qdata=torch.zeros(1, dtype=torch.uint8).expand(n, 2**30),

@@ -61,15 +61,16 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
     activation scales that differ are dropped, with a note.
 
     Args:
-        weights: At least one; the same format, K, block size, scale kind and block order.
+        weights: At least one; the same format, K, block size, scale kind (double-quantised ones count as plain) and
+            block order.
         name: The joined layer's name.
 
     Raises:
         WeightError: The weights differ in something that one weight can't hold twice.
     """
-    _check_joinable(weights)
-    head = weights[0]
-    parts = [weight.with_plain_scale() if head.scale_kind is ScaleKind.DOUBLE_QUANT else weight for weight in weights]
+    parts = [weight.with_plain_scale() if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight for weight in weights]
+    _check_joinable(parts)
+    head = parts[0]
     parts = [part.repack(head.packing) for part in parts]
     qdata = [part.qdata for part in parts]
     if any(data.shape[1:] != qdata[0].shape[1:] for data in qdata):

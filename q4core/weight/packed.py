@@ -24,7 +24,8 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _rebuild(fields: dict[str, Any]) -> PackedWeight:
+def _rebuild(fields: dict[str, Any], dtypes: dict[str, torch.dtype]) -> PackedWeight:
+    fields.update((name, fields[name].view(dtype)) for name, dtype in dtypes.items())
     return PackedWeight(**fields)
 
 
@@ -163,16 +164,17 @@ class PackedWeight:
         return codes.reshape(self.out_features, -1)[:, : self.in_features]
 
     def repack(self, packing: Packing) -> PackedWeight:
-        """Return the weight with its codes in another packing.
+        """Return the weight with its codes in another packing; rows are padded to whole groups where it has groups.
 
         Raises:
-            FormatError: K does not hold whole groups of the packing.
+            WeightError: The packing holds codes of another width, or is HALF_SPLIT for FLAT blocks.
         """
         if packing == self.packing:
             return self
-        codes = unpack_codes(self.qdata, self.packing)
-        if self.blocks is BlockOrder.ROW:
-            codes = codes.reshape(self.out_features, -1)
+        # Flat codes keep their padding nibble, which bitsandbytes fills with a code of its own.
+        codes = unpack_codes(self.qdata, self.packing) if self.blocks is BlockOrder.FLAT else self.codes()
+        if packing.group:
+            codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % packing.group))
         return attrs.evolve(self, qdata=pack_codes(codes, packing), packing=packing)
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
@@ -214,11 +216,16 @@ class PackedWeight:
         """Return ``what``, with the layer's name where it has one, for messages."""
         return f"{what} of layer {self.name!r}" if self.name else what
 
-    def __reduce__(self) -> tuple[Callable[..., PackedWeight], tuple[dict[str, Any]]]:
-        """Pickle compact copies: torch would pickle the whole storage (the whole file) behind a view."""
+    def __reduce__(self) -> tuple[Callable[..., PackedWeight], tuple[dict[str, Any], dict[str, torch.dtype]]]:
+        """Pickle compact copies: torch would pickle the whole storage (the whole file) behind a view.
+
+        Float8 tensors go as bytes, because torch can't read the pickles that it writes of them.
+        """
         fields = {field.name: getattr(self, field.name) for field in attrs.fields(PackedWeight) if field.init}
         fields.update((name, _compact(tensor)) for name, tensor in self.tensors())
-        return _rebuild, (fields,)
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors() if tensor.dtype in _FLOAT8}
+        fields.update((name, fields[name].view(torch.uint8)) for name in dtypes)
+        return _rebuild, (fields, dtypes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Copy the tensors, never the storage behind them."""
@@ -249,6 +256,7 @@ TENSOR_FIELDS = (
     "input_permutation",
     "activation_scale",
 )
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
 _NO_LEVELS: dict[str, Any] = {
     "global_scale": None,
     "nested_codebook": None,
