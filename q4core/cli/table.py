@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
-from rich import box
 from rich.cells import cell_len
-from rich.table import Table
 from rich.text import Text
 
 from q4core.cli.output import clean, say
@@ -84,35 +82,41 @@ def print_table(
             break
         shown.remove(index)
         left_out.append(columns[index].title)
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
-    )
     fixed = sum(widths[i] for i in shown if not columns[i].elastic) + _GAP * (len(shown) - 1) + indent
-    elastic = [i for i in shown if columns[i].elastic]
-    room = max(_LEAST_NAME, (console.width - fixed) // max(1, len(elastic)))
-    for index in shown:
-        column = columns[index]
-        table.add_column(column.title, justify=column.justify, style=column.style, no_wrap=True, overflow="ellipsis")
+    elastic = sum(1 for i in shown if columns[i].elastic)
+    room = max(_LEAST_NAME, (console.width - fixed) // max(1, elastic))
+    final = {i: min(widths[i], room) if columns[i].elastic else widths[i] for i in shown}
+    sides = [(final[i], columns[i].justify == "right") for i in shown]
+    start = " " * indent
+    _put(console, _line([(columns[i].title, "bold") for i in shown], sides, start))
+    _put(console, [(start + "─" * (sum(final.values()) + _GAP * (len(shown) - 1)), "")])
     for row, text in zip(rows, texts, strict=True):
-        cells = []
-        for index in shown:
-            cell = row[index]
-            plain = elide(text[index], room) if columns[index].elastic else text[index]
-            cells.append(Text(plain, style=cell.style if isinstance(cell, Text) else ""))
-        table.add_row(*cells)
-    console.print(_indented(table, indent), crop=False)
+        cells: list[tuple[str, Any]] = []
+        for i in shown:
+            cell = row[i]
+            cells.append((elide(text[i], final[i]), cell.style if isinstance(cell, Text) else columns[i].style))
+        _put(console, _line(cells, sides, start))
     if left_out:
-        say(console, Text(f"{' ' * indent}(too narrow for: {', '.join(left_out)})", style="dim"))
+        say(console, Text(f"(too narrow for: {', '.join(left_out)})", style="dim"), label=start)
 
 
-def _indented(table: Table, indent: int) -> Table:
-    if not indent:
-        return table
-    outer = Table.grid(padding=0)
-    outer.add_column(width=indent)
-    outer.add_column()
-    outer.add_row("", table)
-    return outer
+def _line(cells: Sequence[tuple[str, Any]], sides: Sequence[tuple[int, bool]], start: str) -> list[tuple[str, Any]]:
+    """Return texts with styles, filled up to their columns' widths."""
+    parts: list[tuple[str, Any]] = [(start, "")]
+    for index, ((text, style), (width, is_right)) in enumerate(zip(cells, sides, strict=True)):
+        filler = " " * (width - cell_len(text))
+        gap = " " * _GAP if index < len(cells) - 1 else ""
+        parts += [(filler, ""), (text, style)] if is_right else [(text, style), (filler if gap else "", "")]
+        parts.append((gap, ""))
+    return parts
+
+
+def _put(console: Console, parts: Sequence[tuple[str, Any]]) -> None:
+    """Print one line that fits; there may be tens of thousands, for which rich's own table takes minutes."""
+    if console.is_terminal:
+        console.print(Text.assemble(*parts), no_wrap=True, overflow="ellipsis")
+    else:
+        console.file.write("".join(text for text, _ in parts) + "\n")
 
 
 def counted(count: int, noun: str) -> str:
