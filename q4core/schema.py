@@ -27,6 +27,7 @@ __all__ = [
     "detect_in",
     "detect_or_fail",
     "make_catalogue",
+    "problems_error",
     "validate",
     "validate_in",
 ]
@@ -144,8 +145,14 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
         )
     problems = validate_in(schema, catalogue, known)
     if problems or not schema.layers:
-        raise SchemaError("schema", problems=problems or schema.unsupported)
+        raise problems_error("schema", problems or schema.unsupported)
     return schema
+
+
+def problems_error(what: str, problems: Sequence[Problem], where: str | None = None) -> SchemaError:
+    """Return the error that says how many problems there are, and each of them."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return SchemaError(f"{what}: {count}", problems=problems, where=where)
 
 
 def validate(  # noqa: PLR0913  # the contract's arguments

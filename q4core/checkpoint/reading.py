@@ -10,8 +10,8 @@ from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, FileSet, find_files, r
 from q4core.checkpoint.opened import Checkpoint
 from q4core.dialect import Problem, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.errors import CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning, SchemaError
-from q4core.schema import Schema, detect_in, make_catalogue, validate_in
+from q4core.errors import CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
+from q4core.schema import Schema, detect_in, make_catalogue, problems_error, validate_in
 
 if TYPE_CHECKING:
     import os
@@ -102,7 +102,7 @@ class SafetensorsReader:
             schema = Schema(dense=files.infos, problems=asked if self._dialect is not None else ())
         problems = validate_in(schema, catalogue, self._dialects)
         if problems:
-            raise SchemaError("checkpoint", problems=problems, where=str(path))
+            raise problems_error("checkpoint", problems, str(path))
         return SafetensorsSource(files, schema, self._dialects)
 
 

@@ -53,6 +53,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _STORAGE = {torch.uint8, *_DTYPES.values()}
 _MAX_FEATURES = 2**31 - 1
 _RANK = 2
+_MOST_FLOAT32 = 2**128
 
 
 @attrs.frozen(kw_only=True)
@@ -98,7 +99,7 @@ def _parse(stored: torch.Tensor, kind: str) -> State:
 
     text = bytes(stored.reshape(-1).tolist())
     try:
-        facts = json.loads(text.decode("utf-8"))
+        facts = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise _BadStateError("valid UTF-8 JSON", str(error)) from error
     names = {"quant_type", "blocksize", "dtype", "shape"}
@@ -121,9 +122,16 @@ def _parse(stored: torch.Tensor, kind: str) -> State:
     nested_block, offset = facts["nested_blocksize"], facts["nested_offset"]
     require(type(nested_block) is int and nested_block > 0, "JSON with a positive nested_blocksize", nested_block)
     require(facts["nested_dtype"] == "float32", "JSON with nested_dtype 'float32'", facts["nested_dtype"])
-    is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < math.inf
+    is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < _MOST_FLOAT32
     require(is_number, "JSON with a finite nested_offset", offset)
     return attrs.evolve(state, nested_block_size=nested_block, nested_offset=float(offset))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
 
 
 class BitsAndBytes(Dialect):
