@@ -1,0 +1,131 @@
+"""Known dialects that nothing here reads are named, and none of their tensors is taken for dense."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).to(dtype)
+
+
+INT32, U8, F16, F8 = torch.int32, torch.uint8, torch.float16, torch.float8_e4m3fn
+LAYERS: dict[str, dict[str, torch.Tensor]] = {
+    "gptq": {
+        "proj.qweight": _of(INT32, 8, 16),
+        "proj.qzeros": _of(INT32, 1, 2),
+        "proj.scales": _of(F16, 1, 16),
+        "proj.g_idx": _of(INT32, 64),
+    },
+    "awq": {
+        "proj.qweight": _of(INT32, 64, 2),
+        "proj.qzeros": _of(INT32, 1, 2),
+        "proj.scales": _of(F16, 1, 16),
+    },
+    "hqq": {
+        "proj.W_q": _of(U8, 32, 64),
+        "proj.scale": _of(F16, 64, 1),
+        "proj.zero": _of(F16, 64, 1),
+        "proj.shape": _of(torch.int64, 2),
+        "proj.nbits": _of(INT32),
+        "proj.quant_scale": _of(U8),
+    },
+    "gpt-oss-mxfp4": {"proj_blocks": _of(U8, 2, 16, 2, 16), "proj_scales": _of(U8, 2, 16, 2)},
+    "compressed-tensors-int4": {
+        "proj.weight_packed": _of(INT32, 16, 8),
+        "proj.weight_scale": _of(F16, 16, 1),
+        "proj.weight_shape": _of(torch.int64, 2),
+        "proj.weight_zero_point": _of(INT32, 2, 1),
+    },
+    "compressed-tensors-mxfp4": {"proj.weight_packed": _of(U8, 16, 32), "proj.weight_scale": _of(U8, 16, 2)},
+    "modelopt-int4": {"proj.weight": _of(U8, 8, 64), "proj.weight_scale": _of(F16, 16, 1)},
+    "modelopt-mxfp4": {"proj.weight": _of(U8, 16, 32), "proj.weight_scale": _of(U8, 16, 2)},
+    "deepseek-mxfp4": {"proj.weight": _of(torch.int8, 16, 32), "proj.scale": _of(torch.float8_e8m0fnu, 16, 2)},
+    "gptqmodel-bitsandbytes": {
+        "proj.weight": _of(U8, 512, 1),
+        "proj.weight_absmax": _of(torch.float32, 16),
+        "proj.weight_quant_map": _of(torch.float32, 16),
+        "proj.weight_quant_state": _of(U8, 20),
+    },
+    "bitsandbytes-int8": {"proj.weight": _of(torch.int8, 16, 64), "proj.SCB": _of(torch.float32, 16)},
+    "mlx": {
+        "proj.weight": _of(torch.uint32, 16, 8),
+        "proj.scales": _of(F16, 16, 1),
+        "proj.biases": _of(F16, 16, 1),
+    },
+    "tensorrt-llm-nvfp4": {
+        "proj.weight": _of(U8, 16, 32),
+        "proj.weights_block_scaling_factor": _of(F8, 16, 4),
+        "proj.alpha": _of(torch.float32, 1),
+    },
+    "fp8": {"proj.weight": _of(F8, 16, 64), "proj.weight_scale": torch.ones(()), "proj.input_scale": torch.ones(())},
+    "bitsandbytes experts": {
+        "proj": _of(U8, 512, 1),
+        "proj.absmax": _of(torch.float32, 16),
+        "proj.quant_map": _of(torch.float32, 16),
+        "proj.quant_state.bitsandbytes__nf4": _of(U8, 20),
+    },
+}
+
+
+@pytest.mark.parametrize("dialect", LAYERS)
+def test_known_dialect_is_named(dialect: str) -> None:
+    """Each is listed under its name with all of its tensors, and leaves other tensors alone."""
+    schema = q4.detect({**LAYERS[dialect], "proj.bias": torch.ones(16), "norm.weight": torch.ones(4)})
+    assert schema is not None
+    assert [(problem.code, problem.key, problem.value) for problem in schema.unsupported] == [
+        ("unsupported", "proj", dialect)
+    ]
+    assert dict(schema.layers) == {}
+    assert set(schema.dense) == {"proj.bias", "norm.weight"}
+
+
+def test_fused_experts_of_modelopt_are_named() -> None:
+    """3-D experts, whose scales are named after the parameter, are listed."""
+    name = "layers.0.experts.gate_up_proj"
+    schema = q4.detect({name: _of(U8, 2, 32, 16), f"{name}_weight_scale": _of(F8, 2, 4, 16)})
+    assert schema is not None
+    assert [problem.key for problem in schema.unsupported] == [name]
+    assert schema.dense == ()
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"norm.scale": torch.ones(4), "norm.weight": torch.ones(4)},
+        {"embed.weight": torch.ones(4, 4), "pos.scales": torch.ones(2)},
+        {"table": _of(U8, 4, 4), "head.weight": _of(U8, 4, 4)},
+        {"conv.weight": _of(F8, 4, 4)},
+    ],
+    ids=lambda tensors: next(iter(tensors)),
+)
+def test_plain_tensors_are_left_alone(tensors: dict[str, torch.Tensor]) -> None:
+    """Scales of norms, byte tables and lone 8-bit tensors are no one's 4-bit layer."""
+    assert q4.detect(tensors) is None
+
+
+def test_checkpoint_says_why_when_such_a_layer_is_asked_for(tmp_path: Path) -> None:
+    """Other layers are read; this one is refused with its dialect's name, and is not ``in`` the checkpoint."""
+    path = tmp_path / "x.safetensors"
+    weight = q4.quantize(torch.randn(16, 64), "nf4")
+    q4.save_checkpoint(path, {"other": weight}, dialect="bitsandbytes")
+    dense = {**q4.open(path).dense, **LAYERS["gptq"]}
+    with pytest.raises(q4.CheckpointError, match="gptq"):
+        q4.save_checkpoint(path, {"other": weight}, dialect="bitsandbytes", dense=dense)
+    import safetensors.torch  # noqa: PLC0415  # files that q4core itself refuses to write
+
+    safetensors.torch.save_file({**safetensors.torch.load_file(path), **LAYERS["gptq"]}, path)
+    checkpoint = q4.open(path)
+    assert list(checkpoint) == ["other"]
+    assert "proj" not in checkpoint
+    with pytest.raises(q4.CheckpointError) as caught:
+        checkpoint["proj"]
+    assert (caught.value.name, caught.value.value, caught.value.where) == ("proj", "gptq", str(path))
