@@ -188,7 +188,7 @@ def probe_path(
     runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(_row_counts(path, request.m)):
-        x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
+        x = _activations(count, source, request, path, draw)
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
             backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
@@ -206,6 +206,25 @@ def probe_path(
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
     return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
+
+
+def _activations(count: int, source: PackedWeight, request: Request, path: KernelPath, draw: int) -> torch.Tensor:
+    """Return activations that a path rounds without loss, also where it permutes or scales them first.
+
+    Once scaled by channel, a block of several values is on no grid any more; a block of one value always is, so one
+    value of each block stays.
+    """
+    x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
+    if path.precision in {Precision.W4A32, Precision.W4A16}:
+        return x
+    if source.input_channel_scale is not None:
+        block = 16 if path.precision is Precision.W4A4 else 32
+        columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
+        kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
+        x = torch.where(columns == kept, torch.where(x == 0, 1, x), 0)
+    if source.input_permutation is not None:
+        x = torch.empty_like(x).index_copy_(1, source.input_permutation.to("cpu"), x)
+    return x
 
 
 @attrs.define(eq=False)

@@ -20,17 +20,7 @@ def subject() -> BackendSubject:
     return BackendSubject(ToyKernel())
 
 
-UNPROVABLE = {Feature.INPUT_PERMUTATION, Feature.INPUT_CHANNEL_SCALE}
-
-
-def _parameter(case: Case) -> object:
-    """Mark the cases that fail by a fault of the core: its self-probe's int8 draws forget permutation and channels."""
-    fails = case.precision is ActivationPrecision.INT8 and UNPROVABLE & case.weight_recipe.features
-    reason = "the self-probe's activations are not exact in int8 once inputs are permuted or scaled"
-    return pytest.param(case, id=case.id, marks=[pytest.mark.xfail(reason=reason, strict=True)] if fails else [])
-
-
-@pytest.mark.parametrize("case", [_parameter(case) for case in CASES])
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_kernel_passes(case: Case, subject: BackendSubject) -> None:
     """The case passes, but for four-bit activations, which the kernel does not declare."""
     result = run_case(case, subject)
