@@ -149,7 +149,10 @@ class Catalogue:
         self.load = load
         self.options = dict(options or {})
         self._below: dict[str, list[str]] = {}
+        self._by_last: dict[str, list[str]] = {}
+        self._place = {name: index for index, name in enumerate(self.tensors)}
         for name in self.tensors:
+            self._by_last.setdefault(name.rpartition(".")[2], []).append(name)
             cut = len(name)
             for _ in range(_MAX_SUFFIX_PARTS):
                 cut = name.rfind(".", 0, cut)
@@ -175,13 +178,12 @@ class Catalogue:
     def modules_with(self, *suffixes: str) -> Iterator[str]:
         """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in file order."""
         tails = tuple(f".{suffix}" for suffix in suffixes)
-        seen: set[str] = set()
-        for name in self.tensors:
-            if name.endswith(tails):
-                module = next(name.removesuffix(tail) for tail in tails if name.endswith(tail))
-                if module and module not in seen:
-                    seen.add(module)
-                    yield module
+        lasts = {suffix.rpartition(".")[2] for suffix in suffixes}
+        names = [name for last in lasts for name in self._by_last.get(last, ()) if name.endswith(tails)]
+        if len(lasts) > 1:
+            names.sort(key=self._place.__getitem__)
+        modules = (next(name.removesuffix(tail) for tail in tails if name.endswith(tail)) for name in names)
+        yield from dict.fromkeys(module for module in modules if module)
 
     def unknown_scales(self, module: str, known: Iterable[str]) -> tuple[Problem, ...]:
         """Return an ``unknown_key`` problem for each scale-like key of a module that is not among the known suffixes.

@@ -180,12 +180,12 @@ class Dialect(abc.ABC):
 
 
 def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
-    """Return a dialect by name.
+    """Return a dialect by name; those that hold no format, and only recognise layers, can't be asked for.
 
     Raises:
         DialectError: No such dialect; the message lists the ones there are, and the closest.
     """
-    known = {dialect.name: dialect for dialect in dialects}
+    known = {dialect.name: dialect for dialect in dialects if dialect.formats}
     if name in known:
         return known[name]
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)

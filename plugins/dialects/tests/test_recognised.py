@@ -112,6 +112,15 @@ def test_plain_tensors_are_left_alone(tensors: dict[str, torch.Tensor]) -> None:
     assert q4.detect(tensors) is None
 
 
+@pytest.mark.parametrize("name", ["gptq", "recognised-only"])
+def test_only_readable_dialects_can_be_asked_for(name: str) -> None:
+    """What is merely recognised is no choice, and stands in no list of choices."""
+    with pytest.raises(q4.DialectError) as caught:
+        q4.detect(LAYERS["gptq"], dialect=name)
+    assert "recognised-only" not in str(caught.value.rule)
+    assert "bitsandbytes" in str(caught.value.rule)
+
+
 def test_checkpoint_says_why_when_such_a_layer_is_asked_for(tmp_path: Path) -> None:
     """Other layers are read; this one is refused with its dialect's name, and is not ``in`` the checkpoint."""
     path = tmp_path / "x.safetensors"

@@ -153,25 +153,27 @@ class Recognised(Dialect):
 
 def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
     for row in _ROWS:
-        first, *others = row.needs
-        tail = f"{row.separator}{first}"
-        for name, info in catalogue.tensors.items():
-            if not name.endswith(tail) or (row.needs[first] and info.dtype not in row.needs[first]):
-                continue
-            stem = name.removesuffix(first)
-            infos = {suffix: catalogue.get(stem + suffix) for suffix in others}
+        first = next(iter(row.needs))
+        for stem in _stems(row, first, catalogue):
+            infos = {suffix: catalogue.get(stem + suffix) for suffix in row.needs}
             fits = all(
-                item is not None and (not row.needs[suffix] or item.dtype in row.needs[suffix])
-                for suffix, item in infos.items()
+                info is not None and (not row.needs[suffix] or info.dtype in row.needs[suffix])
+                for suffix, info in infos.items()
             )
-            if (
-                fits
-                and not any(stem + suffix in catalogue for suffix in row.without)
-                and _has_own_rows(row, stem, catalogue)
-            ):
+            is_other = any(stem + suffix in catalogue for suffix in row.without)
+            if fits and not is_other and _has_own_rows(row, stem, catalogue):
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
                 keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
                 yield stem.removesuffix(row.separator), row.dialect, keys
+
+
+def _stems(row: _Row, first: str, catalogue: Catalogue) -> Iterator[str]:
+    """Yield what stands before the row's first suffix, for each tensor that ends in it."""
+    if row.separator == ".":
+        yield from (f"{module}." for module in catalogue.modules_with(first))
+    else:
+        tail = f"{row.separator}{first}"
+        yield from (name.removesuffix(first) for name in catalogue.tensors if name.endswith(tail))
 
 
 def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:
