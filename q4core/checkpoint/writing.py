@@ -171,7 +171,8 @@ class _Writer:
             current = self._shards[-1][0]
             if limit is None or not current.infos or current.nbytes + nbytes <= limit:
                 return self._shards[-1]
-            self._finish_shard(self._shards[-1])
+            if not self._dialect.metadata_spans_shards:
+                self._finish_shard(self._shards[-1])
         else:
             self._target.folder.mkdir(parents=True, exist_ok=True)
         self._shards.append((Shard(self._target.folder), {}, []))
@@ -183,7 +184,13 @@ class _Writer:
         self._homes[name] = len(self._shards) - 1
 
     def _finish_shard(self, part: tuple[Shard, dict[str, WrittenLayer], list[str]]) -> None:
-        part[0].finish(self._header_of(part[1], part[2]))
+        layers, dense = self._contents() if self._dialect.metadata_spans_shards else part[1:]
+        part[0].finish(self._header_of(layers, dense))
+
+    def _contents(self) -> tuple[dict[str, WrittenLayer], list[str]]:
+        """Return the layers and the names of the other tensors of all shards."""
+        layers = {module: layer for _, part, _ in self._shards for module, layer in part.items()}
+        return layers, [name for _, _, names in self._shards for name in names]
 
     def _header_of(self, layers: Mapping[str, WrittenLayer], dense: list[str]) -> dict[str, str]:
         own = self._dialect.merge_metadata(layers, dense)
@@ -195,11 +202,11 @@ class _Writer:
         """Finish the last shard, and check that the whole will be read as it was meant."""
         if not self._shards:
             self._shard_for(0)
-        self._finish_shard(self._shards[-1])
+        for part in self._shards:
+            self._finish_shard(part)  # those that are finished stay as they are
         self._config = self._new_config()
         infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
-        layers = {module: layer for _, part, _ in self._shards for module, layer in part.items()}
-        dense = [name for _, _, names in self._shards for name in names]
+        layers, dense = self._contents()
         catalogue = Catalogue(infos, metadata=self._header_of(layers, dense), config=self._config)
         schema = detect_in(catalogue, dialects)
         found = {} if schema is None else {module: layer.dialect for module, layer in schema.layers.items()}
@@ -223,7 +230,7 @@ class _Writer:
         base = dict(given) if given is not None else read_object(path, "config.json") if path.is_file() else {}
         base.pop("quantization_config", None)
         infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
-        dense = [name for _, _, names in self._shards for name in names]
+        _, dense = self._contents()
         matrices = tuple(
             name.removesuffix(".weight")
             for name in dense

@@ -44,6 +44,8 @@ class Dialect(abc.ABC):
     """Names of the reader options that the dialect understands."""
     shares_keys: ClassVar[bool] = False
     """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
+    metadata_spans_shards: ClassVar[bool] = False
+    """The dialect's own readers want the metadata of the whole checkpoint in every shard."""
 
     @abc.abstractmethod
     def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
@@ -85,8 +87,8 @@ class Dialect(abc.ABC):
         """Return one file's header metadata.
 
         Args:
-            layers: Module → what ``write`` gave, for the layers of the file.
-            dense: Names of the other tensors of the file.
+            layers: Module → what ``write`` gave, for the layers of the file (of all files, if it spans shards).
+            dense: Names of the other tensors, likewise.
         """
         del dense
         return {key: text for layer in layers.values() for key, text in layer.metadata.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
+import safetensors
 import torch
 
 import q4core as q4
@@ -17,6 +18,9 @@ from q4_dialects.torchao import (
     TorchaoNvfp4Linear,
     TorchaoNvfp4Swizzled,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 DIALECTS = (TorchaoNvfp4Linear(), TorchaoNvfp4Swizzled(), TorchaoMxfp4Linear(), TorchaoMxfp4Swizzled())
@@ -241,6 +245,23 @@ def test_merged_metadata_lists_layers_and_plain_tensors() -> None:
     assert json.loads(merged["tensor_names"]) == ["a.weight", "b.weight", "a.bias"]
     assert json.loads(merged["a.bias"]) == {"_type": "Tensor"}
     assert json.loads(merged["a.weight"])["_type"] == "NVFP4Tensor"
+
+
+def test_every_shard_has_the_metadata_of_all(tmp_path: Path) -> None:
+    """Readers that let one shard's metadata replace another's find every entry in each."""
+    weight = q4.quantize(torch.randn(16, 32), "nvfp4")
+    weights = dict.fromkeys("abc", weight)
+    q4.save_checkpoint(
+        tmp_path, weights, dialect="torchao-nvfp4-linear", max_shard_bytes=1, dense={"n.weight": torch.ones(2)}
+    )
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 4
+    for shard in shards:
+        with safetensors.safe_open(shard, "pt") as file:
+            metadata = file.metadata()
+        assert json.loads(metadata["tensor_names"]) == ["a.weight", "b.weight", "c.weight", "n.weight"]
+        assert "c.weight" in metadata
+    assert list(q4.open(tmp_path)) == ["a", "b", "c"]
 
 
 def test_what_it_can_not_express_is_refused() -> None:

@@ -65,6 +65,8 @@ def entry_of(text: str) -> dict[str, Any] | None:
 class _Torchao(Dialect):
     """What the four dialects share."""
 
+    # transformers lets the metadata of one shard replace another's, and looks for every name in what is left.
+    metadata_spans_shards: ClassVar[bool] = True
     tensor_type: ClassVar[str]
     is_swizzled: ClassVar[bool]
     format_name: ClassVar[str]
