@@ -198,6 +198,15 @@ def test_narrow_columns(packing: q4.Packing, start: int, length: int) -> None:
         assert torch.equal(_values(cut), _values(weight)[:, start : start + length])
 
 
+def test_narrow_columns_needs_both_a_block_and_a_group() -> None:
+    """Where neither blocks nor packed groups hold the other, a cut falls where both end."""
+    weight = random_weight("int4", 3, 192, block=24, packing=PACKINGS["half32"])
+    assert torch.equal(_values(weight.narrow(1, 96, 96)), _values(weight)[:, 96:])
+    for start in (24, 32, 48, 64):
+        with pytest.raises(q4.WeightError):
+            weight.narrow(1, start, 96)
+
+
 def test_narrow_columns_of_groups() -> None:
     """Codes stored in groups between other data are cut between groups."""
     weight = random_weight("q4_0", 4, 128)

@@ -80,6 +80,14 @@ def test_cat_of_packings_and_layouts() -> None:
         assert torch.equal(_values(q4.cat(pair)), torch.cat([_values(weight)] * 2))
 
 
+def test_cat_of_padded_rows() -> None:
+    """Rows that are stored with more bytes than they need join rows that are not."""
+    one = random_weight("int4", 2, 100)
+    two = attrs.evolve(one, qdata=torch.nn.functional.pad(one.qdata, (0, 14), value=0xFF))
+    for pair in ([one, two], [two, one], [two, two]):
+        assert torch.equal(_values(q4.cat(pair)), torch.cat([_values(one)] * 2))
+
+
 def test_cat_of_float8_and_bytes() -> None:
     """The same scales stored as uint8 by one file and as float8 by another join to the same values."""
     one = random_weight("mxfp4", 2, 64)

@@ -227,11 +227,9 @@ class PackedWeight:
         fields.update((name, fields[name].view(torch.uint8)) for name in dtypes)
         return _rebuild, (fields, dtypes)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:  # the caller notes the copy in its memo
         """Copy the tensors, never the storage behind them."""
-        copied = self.contiguous()
-        memo[id(self)] = copied
-        return copied
+        return self.contiguous()
 
     def __repr__(self) -> str:
         """Return format, shape, block, scale kind, packing and device in one line."""
