@@ -40,26 +40,29 @@ def make_fast_path(  # one flat list of conditions: each function call would cos
     prepared, linear = ready.prepared, plan.backend.linear
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
     counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
-    first_key = layer._buffer_names[0]  # noqa: SLF001  # its own fast path
-    first_buffer = buffers[first_key]
+    own = tuple((name, buffers[name]) for name in layer._buffer_names)  # noqa: SLF001  # its own fast path
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
     segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
     dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
 
-    def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    def fast(  # noqa: PLR0911  # as above
+        x: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor | None:
         if (
             type(x) is not plain
             or x.dtype is not dtype
             or not x.is_cpu
             or dispatch_modes()
             or function_modes()
-            or buffers.get(first_key) is not first_buffer
             or transforms() is not None
             or not x.is_contiguous()
         ):
             return None
+        for name, buffer in own:  # a functional call may have swapped any of them
+            if buffers.get(name) is not buffer:
+                return None
         bias: Any = parameters["bias"]
         shape = x.shape
         if not shape or shape[-1] != features:

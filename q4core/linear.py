@@ -121,7 +121,9 @@ class Q4Linear(nn.Module):
         self._counts = [0] * len(prepared.plan.segments)
         self._plan_key = prepared.plan.key
         self._tag_address = tag.data_ptr()
-        self._live = ops.LiveLayer(prepared.plan, prepared.prepared, prepared.buffers[0].data_ptr(), self._counts)
+        self._live = ops.LiveLayer(
+            prepared.plan, prepared.prepared, [buffer.data_ptr() for buffer in prepared.buffers], self._counts
+        )
         ops.register_layer(tag, self._live)
         self._fast = make_fast_path(self, prepared) if self._may_go_fast() else None
         self._managed = not self._may_go_fast()

@@ -34,13 +34,13 @@ class LiveLayer:
     Args:
         plan: The layer's plan.
         prepared: The backend's view of the layer's buffers.
-        first: Address of the first buffer; buffers at another address are somebody else's (a functional call's).
+        addresses: Addresses of its buffers but the tag; others are somebody else's (a functional call's).
         counts: Calls by segment of M.
     """
 
     plan: Plan
     prepared: Prepared
-    first: int
+    addresses: list[int]
     counts: list[int]
 
 
@@ -138,7 +138,7 @@ def _run(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None
 ) -> torch.Tensor:
     live = _LIVE.get(buffers[-1].data_ptr())
-    if live is not None and live.plan.key == key and live.first == buffers[0].data_ptr():
+    if live is not None and live.plan.key == key and live.addresses == [buffer.data_ptr() for buffer in buffers[:-1]]:
         plan, prepared = live.plan, live.prepared
     else:
         plan = plan_by_key(key)

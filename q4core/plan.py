@@ -145,7 +145,7 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
             known = _plans.get(key)
             if known is None:
                 break
-            if known.backend is backend:
+            if known.backend is backend and known.meta == prepared.meta:
                 return known
             number += 1  # an equal plan over another instance of the backend (another registry)
         plan = Plan(

@@ -80,6 +80,7 @@ class ProbeBook(ProbeHistory):
             request.out_dtype,
             request.out_features % 32,
             request.in_features % 256,
+            tuple(_row_counts(path, request.m)),  # a narrow range proves nothing about a wide one
         )
 
     def record(self, backend: str, path: KernelPath, request: Request, result: ProbeResult) -> None:

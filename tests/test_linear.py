@@ -355,6 +355,17 @@ def test_functional_call_uses_the_buffers_it_is_given(session: q4.Session) -> No
     assert not torch.equal(layer(x), other(x))
 
 
+def test_functional_call_may_swap_any_one_buffer(session: q4.Session) -> None:
+    """Swapping just the scales, or just the codes, is seen by the fast path and by the op."""
+    layer, other = session.linear(_weight()), session.linear(_weight(seed=8))
+    x = _x(2, K)
+    for name in layer._buffer_names[:-1]:
+        swapped = {name: other.get_buffer(name)}
+        for grad in (False, True):
+            y = torch.func.functional_call(layer, swapped, (x.clone().requires_grad_(grad),))
+            assert not torch.equal(y, layer(x)), name
+
+
 def test_vmap_and_modes_do_not_reach_the_backend_unseen(session: q4.Session) -> None:
     """Under a dispatch mode the call goes through the registered op, where the mode sees it."""
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415  # torch's own place for it
