@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -78,6 +80,12 @@ def test_packing_by_choice(name: str, packing: q4.Packing) -> None:
     chosen = q4.quantize(dense, name, packing=packing)
     assert chosen.packing == packing
     assert torch.equal(chosen.codes(), q4.quantize(dense, name).codes())
+
+
+def test_formats_from_another_process() -> None:
+    """A format that came through a pickle serves like the one in the table."""
+    form = pickle.loads(pickle.dumps(q4.BUILTIN_FORMATS["nf4"]))  # noqa: S301
+    assert torch.equal(q4.quantize(_dense(2, 64), form).qdata, q4.quantize(_dense(2, 64), "nf4").qdata)
 
 
 @pytest.mark.parametrize("k", [1, 31, 33, 100, 129])

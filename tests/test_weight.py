@@ -203,8 +203,9 @@ def test_narrow_columns_needs_both_a_block_and_a_group() -> None:
     weight = random_weight("int4", 3, 192, block=24, packing=PACKINGS["half32"])
     assert torch.equal(_values(weight.narrow(1, 96, 96)), _values(weight)[:, 96:])
     for start in (24, 32, 48, 64):
-        with pytest.raises(q4.WeightError):
+        with pytest.raises(q4.WeightError) as caught:
             weight.narrow(1, start, 96)
+        assert caught.value.name == "start and length"
 
 
 def test_narrow_columns_of_groups() -> None:

@@ -31,7 +31,7 @@ def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
     levels, order = form.codebook_tensor(values.device).sort(stable=True)
     midpoints = (levels[:-1] + levels[1:]) / 2
     index = torch.bucketize(values, midpoints, out_int32=True)
-    return order.to(torch.uint8)[index]
+    return order.to(torch.uint8).index_select(0, index.reshape(-1)).view(values.shape)
 
 
 def code_of_zero(form: Format) -> int:
@@ -60,8 +60,9 @@ def absmax_rule(form: Format) -> Rule:
 def double_quantise(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the fields of a PackedWeight whose float32 absmax is itself quantised to 8 bits in blocks of 256.
 
-    The mean is taken off first. Codes come from a table of 65,536 bins over [-1, 1]: the one that the value rounds to
-    decides, so a code is the nearest one up to half a bin.
+    The mean, torch's own, is taken off first; over more than 32,768 blocks its last bit depends on torch's thread
+    count, here as in bitsandbytes. Codes come from a table of 65,536 bins over [-1, 1]: the one that the value rounds
+    to decides, so a code is the nearest one up to half a bin.
 
     Args:
         absmax: float32, any shape; blocks run over it flattened.

@@ -63,7 +63,7 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
         FormatError: The format is unknown, or the block size, scale kind, packing or K is not legal for it.
     """
     chosen = find_format(format)
-    if BUILTIN_FORMATS.get(chosen.name) is not chosen:
+    if BUILTIN_FORMATS.get(chosen.name) != chosen:
         known = ", ".join(BUILTIN_FORMATS)
         raise FormatError("quantize", name="format", rule=f"one of {known}", value=chosen.name, where=name)
     checks.check_dense(dense, name)
