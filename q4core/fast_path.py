@@ -27,7 +27,7 @@ _function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
-def make_fast_path(  # one flat list of conditions: each function call would cost 0.1 µs
+def make_fast_path(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
     layer: Q4Linear, ready: PreparedLayer
 ) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
