@@ -72,7 +72,8 @@ from q4core.policy import (
     resolve_config,
     using,
 )
-from q4core.probe import ProbeResult, error_bound, grid_activations
+from q4core.probe import error_bound, grid_activations
+from q4core.probe_book import ProbeResult
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts
 from q4core.schema import Schema

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from q4core.backend import Reason
     from q4core.preparation import PreparedLayer
     from q4core.selection import Rejection, Segment
 
@@ -29,6 +30,7 @@ class Diagnostics:
         fallback_reason: Why the reference serves although a kernel was wanted, or None.
         native_load_state: What the backend said of its native part.
         rejections: Every other backend, with all its reasons; also when all went well.
+        disqualified: Why paths that the backend itself offers may not run; empty when all may.
         proven: Whether every path has passed its self-probe in this process.
         segments: Which path serves which range of M.
         calls: How often each segment ran. Replayed CUDA graphs don't tick.
@@ -39,6 +41,7 @@ class Diagnostics:
         source_bytes: Those of them that are the source, kept because the backend can't export.
         notes: What was assumed while the weight was read.
         memory: What became of the buffers under the unified-memory policy, one line each.
+        input_memory: What became of x under it, with how many calls; empty under DISABLED.
     """
 
     layer: str
@@ -49,6 +52,7 @@ class Diagnostics:
     fallback_reason: str | None
     native_load_state: str
     rejections: tuple[Rejection, ...]
+    disqualified: tuple[Reason, ...]
     proven: bool
     segments: tuple[Segment, ...]
     calls: tuple[int, ...]
@@ -59,6 +63,7 @@ class Diagnostics:
     source_bytes: int
     notes: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
+    input_memory: Mapping[str, int] = attrs.field(factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
@@ -67,13 +72,11 @@ class Diagnostics:
             {
                 "backend": item.backend,
                 "native_load_state": item.native_state,
-                "reasons": [
-                    {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
-                    for reason in item.reasons
-                ],
+                "reasons": [_plain(reason) for reason in item.reasons],
             }
             for item in self.rejections
         ]
+        record["disqualified"] = [_plain(reason) for reason in self.disqualified]
         record["paths"] = [
             {
                 "m": [segment.low, segment.high],
@@ -103,13 +106,26 @@ class Diagnostics:
             )
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
+        lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
         lines.extend(f"  not {rejection}" for rejection in self.rejections)
         lines.extend(f"  note: {note}" for note in self.notes)
         lines.extend(f"  memory: {line}" for line in self.memory)
+        lines.extend(f"  memory of x: {line} ({count} ×)" for line, count in self.input_memory.items())
         return "\n".join(lines)
 
 
-def diagnose(prepared: PreparedLayer, *, layer: str, calls: Sequence[int], notes: tuple[str, ...] = ()) -> Diagnostics:
+def _plain(reason: Reason) -> dict[str, str]:
+    return {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
+
+
+def diagnose(
+    prepared: PreparedLayer,
+    *,
+    layer: str,
+    calls: Sequence[int],
+    notes: tuple[str, ...] = (),
+    input_memory: Mapping[str, int] | None = None,
+) -> Diagnostics:
     """Return the record of a prepared layer."""
     selection = prepared.selection
     most = max(range(len(calls)), key=lambda index: (calls[index], -index))
@@ -123,6 +139,7 @@ def diagnose(prepared: PreparedLayer, *, layer: str, calls: Sequence[int], notes
         fallback_reason=selection.fallback_reason,
         native_load_state=selection.native_state,
         rejections=selection.rejections,
+        disqualified=selection.disqualified,
         proven=selection.proven,
         segments=selection.segments,
         calls=tuple(calls),
@@ -133,6 +150,7 @@ def diagnose(prepared: PreparedLayer, *, layer: str, calls: Sequence[int], notes
         source_bytes=prepared.source_bytes,
         notes=notes,
         memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
+        input_memory=dict(input_memory or {}),
     )
 
 

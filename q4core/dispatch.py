@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Verdict
-from q4core.errors import BackendUnavailableError, PolicyConflictError, UnknownBackendError
+from q4core.errors import PLUGIN_FAULTS, BackendUnavailableError, PolicyConflictError, UnknownBackendError
 from q4core.formats import ScaleKind
 from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
@@ -38,6 +38,8 @@ _KINDS = {
 }
 _EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
+_LIKENESS = 0.4
+"""From which likeness on a name is worth suggesting; "dequnt" and "dequant-fallback" have 0.55."""
 
 
 @attrs.frozen
@@ -46,6 +48,7 @@ class _Candidate:
     request: Request
     verdict: Verdict
     segments: tuple[Segment, ...]
+    disqualified: tuple[Reason, ...]
 
 
 def adapt_request(request: Request, capabilities: Capabilities) -> Request:
@@ -84,27 +87,29 @@ def _precision_allows(request: Request, path: KernelPath) -> bool:
 
 def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
     """Ask the manifest, then the backend itself; a backend that raises has refused."""
-    adapted = adapt_request(request, backend.capabilities)
-    refusals = backend.capabilities.refusals(adapted)
-    if refusals:
-        return adapted, Verdict.refuse(refusals, native_state="not asked")
+    adapted = request
     try:
+        capabilities = backend.capabilities
+        adapted = adapt_request(request, capabilities)
+        refusals = capabilities.refusals(adapted)
+        if refusals:
+            return adapted, Verdict.refuse(refusals, native_state="not asked")
         verdict: object = backend.check(adapted)
-    except Exception as error:  # noqa: BLE001  # the plugin boundary; reported as a rejection
-        reason = Reason(ReasonCode.PLUGIN_ERROR, f"check raised {type(error).__name__}: {error}")
-        return adapted, Verdict.refuse([reason], native_state="failed")
+    except PLUGIN_FAULTS as error:
+        return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
     if not isinstance(verdict, Verdict):
-        reason = Reason(ReasonCode.PLUGIN_ERROR, f"check must return a Verdict, got {type(verdict).__name__}")
-        return adapted, Verdict.refuse([reason], native_state="failed")
-    undeclared = {path.precision for path in verdict.paths} - backend.capabilities.precisions
+        return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
+    undeclared = {path.precision for path in verdict.paths} - capabilities.precisions
     if undeclared:
         names = ", ".join(sorted(precision.value for precision in undeclared))
-        reason = Reason(ReasonCode.PLUGIN_ERROR, f"offers paths of precision {names}, which it did not declare")
-        return adapted, Verdict.refuse([reason], native_state=verdict.native_state)
+        return adapted, _at_fault(f"offers paths of precision {names}, which it did not declare", verdict.native_state)
     if len({path.name for path in verdict.paths}) != len(verdict.paths):
-        reason = Reason(ReasonCode.PLUGIN_ERROR, "offers two paths of one name")
-        return adapted, Verdict.refuse([reason], native_state=verdict.native_state)
+        return adapted, _at_fault("offers two paths of one name", verdict.native_state)
     return adapted, verdict
+
+
+def _at_fault(message: str, native_state: str) -> Verdict:
+    return Verdict.refuse([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
 
 
 def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:
@@ -140,13 +145,14 @@ def _assess(
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), False
     sound: list[KernelPath] = []
-    reasons: list[Reason] = []
+    faults: list[Reason] = []
     for path in verdict.paths:
         fault = history.disqualified(backend.name, path, adapted)
         if fault is None:
             sound.append(path)
-        else:
-            reasons.append(fault)
+        elif fault not in faults:
+            faults.append(fault)
+    reasons = list(faults)
     allowed = [path for path in sound if path.kind in kinds and (any_precision or _precision_allows(request, path))]
     for path in sound:
         if path.kind not in kinds:
@@ -159,27 +165,40 @@ def _assess(
         reasons.append(Reason(ReasonCode.SHAPE, gap))
     if not segments:
         return None, Rejection(backend.name, tuple(reasons), verdict.native_state), bool(sound)
-    return _Candidate(backend.name, adapted, verdict, segments), None, True
+    return _Candidate(backend.name, adapted, verdict, segments, tuple(faults)), None, True
 
 
-def _tier_at(candidate: _Candidate, rows: int) -> int:
-    return next(s.path.tier for s in candidate.segments if s.low <= rows and (s.high is None or rows <= s.high))
+def _path_at(candidate: _Candidate, rows: int) -> KernelPath:
+    return next(s.path for s in candidate.segments if s.low <= rows and (s.high is None or rows <= s.high))
+
+
+def _cuts(candidates: Sequence[_Candidate]) -> list[int]:
+    """Return each M at which a candidate changes path, the lowest M asked for first."""
+    return sorted({segment.low for candidate in candidates for segment in candidate.segments})
 
 
 def _best(candidates: Sequence[_Candidate]) -> _Candidate:
-    cuts = sorted({segment.low for candidate in candidates for segment in candidate.segments})
-    return min(candidates, key=lambda item: ([-_tier_at(item, rows) for rows in cuts], item.name))
+    cuts = _cuts(candidates)
+    return min(candidates, key=lambda item: ([-_path_at(item, rows).tier for rows in cuts], item.name))
 
 
 def _outranked(loser: _Candidate, winner: _Candidate, override: str | None) -> Rejection:
     if override is not None:
         reason = Reason(ReasonCode.POLICY, f"the override names {override!r}")
     else:
-        first, better = loser.segments[0].path, winner.segments[0].path
-        message = f"offers {first.name} (tier {int(first.tier)})"
-        message += f", outranked by {winner.name}'s {better.name} (tier {int(better.tier)})"
-        reason = Reason(ReasonCode.OUTRANKED, message)
-    return Rejection(loser.name, (reason,), loser.verdict.native_state)
+        reason = Reason(ReasonCode.OUTRANKED, _why_outranked(loser, winner))
+    return Rejection(loser.name, (*loser.disqualified, reason), loser.verdict.native_state)
+
+
+def _why_outranked(loser: _Candidate, winner: _Candidate) -> str:
+    """Name the M at which the tiers first differ, or say that names decided."""
+    for rows in _cuts((loser, winner)):
+        own, better = _path_at(loser, rows), _path_at(winner, rows)
+        if own.tier != better.tier:
+            message = f"offers {own.name} (tier {int(own.tier)}) at M = {rows}"
+            return f"{message}, outranked by {winner.name}'s {better.name} (tier {int(better.tier)})"
+    first = loser.segments[0].path
+    return f"offers {first.name} (tier {int(first.tier)}); {winner.name} has the same tiers and comes first by name"
 
 
 def select_backend(  # noqa: PLR0913  # a pure function takes all that it depends on
@@ -209,7 +228,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     standing = [Rejection(item.name, (item.reason,), "refused at registration") for item in refused]
     known = {*backends, *(item.name for item in refused)}
     if override is not None and override not in known:
-        close = difflib.get_close_matches(override, sorted(known), n=1)
+        close = difflib.get_close_matches(override, sorted(known), n=1, cutoff=_LIKENESS)
         raise UnknownBackendError(
             "select",
             name="backend",
@@ -225,8 +244,10 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     rejections: list[Rejection] = []
     able: set[str] = set()
     for name in sorted(backends):
-        candidate, rejection, could = _assess(backends[name], request, kinds, history, any_precision=reference_asked)
-        if could:
+        candidate, rejection, has_sound = _assess(
+            backends[name], request, kinds, history, any_precision=reference_asked
+        )
+        if has_sound:
             able.add(name)
         if candidate is not None:
             candidates.append(candidate)
@@ -239,8 +260,14 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     if not eligible:
         _refuse(request, compute_path, override, able, [*rejections, *standing])
     winner = _best(eligible)
-    losers = [_outranked(item, winner, override) for item in candidates if item.name != winner.name]
-    others = [rejection for rejection in (*rejections, *standing) if rejection.backend != winner.name]
+    could = {item.name: item for item in (*candidates, *eligible)}
+    asked_for = {item.name for item in eligible}
+    losers = [
+        _outranked(item, winner, None if item.name in asked_for else override)
+        for item in could.values()
+        if item.name != winner.name
+    ]
+    others = [rejection for rejection in (*rejections, *standing) if rejection.backend not in could]
     return Selection(
         request=request,
         backend_request=winner.request,
@@ -251,6 +278,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         override=override,
         fallback_reason=fallback_reason,
         rejections=tuple(sorted([*losers, *others], key=lambda item: item.backend)),
+        disqualified=winner.disqualified,
         proven=all(history.proven(winner.name, segment.path, winner.request) for segment in winner.segments),
     )
 
@@ -265,6 +293,8 @@ def _fall_back(
     kinds = frozenset({PathKind.REFERENCE})
     found = [_assess(backends[name], request, kinds, history, any_precision=True)[0] for name in sorted(backends)]
     references = {candidate.name for candidate in found if candidate is not None}
+    if override in references:  # obeyed, not replaced by another reference
+        found = [candidate for candidate in found if candidate is not None and candidate.name == override]
     concerned = [
         item
         for item in rejections

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
+    "PLUGIN_FAULTS",
     "BackendError",
     "BackendUnavailableError",
     "CheckpointError",
@@ -35,6 +36,9 @@ __all__ = [
     "WeightError",
     "WriteConflictError",
 ]
+
+PLUGIN_FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
+"""What is caught at the plugin boundary and reported; a plugin that exits must not take the process along."""
 
 _MAX_VALUE_CHARACTERS = 200
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import attrs
 import torch
 
-from q4core.errors import ConfigError, InputError, PluginError, UnifiedMemoryError
+from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError, PluginError, UnifiedMemoryError
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def apply_input_policy(
     if holder is not None:
         try:
             holder.prefetch(x, search.device)
-        except Exception as error:  # noqa: BLE001  # the plugin boundary; the decision re-reports it
+        except PLUGIN_FAULTS as error:
             return x, search.decide("left", f"already managed; prefetch raised {_told(error)}", holder)
         return x, search.decide("prefetched", "already managed; its pages move to the device", holder)
     if policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
@@ -284,7 +284,7 @@ def _promoted(
                 managed: torch.Tensor = _Promotion.apply(tensor, promote)  # type: ignore[no-untyped-call]  # torch's
             else:
                 managed = promote(tensor.detach())
-        except Exception as error:  # noqa: BLE001  # the plugin boundary; the decision re-reports it
+        except PLUGIN_FAULTS as error:
             search.reasons.append(f"{provider.name}: to_managed: {_told(error)}")
             continue
         if not search.is_activation:
@@ -360,7 +360,7 @@ class _Search:
         for provider in providers:
             try:
                 answer: Any = provider.is_available(self.device)
-            except Exception as error:  # noqa: BLE001  # the plugin boundary; the decision re-reports it
+            except PLUGIN_FAULTS as error:
                 self.reasons.append(f"{provider.name}: is_available raised {_told(error)}")
                 continue
             if not isinstance(answer, Availability):
@@ -394,7 +394,7 @@ class _Search:
             try:
                 if provider.is_managed(tensor):
                     return provider
-            except Exception as error:  # noqa: BLE001  # the plugin boundary; the decision re-reports it
+            except PLUGIN_FAULTS as error:
                 self.reasons.append(f"{provider.name}: is_managed raised {_told(error)}")
         return None
 
@@ -467,5 +467,5 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -14,17 +14,17 @@ import attrs
 import torch
 
 from q4core.backend import Prepared
-from q4core.errors import LifecycleError
+from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError
+from q4core.weight import PackedWeight
+from q4core.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend
     from q4core.selection import Segment, Selection
-    from q4core.weight import PackedWeight
-    from q4core.weight_spec import WeightSpec
 
-__all__ = ["Plan", "as_bytes", "make_plan", "plan_by_key"]
+__all__ = ["Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,13 +92,32 @@ class Plan:
     def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
         if self.source is None:
-            export: Any = self.backend.export  # type: ignore[attr-defined]  # optional method of the contract
-            exported: PackedWeight = export(self.prepared(buffers), rows)
-            return exported
+            count = self.out_features if rows is None else rows.numel()
+            return exported_weight(self.backend, self.prepared(buffers), rows, (count, self.in_features))
         count = self.prepared_count
         stop = count + len(self.source.fields)
         typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count, stop)]
         return self.source.build(typed)
+
+
+def exported_weight(
+    backend: Backend, prepared: Prepared, rows: torch.Tensor | None, shape: tuple[int, int]
+) -> PackedWeight:
+    """Return what a backend exports, once it is known to be a weight of that shape.
+
+    Raises:
+        BackendError: It raised, or gave something else.
+    """
+    export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
+    try:
+        weight: object = export(prepared, rows)
+    except PLUGIN_FAULTS as error:
+        raise BackendError(f"export of backend {backend.name!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(weight, PackedWeight) or weight.shape != shape:
+        got = f"one of {weight.shape}" if isinstance(weight, PackedWeight) else type(weight).__name__
+        rule = f"a PackedWeight of {shape}"
+        raise BackendError(f"export of backend {backend.name!r}", name="result", rule=rule, value=got)
+    return weight
 
 
 _plans: dict[str, Plan] = {}
@@ -114,8 +133,6 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
         prepared: What it prepared.
         source: The source weight, for a backend without ``export``; else None.
     """
-    from q4core.weight_spec import WeightSpec  # noqa: PLC0415  # weight_spec stands beside this module
-
     spec = WeightSpec.of(source) if source is not None else None
     tensors = [*prepared.tensors, *([tensor for _, tensor in source.tensors()] if source is not None else [])]
     dtypes = (*(tensor.dtype for tensor in tensors), torch.uint8)

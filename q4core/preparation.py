@@ -12,28 +12,24 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode, Request
-from q4core.dispatch import select_backend
-from q4core.errors import ConfigError, LifecycleError, Q4FallbackWarning, Q4ProbeWarning
+from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
+from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning
 from q4core.events import emit, warn_once
 from q4core.memory import apply_mutable_policy, apply_policy
 from q4core.plan import Plan, as_bytes, make_plan
-from q4core.policy import ActivationPrecision, ComputePath, SessionConfig, UnifiedMemoryPolicy
-from q4core.probe import ProbeBook, probe_path
-from q4core.selection import ProbeHistory, Selection
+from q4core.policy import SessionConfig, UnifiedMemoryPolicy
+from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
+from q4core.selecting import layer_request, select_for
 
 if TYPE_CHECKING:
-    from q4core.backend import Backend, KernelPath
+    from q4core.backend import Backend, Request
     from q4core.memory import MemoryDecision
+    from q4core.probe_book import ProbeBook
     from q4core.registry import Registry
+    from q4core.selection import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["PROBES", "PreparedLayer", "layer_request", "prepare_layer", "select_for"]
-
-PROBES = ProbeBook()
-"""What self-probes have shown in this process."""
-
-_CACHE_LIMIT = 4096
+__all__ = ["PreparedLayer", "prepare_layer"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -55,84 +51,6 @@ class PreparedLayer:
     selection: Selection
     memory: tuple[MemoryDecision, ...] = ()
     source_bytes: int = 0
-
-
-class _WithFailures(ProbeHistory):
-    """The process's probes, plus the backends that failed to prepare just now."""
-
-    def __init__(self, failures: dict[str, Reason]) -> None:
-        self._failures = failures
-
-    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        return self._failures.get(backend) or PROBES.disqualified(backend, path, request)
-
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        return PROBES.proven(backend, path, request)
-
-
-def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:
-    """Return the device that a configuration means for a weight.
-
-    Raises:
-        ConfigError: It names a device that is not there.
-    """
-    if config.device in {None, "auto"}:
-        return weight_device
-    device = torch.device(str(config.device))
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                "session",
-                name="device",
-                rule=f"there; torch sees {count} CUDA devices",
-                value=str(device),
-                hint='Use device="cpu", or see `q4 doctor`.',
-            )
-        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-    return device
-
-
-def layer_request(
-    weight: PackedWeight, config: SessionConfig, m: tuple[int, int | None], dtype: torch.dtype | None = None
-) -> Request:
-    """Return the request that a layer over ``weight`` makes under a resolved configuration."""
-    return Request.for_weight(
-        weight,
-        m=m,
-        dtype=dtype or config.compute_dtype or weight.dtype,
-        device=resolve_device(config, weight.device),
-        precision=config.activation_precision or ActivationPrecision.AUTO,
-        gradients=bool(config.gradients),
-    )
-
-
-def select_for(
-    request: Request, config: SessionConfig, registry: Registry, history: ProbeHistory = PROBES
-) -> Selection:
-    """Select under a resolved configuration; warm answers come from a cache.
-
-    Raises:
-        UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.
-    """
-    compute_path = config.compute_path or ComputePath.AUTO
-    key = (PROBES.generation, request, compute_path, config.backend)
-    known: Selection | None = registry.selections.get(key) if history is PROBES else None
-    if known is not None:
-        return known
-    selection = select_backend(
-        request,
-        registry.backends(),
-        compute_path=compute_path,
-        override=config.backend,
-        refused=registry.refused_backends(),
-        history=history,
-    )
-    if history is PROBES:
-        if len(registry.selections) >= _CACHE_LIMIT:
-            registry.selections.clear()
-        registry.selections[key] = selection
-    return selection
 
 
 def prepare_layer(
@@ -166,42 +84,52 @@ def prepare_layer(
     request = layer_request(weight, config, m, dtype)
     _require_memory(config, registry, request.device)
     source = weight if weight.device == request.device else weight.to(request.device)
+    book = probe_book(registry)
     failures: dict[str, Reason] = {}
     while True:
-        selection = select_for(request, config, registry, _WithFailures(failures) if failures else PROBES)
+        selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        started = time.perf_counter()
-        try:
-            prepared = _checked(
-                backend,
-                backend.prepare(
-                    adapted, selection.backend_request, PrepareContext(request.device, _stream(request.device))
-                ),
-            )
-        except Exception as error:  # noqa: BLE001  # the plugin boundary; becomes a rejection
-            failures[backend.name] = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {type(error).__name__}: {error}")
-            emit("q4.prepare", level=logging.ERROR, layer=weight.name, backend=backend.name, error=str(error))
+        prepared = _prepare(backend, adapted, selection, weight, book)
+        if isinstance(prepared, Reason):
+            failures[backend.name] = prepared
             continue
-        emit(
-            "q4.prepare",
-            layer=weight.name,
-            backend=backend.name,
-            bytes=prepared.nbytes,
-            source_bytes=weight.nbytes,
-            microseconds=round((time.perf_counter() - started) * 1e6),
-        )
-        if _prove(backend, prepared, adapted, selection):
+        if prove(book, backend, prepared, adapted, selection):
             break
-    return _assemble(
-        weight,
-        adapted,
-        backend,
-        prepared,
-        select_for(request, config, registry, _WithFailures(failures)),
-        config,
-        registry,
+    # What was selected is what was prepared and proven; asking again could answer another one by now.
+    return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
+
+
+def _prepare(
+    backend: Backend, adapted: PackedWeight, selection: Selection, weight: PackedWeight, book: ProbeBook
+) -> Prepared | Reason:
+    """Let a backend prepare a weight; what goes wrong there is a reason to ask the next one."""
+    request = selection.backend_request
+    guard = SourceGuard(adapted, is_first=is_first_of_its_kind(book, selection, backend))
+    started = time.perf_counter()
+    fault = prepared = None
+    try:
+        prepared = _checked(
+            backend.prepare(adapted, request, PrepareContext(request.device, _stream(request.device))), request.device
+        )
+    except PLUGIN_FAULTS as error:
+        fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {type(error).__name__}: {error}")
+    if guard.is_broken():
+        bar_writer(book, backend, weight, adapted)
+        fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
+    if prepared is None or fault is not None:
+        fault = fault or Reason(ReasonCode.PLUGIN_ERROR, "prepare gave nothing")
+        emit("q4.prepare", level=logging.ERROR, layer=weight.name, backend=backend.name, error=fault.message)
+        return fault
+    emit(
+        "q4.prepare",
+        layer=weight.name,
+        backend=backend.name,
+        bytes=prepared.nbytes,
+        source_bytes=weight.nbytes,
+        microseconds=round((time.perf_counter() - started) * 1e6),
     )
+    return prepared
 
 
 def _refuse_inside_trace(weight: PackedWeight) -> None:
@@ -232,40 +160,17 @@ def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:
     return weight.repack(request.packing)
 
 
-def _checked(backend: Backend, prepared: object) -> Prepared:
-    if not isinstance(prepared, Prepared) or not all(isinstance(item, torch.Tensor) for item in prepared.tensors):
-        raise TypeError(f"prepare of {backend.name!r} must return a Prepared of tensors, got {type(prepared).__name__}")
+def _checked(prepared: object, device: torch.device) -> Prepared:
+    if not isinstance(prepared, Prepared):
+        raise TypeError(f"the result must be a Prepared, got {type(prepared).__name__}")
+    if not prepared.tensors:
+        raise TypeError("Prepared.tensors must hold at least one tensor, got none")
+    for tensor in prepared.tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device != device:
+            got = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"Prepared.tensors must be strided tensors on {device}, got {got}")
     hash(prepared.meta)
     return prepared
-
-
-def _prove(backend: Backend, prepared: Prepared, source: PackedWeight, selection: Selection) -> bool:
-    """Run the probes that have not run yet; return whether every path is right."""
-    request = selection.backend_request
-    good = True
-    for path in selection.paths:
-        result = PROBES.result(backend.name, path, request)
-        if result is None:
-            with torch.no_grad():
-                result = probe_path(backend, prepared, source, request, path)
-            PROBES.record(backend.name, path, request, result)
-            emit(
-                "q4.probe",
-                level=logging.DEBUG if result.fault is None else logging.ERROR,
-                backend=backend.name,
-                path=path.name,
-                format=request.format.name,
-                device=str(request.device),
-                passed=result.fault is None,
-                worst_ratio=result.worst_ratio,
-                microseconds=round(result.microseconds),
-                fault=None if result.fault is None else result.fault.message,
-            )
-        if result.fault is not None:
-            good = False
-            message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
-            warn_once((backend.name, path.name, request.format.name), Q4ProbeWarning, message)
-    return good
 
 
 def _assemble(  # noqa: PLR0913  # the facts of one layer
@@ -277,7 +182,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
     config: SessionConfig,
     registry: Registry,
 ) -> PreparedLayer:
-    keeps_source = not callable(getattr(backend, "export", None))
+    keeps_source = not can_export(backend)
     plan = make_plan(selection, backend, prepared, adapted if keeps_source else None)
     kept = [tensor for _, tensor in adapted.tensors()] if keeps_source else []
     buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *kept)]

@@ -12,7 +12,6 @@ sums, plus at most 8 roundings of scales, globals, offsets and bias.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -21,15 +20,17 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.selection import ProbeHistory
+from q4core.errors import PLUGIN_FAULTS
+from q4core.formats import BlockOrder
+from q4core.probe_book import ProbeResult, row_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable
 
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["ProbeBook", "ProbeResult", "error_bound", "grid_activations", "probe_path"]
+__all__ = ["error_bound", "grid_activations", "probe_export", "probe_path"]
 
 _UNIT_ROUNDOFF = 2.0**-24
 _ALL_ROWS = 1024
@@ -40,74 +41,6 @@ _CHUNK_ELEMENTS = 1 << 20
 """Weights decoded to float64 at a time (8 MB)."""
 _HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
-_OPEN_END_ROWS = 16
-_MOST_ROWS = 128
-
-
-@attrs.frozen
-class ProbeResult:
-    """What one probe showed: ``fault`` is None when the path is right."""
-
-    fault: Reason | None
-    worst_ratio: float
-    """Largest error divided by its bound; at most 1 when right."""
-    microseconds: float
-
-
-class ProbeBook(ProbeHistory):
-    """What probes have shown in one process, by everything that a path's code may depend on."""
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, ProbeResult] = {}
-        self._lock = threading.Lock()
-        self.generation = 0
-
-    @staticmethod
-    def key(backend: str, path: KernelPath, request: Request) -> Hashable:
-        """Return what a result holds for: backend, path, weight and call facts, device, tail classes of N and K."""
-        return (
-            backend,
-            path,
-            request.format,
-            request.packing,
-            request.scale_kind,
-            request.scale_dtype,
-            request.blocks,
-            request.block_size,
-            request.features,
-            request.device,
-            request.dtype,
-            request.out_dtype,
-            request.out_features % 32,
-            request.in_features % 256,
-            tuple(_row_counts(path, request.m)),  # a narrow range proves nothing about a wide one
-        )
-
-    def record(self, backend: str, path: KernelPath, request: Request, result: ProbeResult) -> None:
-        """Keep a result for the rest of the process."""
-        with self._lock:
-            self._results[self.key(backend, path, request)] = result
-            self.generation += 1
-
-    def result(self, backend: str, path: KernelPath, request: Request) -> ProbeResult | None:
-        """Return what a probe showed, or None where none has run."""
-        return self._results.get(self.key(backend, path, request))
-
-    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        """Return why a path may not run on this machine, or None."""
-        result = self.result(backend, path, request)
-        return None if result is None else result.fault
-
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        """Return whether a path has passed its probe for requests like this one."""
-        result = self.result(backend, path, request)
-        return result is not None and result.fault is None
-
-    def forget(self) -> None:
-        """Drop every result (for tests)."""
-        with self._lock:
-            self._results.clear()
-            self.generation += 1
 
 
 def grid_activations(
@@ -162,13 +95,6 @@ def _sampled_rows(total: int) -> torch.Tensor:
     return chosen
 
 
-def _row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
-    low = max(path.m[0], wanted[0])
-    ends = [end for end in (path.m[1], wanted[1]) if end is not None]
-    high = min(ends) if ends else low + _OPEN_END_ROWS
-    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))})
-
-
 def probe_path(
     backend: Backend, prepared: Prepared, source: PackedWeight, request: Request, path: KernelPath
 ) -> ProbeResult:
@@ -188,12 +114,12 @@ def probe_path(
     rows = _sampled_rows(request.out_features)
     runs: list[_Run] = []
     fault: Reason | None = None
-    for draw, count in enumerate(_row_counts(path, request.m)):
+    for draw, count in enumerate(row_counts(path, request.m)):
         x = _activations(count, source, request, path, draw)
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
             backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
-        except Exception as error:  # noqa: BLE001  # the plugin boundary; becomes a rejection
+        except PLUGIN_FAULTS as error:
             message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
@@ -266,3 +192,49 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
         for run in runs:
             if run.worst == run.worst:  # NaN is final
                 run.judge(dense, run.computed[:, start : start + step])
+
+
+def probe_export(
+    export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
+) -> ProbeResult:
+    """Compare what a backend exports, whole and by rows, with the source, value by value.
+
+    Args:
+        export: ``export(rows)`` of the prepared weight; checked already to be a weight of the format and shape.
+        source: The weight that was prepared.
+        request: The request as the backend sees it.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    rows = _sampled_rows(request.out_features)
+    some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
+    message = None
+    try:
+        whole = export(None)
+        if not _same_values(whole, rows, source, rows):
+            message = "export is not the inverse of prepare: its values differ from the source's"
+        elif source.blocks is BlockOrder.ROW and not _same_values(export(some), torch.arange(2), source, some):
+            message = "export of some rows gives other values than those rows have"
+    except PLUGIN_FAULTS as error:
+        message = f"export raised {type(error).__name__}: {error}"
+    fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
+    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
+
+
+def _same_values(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> bool:
+    if weight.format != source.format:
+        return False
+    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    pairs = zip(rows.split(step), its_rows.split(step), strict=True)
+    if not all(
+        torch.equal(decode_rows(weight, mine, dtype=torch.float64), decode_rows(source, theirs, dtype=torch.float64))
+        for mine, theirs in pairs
+    ):
+        return False
+    for field in ("input_channel_scale", "input_permutation", "activation_scale"):
+        mine, theirs = getattr(weight, field), getattr(source, field)
+        if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs)):
+            return False
+    return True

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,8 +19,8 @@ import pluggy
 
 from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
 from q4core.dialect import Dialect
-from q4core.errors import Q4PluginWarning
-from q4core.events import emit, observe, warn_once
+from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
+from q4core.events import emit, observe, unobserve, warn_once
 from q4core.formats import BUILTIN_FORMATS, Format
 from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
@@ -122,39 +123,63 @@ class Registry:
                 return self._manager
             manager = pluggy.PluginManager(PROJECT)
             manager.add_hookspecs(HookSpecs)
+            records: dict[str, PluginRecord] = {}
+            faults: list[tuple[PluginRecord, str]] = []
             for found in self._candidates():
-                self._register(manager, found)
-            self._manager = manager
+                faults.extend(self._register(manager, records, found))
+            # Everything is in place before anything is told, because a warning may be an error here.
+            self._records, self._manager = records, manager
             if manager.hook.q4_event.get_hookimpls():
-                observe(self.observe_event)
+                self._watch()
+            for record, error in faults:
+                record.errors.append(error)
+            for record, error in faults:
+                _tell(record, error)
             return manager
 
-    def _register(self, manager: pluggy.PluginManager, found: _Found) -> None:
-        if found.name in self._records:
-            error = f"a second plugin of the name {found.name!r} ({found.source}) was left out"
-            self._report(self._records[found.name], error)
-            return
-        record = self._records[found.name] = PluginRecord(found.name, found.source, "loaded")
+    def _register(
+        self, manager: pluggy.PluginManager, records: dict[str, PluginRecord], found: _Found
+    ) -> list[tuple[PluginRecord, str]]:
+        """Register one plugin, and return what is wrong with it."""
+        if found.name in records:
+            return [(records[found.name], f"a second plugin of the name {found.name!r} ({found.source}) was left out")]
+        record = records[found.name] = PluginRecord(found.name, found.source, "loaded")
         if not self._allowed(found.name, by_module=found.source == "Q4_PLUGIN_MODULES"):
             record.state = "disabled"
-            return
+            return []
         try:
             plugin = found.load()
             manager.register(plugin, name=found.name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+            marked = [
+                name
+                for name in dir(plugin)
+                if name.startswith("q4_") and manager.parse_hookimpl_opts(plugin, name) is not None
+            ]
+        except PLUGIN_FAULTS as error:
             record.state = "failed"
-            self._report(record, f"{type(error).__name__}: {error}")
-            return
-        known = {name for name in vars(HookSpecs) if name.startswith("q4_")}
-        for attribute in dir(plugin):
-            marked = attribute.startswith("q4_") and manager.parse_hookimpl_opts(plugin, attribute) is not None
-            if marked and attribute not in known:
-                self._report(record, f"unknown hook {attribute!r}; known hooks: {', '.join(sorted(known))}")
+            return [(record, f"{type(error).__name__}: {error}")]
+        known = sorted(name for name in vars(HookSpecs) if name.startswith("q4_"))
+        return [
+            (record, f"unknown hook {name!r}; known hooks: {', '.join(known)}") for name in marked if name not in known
+        ]
+
+    def _watch(self) -> None:
+        """Pass events to the plugins that watch, for as long as this registry lives."""
+        mine = weakref.ref(self)
+
+        def forward(event: str, fields: dict[str, Any]) -> None:
+            registry = mine()
+            if registry is not None:
+                registry._forward_event(event, fields)  # noqa: SLF001  # own class
+
+        observe(forward)
+        weakref.finalize(self, unobserve, forward).atexit = False
 
     def _report(self, record: PluginRecord, error: str) -> None:
-        record.errors.append(error)
-        emit("q4.plugin", plugin=record.name, source=record.source, state=record.state, error=error)
-        warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
+        """Record and tell a fault, once, however often it is met."""
+        if error not in record.errors:
+            record.errors.append(error)
+            _tell(record, error)
 
     # -- asking
 
@@ -171,7 +196,7 @@ class Registry:
                 record = self._records[implementation.plugin_name]
                 try:
                     answers.extend((implementation.plugin_name, item) for item in implementation.function())
-                except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+                except PLUGIN_FAULTS as error:
                     self._report(record, f"hook {hook} raised {type(error).__name__}: {error}")
             self._answers[hook] = answers
             return answers
@@ -183,9 +208,7 @@ class Registry:
             if complaint is None:
                 good.append(item)
             else:
-                record = self._records[plugin]
-                if not any(complaint in error for error in record.errors):
-                    self._report(record, f"hook {hook}: {complaint}")
+                self._report(self._records[plugin], f"hook {hook}: {complaint}")
         return good
 
     def _unique(self, hook: str, items: list[Any], reserved: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -194,13 +217,12 @@ class Registry:
             counted.setdefault(item.name, []).append(item)
         for name, same in counted.items():
             if len(same) > 1 or name in reserved:
-                owners = [plugin for plugin, item in self._ask(hook) if getattr(item, "name", None) == name]
+                owners = [plugin for plugin, item in self._ask(hook) if _name_of(item) == name]
                 for owner in owners:
                     error = (
                         f"duplicate name {name!r} in {hook} (from {', '.join(sorted(owners))}); none of them is used"
                     )
-                    if error not in self._records[owner].errors:
-                        self._report(self._records[owner], error)
+                    self._report(self._records[owner], error)
         return {name: same[0] for name, same in counted.items() if len(same) == 1 and name not in reserved}
 
     def records(self) -> tuple[PluginRecord, ...]:
@@ -252,8 +274,8 @@ class Registry:
                 if reason is None:
                     accepted.setdefault(item.name, []).append((plugin, item))
                     continue
-                name = getattr(item, "name", None)
-                refused.append(RefusedBackend(name if isinstance(name, str) else plugin, plugin, reason))
+                name = _name_of(item)
+                refused.append(RefusedBackend(name or plugin, plugin, reason))
                 self._report(self._records[plugin], f"backend {name!r}: {reason}")
             serving: dict[str, Backend] = {}
             for name in sorted(accepted):
@@ -274,22 +296,26 @@ class Registry:
         for implementation in sorted(manager.hook.q4_commands.get_hookimpls(), key=lambda item: item.plugin_name):
             try:
                 implementation.function(app)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary
+            except PLUGIN_FAULTS as error:
                 record = self._records[implementation.plugin_name]
                 self._report(record, f"hook q4_commands raised {type(error).__name__}: {error}")
 
-    def observe_event(self, event: str, fields: dict[str, Any]) -> None:
-        """Pass one diagnostics event to the plugins that watch; a watcher that raises is told once and dropped."""
+    def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Pass one event to the plugins that watch; one that raises is told once for each kind of error."""
         if self._manager is None or event == "q4.plugin":
             return
         for implementation in self._manager.hook.q4_event.get_hookimpls():
             try:
                 implementation.function(event, dict(fields))
-            except Exception as error:  # noqa: BLE001  # the plugin boundary
+            except PLUGIN_FAULTS as error:
                 record = self._records[implementation.plugin_name]
                 message = f"hook q4_event raised {type(error).__name__}: {error}"
-                if message not in record.errors:
-                    self._report(record, message)
+                self._report(record, message)
+
+
+def _tell(record: PluginRecord, error: str) -> None:
+    emit("q4.plugin", plugin=record.name, source=record.source, state=record.state, error=error)
+    warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
 
 
 def _complain_of(kind: type) -> Callable[[Any], str | None]:
@@ -300,12 +326,26 @@ def _complain_of(kind: type) -> Callable[[Any], str | None]:
 
 
 def _complain_of_name(item: Any) -> str | None:
-    name = getattr(item, "name", None)
-    return None if isinstance(name, str) and name else f"an item must have a name, got {item!r}"
+    return None if _name_of(item) else f"an item must have a name, got {item!r}"
+
+
+def _name_of(item: Any) -> str | None:
+    try:
+        name: object = getattr(item, "name", None)
+    except PLUGIN_FAULTS:
+        return None  # what it raised is told when the whole item is looked at
+    return name if isinstance(name, str) and name else None
 
 
 def _refuse_backend(item: Any) -> Reason | None:
-    if not isinstance(getattr(item, "name", None), str) or not item.name:
+    try:
+        return _fault_of_backend(item)
+    except PLUGIN_FAULTS as error:
+        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {type(error).__name__}: {error}")
+
+
+def _fault_of_backend(item: Any) -> Reason | None:
+    if _name_of(item) is None:
         return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have a name, got {item!r}")
     version = getattr(item, "api_version", None)
     if not _is_served_version(version):

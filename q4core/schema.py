@@ -14,7 +14,7 @@ import torch
 
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.errors import DialectError, Q4Error, Q4PluginWarning, SchemaError
+from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -279,7 +279,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
         return list(dialect.find(catalogue))
     except Q4Error:
         raise
-    except Exception as error:  # noqa: BLE001  # the plugin boundary
+    except PLUGIN_FAULTS as error:
         message = f"dialect {dialect.name!r} raised {type(error).__name__} and is left out: {error}"
         warnings.warn(Q4PluginWarning(message), stacklevel=5)
         return []

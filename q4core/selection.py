@@ -74,6 +74,7 @@ class Selection:
         override: The backend that was asked for by name, or None.
         fallback_reason: Why the reference serves although a kernel was wanted, or None.
         rejections: Every other backend, with all its reasons.
+        disqualified: Why paths of the winner that it offers may not run; empty when all may.
         proven: Whether every path of the selection has passed its self-probe in this process.
     """
 
@@ -86,6 +87,7 @@ class Selection:
     override: str | None
     fallback_reason: str | None
     rejections: tuple[Rejection, ...]
+    disqualified: tuple[Reason, ...] = ()
     proven: bool
 
     @property

@@ -12,8 +12,8 @@ from q4core.diagnostics import Report
 from q4core.errors import InputError, LifecycleError
 from q4core.linear import Q4Linear
 from q4core.policy import SessionConfig, resolve_config
-from q4core.preparation import select_for
 from q4core.registry import Registry, default_registry
+from q4core.selecting import select_for
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:

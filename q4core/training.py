@@ -20,7 +20,7 @@ import torch
 from q4core import codec
 from q4core.backend import Request
 from q4core.dispatch import select_backend
-from q4core.errors import BackendUnavailableError, InputError, Q4ProbeWarning
+from q4core.errors import PLUGIN_FAULTS, BackendUnavailableError, InputError, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.formats import Format, find_format
 from q4core.plan import as_bytes
@@ -136,7 +136,7 @@ def _is_right(backend: Backend, request: Request, dense: torch.Tensor) -> bool:
             for (_, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True)
         )
         fault = None if same else "its bytes differ from the reference's"
-    except Exception as error:  # noqa: BLE001  # the plugin boundary; reported below
+    except PLUGIN_FAULTS as error:
         fault = f"it raised {type(error).__name__}: {error}"
     emit(
         "q4.probe",

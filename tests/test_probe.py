@@ -11,7 +11,6 @@ from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
 from q4core.events import forget_warnings
-from q4core.preparation import PROBES
 from q4core.probe import error_bound, grid_activations, probe_path
 
 if TYPE_CHECKING:
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _forget() -> None:
-    """Start without any probe's memory."""
-    PROBES.forget()
+    """Let every warning be given again."""
     forget_warnings()
 
 

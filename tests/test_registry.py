@@ -135,15 +135,8 @@ def test_observers_see_events_and_a_raising_one_is_recorded() -> None:
     registry = q4.Registry([("a", plugin(FakeBackend("watched"), q4_event=watch))])
     import torch  # noqa: PLC0415  # only this test needs it
 
-    from q4core import preparation  # noqa: PLC0415  # as above
-    from q4core.events import unobserve  # noqa: PLC0415  # as above
-
-    preparation.PROBES.forget()
-    try:
-        with pytest.warns(q4.Q4PluginWarning, match="tired"):
-            q4.Session(registry=registry).linear(q4.quantize(torch.randn(32, 64), "nf4"))
-    finally:
-        unobserve(registry.observe_event)
+    with pytest.warns(q4.Q4PluginWarning, match="tired"):
+        q4.Session(registry=registry).linear(q4.quantize(torch.randn(32, 64), "nf4"))
     assert {"q4.prepare", "q4.probe", "q4.select"} <= set(seen)
     assert "ValueError: tired" in _records(registry)["a"].errors[0]
 

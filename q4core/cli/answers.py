@@ -9,7 +9,8 @@ import attrs
 
 from q4core.cli.survey import selection_paths
 from q4core.errors import BackendUnavailableError
-from q4core.preparation import layer_request, prepare_layer, select_for
+from q4core.preparation import prepare_layer
+from q4core.selecting import layer_request, select_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -19,9 +19,9 @@ from q4core.cli.table import Column, print_table
 from q4core.cli.timing import COLD_BYTES, copies_for, copy_bandwidth, require_right, time_calls
 from q4core.errors import CheckpointError, ConfigError
 from q4core.policy import SessionConfig, resolve_config
-from q4core.preparation import layer_request, resolve_device
 from q4core.registry import default_registry
 from q4core.runtime import machine_facts, memory_available_bytes
+from q4core.selecting import layer_request, resolve_device
 from q4core.session import Session
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from q4core.cli.output import clean, open_output, say
 from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions
 from q4core.cli.table import bytes_text
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.preparation import resolve_device
 from q4core.registry import default_registry
 from q4core.runtime import MachineFacts, machine_facts
+from q4core.selecting import resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -1,0 +1,105 @@
+"""What self-probes have shown of one registry's backends."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import attrs
+
+from q4core.selection import ProbeHistory
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from q4core.backend import KernelPath, Reason, Request
+
+__all__ = ["ProbeBook", "ProbeResult", "row_counts"]
+
+_OPEN_END_ROWS = 16
+_MOST_ROWS = 128
+
+
+@attrs.frozen
+class ProbeResult:
+    """What one probe showed: ``fault`` is None when the path is right."""
+
+    fault: Reason | None
+    worst_ratio: float
+    """Largest error divided by its bound; at most 1 when right."""
+    microseconds: float
+
+
+class ProbeBook(ProbeHistory):
+    """What probes have shown of one registry's backends, by everything that a path's code may depend on.
+
+    Where a path is None, the result is that of the backend's ``export``.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, ProbeResult] = {}
+        self._barred: dict[str, Reason] = {}
+        self._lock = threading.Lock()
+        self.generation = 0
+
+    @staticmethod
+    def key(backend: str, path: KernelPath | None, request: Request) -> Hashable:
+        """Return what a result holds for: backend, path, weight and call facts, device, tail classes of N and K."""
+        return (
+            backend,
+            path,
+            request.format,
+            request.packing,
+            request.scale_kind,
+            request.scale_dtype,
+            request.blocks,
+            request.block_size,
+            request.features,
+            request.device,
+            request.dtype,
+            request.out_dtype,
+            request.out_features % 32,
+            request.in_features % 256,
+            # A narrow range proves nothing about a wide one.
+            None if path is None else tuple(row_counts(path, request.m)),
+        )
+
+    def record(self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult) -> None:
+        """Keep a result."""
+        with self._lock:
+            self._results[self.key(backend, path, request)] = result
+            self.generation += 1
+
+    def bar(self, backend: str, reason: Reason) -> None:
+        """Let nothing of a backend run any more."""
+        with self._lock:
+            self._barred[backend] = reason
+            self.generation += 1
+
+    def result(self, backend: str, path: KernelPath | None, request: Request) -> ProbeResult | None:
+        """Return what a probe showed, or None where none has run."""
+        return self._results.get(self.key(backend, path, request))
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        """Return why a path may not run on this machine, or None."""
+        barred = self._barred.get(backend)
+        if barred is not None:
+            return barred
+        for part in (path, None):
+            result = self.result(backend, part, request)
+            if result is not None and result.fault is not None:
+                return result.fault
+        return None
+
+    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
+        """Return whether a path has passed its probe for requests like this one."""
+        result = self.result(backend, path, request)
+        return result is not None and result.fault is None
+
+
+def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
+    """Return the rows of x that a path is probed with: the ends of its range of M, an open or far one cut."""
+    low = max(path.m[0], wanted[0])
+    ends = [end for end in (path.m[1], wanted[1]) if end is not None]
+    high = min(ends) if ends else low + _OPEN_END_ROWS
+    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))})

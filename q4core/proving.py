@@ -1,0 +1,144 @@
+"""Proves a prepared weight before it may serve: its paths, its export, and that the caller's weight is untouched."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core.backend import Reason, ReasonCode
+from q4core.errors import BackendError, Q4ProbeWarning
+from q4core.events import emit, warn_once
+from q4core.plan import exported_weight
+from q4core.probe import probe_export, probe_path
+from q4core.probe_book import ProbeBook, ProbeResult
+
+if TYPE_CHECKING:
+    from q4core.backend import Backend, KernelPath, Prepared, Request
+    from q4core.registry import Registry
+    from q4core.selection import Selection
+    from q4core.weight import PackedWeight
+
+__all__ = ["SourceGuard", "bar_writer", "can_export", "is_first_of_its_kind", "probe_book", "prove"]
+
+_books: weakref.WeakKeyDictionary[Registry, ProbeBook] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def probe_book(registry: Registry) -> ProbeBook:
+    """Return what self-probes have shown of a registry's backends in this process."""
+    book = _books.get(registry)
+    if book is None:
+        with _lock:
+            book = _books.setdefault(registry, ProbeBook())
+    return book
+
+
+def can_export(backend: Backend) -> bool:
+    """Return whether a backend has the optional ``export``."""
+    return callable(getattr(backend, "export", None))
+
+
+class SourceGuard:
+    """Notices whether ``prepare`` wrote to the weight that it was given.
+
+    Writes through torch move a tensor's version; writes through an address do not, so the first weight of a kind is
+    compared with a copy as well.
+    """
+
+    def __init__(self, weight: PackedWeight, *, is_first: bool) -> None:
+        tensors = [tensor for _, tensor in weight.tensors()]
+        self._tensors = tensors
+        self._versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001  # torch's documented counter of in-place changes
+        self._copies = [tensor.clone() for tensor in tensors] if is_first else []
+
+    def is_broken(self) -> bool:
+        """Return whether a tensor has changed since the guard was set."""
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            if version is not None and tensor._version != version:  # noqa: SLF001  # as above
+                return True
+        return any(
+            not torch.equal(_bytes(copy), _bytes(tensor))
+            for copy, tensor in zip(self._copies, self._tensors, strict=False)
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)  # NaN equals itself
+
+
+def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
+    """Return whether a path of the selection, or the backend's export, has not been probed yet."""
+    request = selection.backend_request
+    parts: list[KernelPath | None] = [*selection.paths, *([None] if can_export(backend) else [])]
+    return any(book.result(backend.name, part, request) is None for part in parts)
+
+
+def bar_writer(book: ProbeBook, backend: Backend, weight: PackedWeight, given: PackedWeight) -> None:
+    """Bar a backend whose ``prepare`` wrote to the weight that it was given.
+
+    Raises:
+        BackendError: That weight is the caller's own, so it is damaged.
+    """
+    book.bar(backend.name, Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the caller's weight"))
+    own = {tensor.untyped_storage().data_ptr() for _, tensor in weight.tensors()}
+    if any(tensor.untyped_storage().data_ptr() in own for _, tensor in given.tensors()):
+        raise BackendError(
+            f"prepare of backend {backend.name!r} changed the caller's weight {weight.name or ''!r}",
+            hint="Read or quantise the weight again; the backend will not be asked again in this process.",
+        )
+
+
+def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedWeight, selection: Selection) -> bool:
+    """Run the probes that have not run yet, each told as an event; return whether everything is right.
+
+    Args:
+        book: What has been shown so far; results are added.
+        backend: Who prepared.
+        prepared: What it prepared.
+        source: The weight that it prepared, as it was given.
+        selection: Which paths are to serve.
+    """
+    request = selection.backend_request
+    parts: list[KernelPath | None] = [*selection.paths, *([None] if can_export(backend) else [])]
+    good = True
+    for part in parts:
+        result = book.result(backend.name, part, request)
+        name = "export" if part is None else part.name
+        if result is None:
+            with torch.no_grad():
+                result = _probe(backend, prepared, source, request, part)
+            book.record(backend.name, part, request, result)
+            emit(
+                "q4.probe",
+                level=logging.DEBUG if result.fault is None else logging.ERROR,
+                backend=backend.name,
+                path=name,
+                format=request.format.name,
+                device=str(request.device),
+                passed=result.fault is None,
+                worst_ratio=result.worst_ratio,
+                microseconds=round(result.microseconds),
+                fault=None if result.fault is None else result.fault.message,
+            )
+        if result.fault is not None:
+            good = False
+            message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
+            warn_once((backend.name, name, request.format.name), Q4ProbeWarning, message)
+    return good
+
+
+def _probe(
+    backend: Backend, prepared: Prepared, source: PackedWeight, request: Request, path: KernelPath | None
+) -> ProbeResult:
+    if path is not None:
+        return probe_path(backend, prepared, source, request, path)
+
+    def export(rows: torch.Tensor | None) -> PackedWeight:
+        shape = (request.out_features if rows is None else rows.numel(), request.in_features)
+        return exported_weight(backend, prepared, rows, shape)
+
+    return probe_export(export, source, request)

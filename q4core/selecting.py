@@ -1,0 +1,111 @@
+"""What a layer asks under a resolved configuration, and the warm answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import Reason, Request
+from q4core.dispatch import select_backend
+from q4core.errors import ConfigError
+from q4core.policy import ActivationPrecision, ComputePath
+from q4core.proving import probe_book
+from q4core.selection import ProbeHistory, Selection
+
+if TYPE_CHECKING:
+    from q4core.backend import KernelPath
+    from q4core.policy import SessionConfig
+    from q4core.registry import Registry
+    from q4core.weight import PackedWeight
+
+__all__ = ["layer_request", "resolve_device", "select_for"]
+
+_CACHE_LIMIT = 4096
+
+
+@attrs.frozen
+class _WithFailures(ProbeHistory):
+    """What probes have shown, plus the backends that failed to prepare just now."""
+
+    book: ProbeHistory
+    failures: dict[str, Reason]
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        return self.failures.get(backend) or self.book.disqualified(backend, path, request)
+
+    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
+        return self.book.proven(backend, path, request)
+
+
+def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:
+    """Return the device that a configuration means for a weight.
+
+    Raises:
+        ConfigError: It names a device that is not there.
+    """
+    if config.device in {None, "auto"}:
+        return weight_device
+    device = torch.device(str(config.device))
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                "session",
+                name="device",
+                rule=f"there; torch sees {count} CUDA devices",
+                value=str(device),
+                hint='Use device="cpu", or see `q4 doctor`.',
+            )
+        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+    return device
+
+
+def layer_request(
+    weight: PackedWeight, config: SessionConfig, m: tuple[int, int | None], dtype: torch.dtype | None = None
+) -> Request:
+    """Return the request that a layer over ``weight`` makes under a resolved configuration."""
+    return Request.for_weight(
+        weight,
+        m=m,
+        dtype=dtype or config.compute_dtype or weight.dtype,
+        device=resolve_device(config, weight.device),
+        precision=config.activation_precision or ActivationPrecision.AUTO,
+        gradients=bool(config.gradients),
+    )
+
+
+def select_for(
+    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, Reason] | None = None
+) -> Selection:
+    """Select under a resolved configuration; warm answers come from a cache.
+
+    Args:
+        request: What is asked.
+        config: A resolved configuration.
+        registry: The plugins to choose among.
+        failures: Backends that failed just now, with the reason; they are passed over.
+
+    Raises:
+        UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.
+    """
+    book = probe_book(registry)
+    compute_path = config.compute_path or ComputePath.AUTO
+    key = (book.generation, request, compute_path, config.backend)
+    known: Selection | None = None if failures else registry.selections.get(key)
+    if known is not None:
+        return known
+    selection = select_backend(
+        request,
+        registry.backends(),
+        compute_path=compute_path,
+        override=config.backend,
+        refused=registry.refused_backends(),
+        history=_WithFailures(book, failures) if failures else book,
+    )
+    if not failures:
+        if len(registry.selections) >= _CACHE_LIMIT:
+            registry.selections.clear()
+        registry.selections[key] = selection
+    return selection
