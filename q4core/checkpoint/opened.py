@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from q4core.checkpoint.numbers import check_numbers
 from q4core.errors import CheckpointError, DialectError, FormatError, LifecycleError, Q4Error, WeightError
 from q4core.weight import PackedWeight
 
@@ -82,7 +81,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
         if weight is None:
             try:
                 weight = source.read(module)
-                check_numbers(weight)
+                weight.check_values()
             except (WeightError, DialectError, FormatError) as error:
                 raise self._blame(module, error) from error
             self._alive[module] = weight

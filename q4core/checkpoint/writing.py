@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 
 from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_index, read_object
-from q4core.checkpoint.numbers import check_numbers
 from q4core.checkpoint.shard import Shard, StagedText, sync_folder
 from q4core.dialect import Catalogue, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
@@ -134,7 +133,7 @@ class _Writer:
     def add_layer(self, module: str, weight: PackedWeight) -> None:
         """Write one layer to the current shard."""
         try:
-            check_numbers(weight)
+            weight.check_values()
         except WeightError as error:
             raise WeightError(
                 f"save_checkpoint: layer {module!r}",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from q4core.errors import WeightError
-from q4core.formats import BlockOrder, Form, ScaleKind, as_e4m3, as_e8m0
+from q4core.formats import BlockOrder, Form, ScaleKind
 from q4core.packing import NibbleOrder
 
 if TYPE_CHECKING:
@@ -30,6 +31,21 @@ _SCALE_DTYPES = {
     ScaleKind.DOUBLE_QUANT: _BYTES,
 }
 _SIGNED_SCALE_FORMATS = frozenset({"q4_0", "q4_1", "q8_0", "int4"})
+_FINITE, _NOT_NEGATIVE, _POSITIVE = "finite", "finite and not negative", "finite and positive"
+_SIDE_RULES = {
+    "nested_codebook": _FINITE,
+    "nested_scale": _NOT_NEGATIVE,
+    "nested_offset": _FINITE,
+    "global_scale": _NOT_NEGATIVE,
+    "offset": _FINITE,
+    "zero": _FINITE,
+    "codebook": _FINITE,
+    "input_channel_scale": _FINITE,
+    "activation_scale": _NOT_NEGATIVE,
+}
+_LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
+"""What no byte of an ordinary scale exceeds; above stand NaN and, in e4m3, what has a sign: -0 is legal there."""
+_PIECE = (1 << 15) - 1  # from 2^15 elements on torch wakes its threads, which can take longer than the look itself
 _MOST_FEATURES = 2**31 - 1
 _BYTE_BITS = 8
 
@@ -181,22 +197,19 @@ def check_values(weight: PackedWeight) -> None:
             and so may what double quantisation makes of an absmax near zero); a global divisor is not positive; or
             ``input_permutation`` is not a permutation. The message names the field and the first bad value.
     """
-    for name, values, rule in _numbers(weight):
-        bad = ~torch.isfinite(values)
-        if rule == "finite and not negative":
-            bad |= values < 0
-        elif rule == "finite and positive":
-            bad |= values <= 0
-        if bool(bad.any()):
-            position = bad.nonzero()[0].tolist()
-            raise WeightError(
-                weight.label("weight"),
-                name=f"{name}{position}",
-                rule=rule,
-                value=float(values[tuple(position)]),
-                where=weight.dialect,
-                hint="The checkpoint is damaged, or it is read in the wrong dialect.",
-            )
+    for name, tensor, rule in _numbers(weight):
+        for start, piece in _pieces(tensor):
+            bad = None if _is_surely_legal(piece, rule) else _first_illegal(piece, rule)
+            if bad is not None:
+                position, value = bad
+                raise WeightError(
+                    weight.label("weight"),
+                    name=f"{name}{[first + place for first, place in zip(start, position, strict=True)]}",
+                    rule=rule,
+                    value=value,
+                    where=weight.dialect,
+                    hint="The checkpoint is damaged, or it is read in the wrong dialect.",
+                )
     check_permutation(weight)
 
 
@@ -216,27 +229,56 @@ def check_permutation(weight: PackedWeight) -> None:
 
 
 def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield (field, float32 values, rule) for what must be checked."""
-    finite, not_negative = "finite", "finite and not negative"
+    """Yield (field, tensor, rule) for what must be checked; scales of one byte as the float8 that they are."""
     if weight.scale_kind is ScaleKind.PLAIN:
-        rule = finite if weight.format.name in _SIGNED_SCALE_FORMATS else not_negative
-        yield "scale", weight.scale.to(torch.float32), rule
+        yield "scale", weight.scale, _FINITE if weight.format.name in _SIGNED_SCALE_FORMATS else _NOT_NEGATIVE
     elif weight.scale_kind is ScaleKind.E8M0:
-        yield "scale", as_e8m0(weight.scale), not_negative
+        yield "scale", weight.scale.view(torch.float8_e8m0fnu), _NOT_NEGATIVE
     elif weight.scale_kind is not ScaleKind.DOUBLE_QUANT:
-        yield "scale", as_e4m3(weight.scale), not_negative
-    rules = {
-        "nested_codebook": finite,
-        "nested_scale": not_negative,
-        "nested_offset": finite,
-        "global_scale": "finite and positive" if weight.scale_kind is ScaleKind.E4M3_DIV else not_negative,
-        "offset": finite,
-        "zero": finite,
-        "codebook": finite,
-        "input_channel_scale": finite,
-        "activation_scale": not_negative,
-    }
-    for name, rule in rules.items():
+        yield "scale", weight.scale.view(torch.float8_e4m3fn), _NOT_NEGATIVE
+    for name, rule in _SIDE_RULES.items():
         tensor = getattr(weight, name)
         if tensor is not None and tensor.is_floating_point():
-            yield name, tensor.to(torch.float32), rule
+            divides = name == "global_scale" and weight.scale_kind is ScaleKind.E4M3_DIV
+            yield name, tensor, _POSITIVE if divides else rule
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield (position of its first element, piece) in the order of rows, so that no temporary is as large as a tensor.
+
+    Whole float32 copies of the scales left 16 MB of fragmented heap behind for each layer of 8192 × 8192.
+    """
+    if tensor.numel() <= _PIECE:
+        yield (0,) * tensor.dim(), tensor
+        return
+    width = tensor.shape[1] if tensor.dim() > 1 else 1
+    step = max(1, _PIECE // width)
+    for row in range(0, tensor.shape[0], step):
+        rows = tensor[row : row + step]
+        if tensor.dim() == 1:
+            yield (row,), rows
+        else:
+            yield from (((row, column), rows[:, column : column + _PIECE]) for column in range(0, width, _PIECE))
+
+
+def _is_surely_legal(piece: torch.Tensor, rule: str) -> bool:
+    """Return whether its extremes show that a piece is legal; where they don't, only ``_first_illegal`` can tell."""
+    byte = _LARGEST_BYTES.get(piece.dtype)
+    if byte is not None:
+        return int(piece.view(torch.uint8).max()) <= byte
+    low, high = (extreme.item() for extreme in torch.aminmax(piece))  # a NaN anywhere makes both NaN
+    if not high < math.inf:
+        return False
+    return low > 0 if rule == _POSITIVE else low >= 0 if rule == _NOT_NEGATIVE else low > -math.inf
+
+
+def _first_illegal(piece: torch.Tensor, rule: str) -> tuple[list[int], float] | None:
+    """Return position and value of a piece's first illegal number, or None."""
+    values = piece.to(torch.float32)
+    bad = ~torch.isfinite(values)
+    if rule != _FINITE:
+        bad |= values < 0 if rule == _NOT_NEGATIVE else values <= 0
+    if not bool(bad.any()):
+        return None
+    position: list[int] = bad.nonzero()[0].tolist()
+    return position, values[tuple(position)].item()
