@@ -17,6 +17,7 @@ from q4core.api import (
 )
 from q4core.backend import (
     API_VERSION,
+    EVERY_FORMAT,
     Backend,
     Capabilities,
     KernelPath,
@@ -88,6 +89,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "API_VERSION",
     "BUILTIN_FORMATS",
+    "EVERY_FORMAT",
     "ActivationPrecision",
     "Backend",
     "BackendError",

@@ -113,7 +113,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     symmetric: bool = False,
     name: str | None = None,
 ) -> PackedWeight:
-    """Return a dense weight in four bits, by the reference codec; plugins' formats are known by name too.
+    """Return a dense weight in four bits, by the reference codec.
 
     Arguments, result and errors are those of ``codec.quantize``.
     """

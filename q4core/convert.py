@@ -110,15 +110,15 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         A table of what was done.
 
     Raises:
-        InputError: ``model`` is a bare ``nn.Linear``.
+        InputError: ``model`` is no module, or a bare ``nn.Linear``.
         Q4Error: With ``strict``, whatever made a layer impossible to convert.
     """
-    if isinstance(model, nn.Linear):
+    if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         raise InputError(
             "convert_linears_",
             name="model",
             rule="a module that contains nn.Linear layers",
-            value="an nn.Linear",
+            value=f"{type(model).__module__}.{type(model).__name__}",
             hint="Use session.linear(q4.quantize(layer.weight, format=…), layer.bias).",
         )
     owner = session or default_session()

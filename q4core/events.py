@@ -7,6 +7,8 @@ level, separated by commas), in which case they go to stderr.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
 import os
@@ -18,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from q4core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
     from q4core.errors import Q4Warning
 
-__all__ = ["LOGGER_NAME", "emit", "observe", "set_up_logging", "unobserve", "warn_once"]
+__all__ = ["LOGGER_NAME", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
 
 LOGGER_NAME = "q4core"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -31,6 +33,7 @@ _FORMATS = {"json", "console"}
 Observer = "Callable[[str, dict[str, Any]], None]"
 _observers: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
 _lock = threading.Lock()
+_muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
 _warned: set[tuple[type[Warning], object]] = set()
 
 
@@ -48,8 +51,20 @@ def unobserve(observer: Callable[[str, dict[str, Any]], None]) -> None:
         _observers = tuple(item for item in _observers if item is not observer)
 
 
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Send no event from this context inside the ``with`` block; warnings are given all the same."""
+    token = _muted.set(True)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
+
+
 def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     """Send one event, such as ``"q4.select"``, with its fields."""
+    if _muted.get():
+        return
     for observer in _observers:
         observer(event, fields)
     if _standard_logger().isEnabledFor(level):

@@ -41,13 +41,14 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
     counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
     own = tuple((name, buffers[name]) for name in layer._buffer_names)  # noqa: SLF001  # its own fast path
+    bias_shape = (outputs,)
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
     segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
     dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
 
-    def fast(  # noqa: PLR0911  # as above
+    def fast(  # noqa: C901, PLR0911  # as above
         x: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor | None:
         if (
@@ -64,6 +65,10 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
             if buffers.get(name) is not buffer:
                 return None
         bias: Any = parameters["bias"]
+        if bias is not None and (
+            bias.dtype is not dtype or bias.shape != bias_shape or not bias.is_cpu or not bias.is_contiguous()
+        ):  # replaced since; the slow way says what is wrong
+            return None
         shape = x.shape
         if not shape or shape[-1] != features:
             return None

@@ -14,12 +14,12 @@ from q4core.codec import dequantize
 from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.fast_path import make_fast_path
-from q4core.linear_input import FLOATS, check_out, refuse_input
+from q4core.linear_input import FLOATS, check_index, check_out, fits_as_bias, refuse_bias, refuse_input
 from q4core.linear_state import load_weight, save_weight, split_state
 from q4core.memory import apply_input_policy
 from q4core.plan import as_bytes
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
-from q4core.preparation import PreparedLayer, prepare_layer
+from q4core.preparation import PreparedLayer, copy_prepared, prepare_layer, tell_memory
 from q4core.registry import Registry, default_registry
 from q4core.weight_info import WeightInfo
 from q4core.weight_spec import WeightSpec
@@ -33,9 +33,27 @@ if TYPE_CHECKING:
 __all__ = ["Q4Linear"]
 
 _BUFFER = "packed_"
+_DISABLED = UnifiedMemoryPolicy.DISABLED
+_SHARED = frozenset({"_spec", "_origin", "_config", "_registry", "_m"})
+"""Attributes that copies of a layer share, because nothing changes them in place."""
+_BLANK = {"_ready": None, "_fast": None, "_live": None, "_tag_address": 0, "_buffer_names": (), "_plan_key": ""}
+"""Attributes that a copy gets from what is prepared for it."""
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
+
+
+@attrs.frozen(eq=False)
+class _Content:
+    """A weight made ready for a layer, before the layer takes it; ``prepared`` is None on the meta device."""
+
+    spec: WeightSpec
+    origin: tuple[str | None, str | None, tuple[str, ...]]
+    config: SessionConfig
+    dtype: torch.dtype
+    device: torch.device
+    buffers: tuple[torch.Tensor, ...]
+    prepared: PreparedLayer | None
 
 
 class Q4Linear(nn.Module):
@@ -75,11 +93,11 @@ class Q4Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.name = name or weight.name or "linear"
-        self._config = config
         self._registry = registry
         self._m = m
         self._closed = False
         self._counts: list[int] = []
+        self._input_memory: dict[str, int] = {}
         self._ready: PreparedLayer | None = None
         self._fast: FastPath | None = None
         self._managed = False
@@ -89,47 +107,45 @@ class Q4Linear(nn.Module):
         self._tag_address = 0
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
-        self._install(weight, None)
-        self.bias = self._as_bias(bias)
+        self._take(self._prepare(weight, None, config))
+        self.bias = None if bias is None else self._as_bias(bias)
 
     # -- preparing and letting go
 
-    def _install(self, weight: PackedWeight, dtype: torch.dtype | None) -> None:
-        """Prepare ``weight`` and take it as the layer's own."""
-        self._spec = WeightSpec.of(weight)
-        self._origin = (weight.name, weight.dialect, weight.notes)
+    def _prepare(self, weight: PackedWeight, dtype: torch.dtype | None, config: SessionConfig) -> _Content:
+        """Prepare ``weight`` without touching the layer."""
+        origin = (weight.name, weight.dialect, weight.notes)
         if weight.device.type == "meta":
-            wanted = dtype or self._config.compute_dtype or weight.dtype
-            self._set_buffers(
-                [tensor if tensor.dtype == torch.uint8 else as_bytes(tensor) for _, tensor in weight.tensors()]
-            )
-            self._ready = None
+            wanted = dtype or config.compute_dtype or weight.dtype
+            tensors = tuple(as_bytes(tensor) for _, tensor in weight.tensors())
+            return _Content(WeightSpec.of(weight), origin, config, wanted, weight.device, tensors, None)
+        prepared = prepare_layer(weight, config, self._registry or default_registry(), m=self._m, dtype=dtype)
+        device = prepared.selection.request.device
+        return _Content(WeightSpec.of(weight), origin, config, prepared.plan.dtype, device, prepared.buffers, prepared)
+
+    def _take(self, content: _Content) -> None:
+        """Make what was prepared the layer's own; nothing here can fail."""
+        self._forget_tag()
+        self._spec, self._origin, self._config = content.spec, content.origin, content.config
+        self._dtype, self._device = content.dtype, content.device
+        self._ready = prepared = content.prepared
+        if prepared is None:
+            self._set_buffers(list(content.buffers))
             self._fast = None
             self._plan_key = ""
-            self._dtype = wanted
-            self._device = weight.device
             return
-        prepared = prepare_layer(weight, self._config, self._registry or default_registry(), m=self._m, dtype=dtype)
-        self._adopt(prepared)
-
-    def _adopt(self, prepared: PreparedLayer) -> None:
-        tag = torch.zeros(1, dtype=torch.uint8, device=prepared.selection.request.device)
-        self._set_buffers([*prepared.buffers, tag])
-        self._ready = prepared
-        self._dtype = prepared.plan.dtype
-        self._device = prepared.selection.request.device
+        tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
+        self._set_buffers([*content.buffers, tag])
         self._counts = [0] * len(prepared.plan.segments)
+        self._input_memory = {}
         self._plan_key = prepared.plan.key
         self._tag_address = tag.data_ptr()
         self._live = ops.LiveLayer(
             prepared.plan, prepared.prepared, [buffer.data_ptr() for buffer in prepared.buffers], self._counts
         )
         ops.register_layer(tag, self._live)
-        self._fast = make_fast_path(self, prepared) if self._may_go_fast() else None
-        self._managed = not self._may_go_fast()
-
-    def _may_go_fast(self) -> bool:
-        return (self._config.unified_memory or UnifiedMemoryPolicy.DISABLED) is UnifiedMemoryPolicy.DISABLED
+        self._managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
+        self._fast = None if self._managed else make_fast_path(self, prepared)
 
     def _set_buffers(self, tensors: list[torch.Tensor]) -> None:
         for old in [key for key in self._buffers if key.startswith(_BUFFER)]:
@@ -158,19 +174,18 @@ class Q4Linear(nn.Module):
         """Let the counters forget the layer."""
         self._forget_tag()
 
-    def _as_bias(self, bias: torch.Tensor | None) -> nn.Parameter | None:
-        if bias is None:
-            return None
-        if tuple(bias.shape) != (self.out_features,) or not bias.is_floating_point():
-            raise InputError(
-                f"layer {self.name!r}",
-                name="bias",
-                rule=f"a float vector of {self.out_features}",
-                value=f"{bias.dtype} {list(bias.shape)}",
-            )
-        if isinstance(bias, nn.Parameter) and bias.dtype == self._dtype and bias.device == self.device:
+    def _as_bias(self, bias: torch.Tensor) -> nn.Parameter:
+        """Return the Parameter for a bias: the same one where it is one, with its data converted where need be."""
+        if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+            refuse_bias(self, bias)
+        if tuple(bias.shape) != (self.out_features,):
+            refuse_bias(self, bias)
+        data = bias.detach().to(self.device, self._dtype).contiguous()
+        if isinstance(bias, nn.Parameter):
+            if data.data_ptr() != bias.data_ptr() or data.dtype != bias.dtype:
+                bias.data = data
             return bias
-        return nn.Parameter(bias.detach().to(self.device, self._dtype), requires_grad=bias.requires_grad)
+        return nn.Parameter(data, requires_grad=bias.requires_grad)
 
     # -- what it is
 
@@ -234,13 +249,7 @@ class Q4Linear(nn.Module):
             InputError: An index is out of range or not int64.
         """
         ready = self._require_ready()
-        flat = index.reshape(-1)
-        if index.dtype not in {torch.int64, torch.int32} or (
-            flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.out_features)
-        ):
-            raise InputError(
-                f"layer {self.name!r}", name="index", rule=f"integers in 0 … {self.out_features - 1}", value=index.dtype
-            )
+        flat = check_index(self, index)
         wanted = dtype or self._dtype
         if not flat.numel():
             return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
@@ -254,7 +263,13 @@ class Q4Linear(nn.Module):
 
     def diagnostics(self) -> Diagnostics:
         """Return which backend and paths serve, what ran how often, and why not the others."""
-        return diagnose(self._require_ready(), layer=self.name, calls=self._counts, notes=self._origin[2])
+        return diagnose(
+            self._require_ready(),
+            layer=self.name,
+            calls=self._counts,
+            notes=self._origin[2],
+            input_memory=self._input_memory,
+        )
 
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
@@ -291,10 +306,18 @@ class Q4Linear(nn.Module):
                 y = fast(x, out)
                 if y is not None:
                     return y
-        return self._forward(x, out_dtype, out)
+        return self._forward(x, self._parameters["bias"], out_dtype, out)
 
-    def _forward(  # noqa: C901  # the checks of one call, in the order of their cost
-        self, x: torch.Tensor, out_dtype: torch.dtype | None, out: torch.Tensor | None
+    def with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias`` for a bias that is not the layer's own; errors as in ``forward``."""
+        return self._forward(x, bias, None, None)
+
+    def _forward(  # the checks of one call, in the order of their cost
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Check everything, then call the registered op."""
         tracing = _is_tracing()
@@ -309,16 +332,22 @@ class Q4Linear(nn.Module):
             x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device
         ):
             refuse_input(self, x)
+        if not tracing and bias is not None and not fits_as_bias(self, bias):
+            refuse_bias(self, bias)
         if out is not None or out_dtype is not None:
             check_out(self, x, out, out_dtype)
         if self._managed:
-            x = self._placed_input(x)
-        bias = self._parameters["bias"]
+            return self._forward_managed(x, bias, out_dtype, out)
+        return self._call(x, bias, out_dtype, out)
+
+    def _call(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         buffers = self._own_buffers()
         if out is None:
             y: torch.Tensor = _LINEAR(x, buffers, bias, self._plan_key)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
-        if tracing or out.dtype is not self._dtype:
+        if out.dtype is not self._dtype or _is_tracing():
             out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -332,41 +361,47 @@ class Q4Linear(nn.Module):
         _LINEAR_OUT(x, buffers, bias, self._plan_key, out)
         return out
 
-    def _placed_input(self, x: torch.Tensor) -> torch.Tensor:
-        policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
-        registry = self._registry or default_registry()
-        placed, _ = apply_input_policy(x, policy, device=self.device, providers=registry.memory_providers())
-        return placed
+    def _forward_managed(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Place x as the unified-memory policy says, and call."""
+        providers = (self._registry or default_registry()).memory_providers()
+        policy = self._config.unified_memory or _DISABLED
+        placed, decision = apply_input_policy(x, policy, device=self.device, providers=providers)
+        if not _is_tracing():
+            line = f"{decision.action}: {decision.reason}"
+            self._input_memory[line] = self._input_memory.get(line, 0) + 1
+            tell_memory(decision, "activation", self._config)
+        return self._call(placed, bias, out_dtype, out)  # a temporary goes with its last reference
 
     # -- moving, copying, saving
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: ARG002, FBT001, FBT002  # nn.Module's signature
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Q4Linear:  # noqa: FBT001, FBT002  # nn.Module's signature
         """Follow ``.to()``, ``.half()`` and the like: codes and scales keep their bytes; see ``docs/decisions``."""
         probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
         dtype = probe.dtype if probe.dtype in FLOATS else self._dtype
-        if self._closed or (dtype == self._dtype and probe.device == self.device):
-            return self._apply_bias(fn)
-        if self._ready is None:
-            if probe.device.type != "meta":
-                self._set_buffers([torch.empty_like(buffer, device=probe.device) for buffer in self._own_buffers()])
-                self._device = probe.device
-            self._dtype = dtype
-            return self._apply_bias(fn)
-        weight = self.packed_weight()
-        moved = weight.to(probe.device)
-        if probe.device != self.device and probe.device.type != "meta":
-            self._config = attrs.evolve(self._config, device=str(probe.device))
-        self._forget_tag()
-        self._install(moved, dtype)
-        return self._apply_bias(fn)
-
-    def _apply_bias(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Q4Linear:
-        if self.bias is not None:
-            with torch.no_grad():
-                bias = fn(self.bias)
-            if bias.device != self.bias.device or bias.dtype != self.bias.dtype:
-                self.bias = nn.Parameter(bias.to(self._dtype), requires_grad=self.bias.requires_grad)
+        same = dtype == self._dtype and probe.device == self.device
+        content = None if self._closed or same else self._moved(probe.device, dtype)
+        own = {key: self._buffers.pop(key) for key in self._buffer_names}  # moved as a weight, not as bytes
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            self._buffers.update(own)
+        if content is not None:
+            self._take(content)
+        if self.bias is not None and self.bias.dtype != self._dtype:
+            self.bias.data = self.bias.data.to(self._dtype)  # .double(), say
         return self
+
+    def _moved(self, device: torch.device, dtype: torch.dtype) -> _Content:
+        """Prepare the layer for another device or dtype, without touching it."""
+        config = self._config
+        if device != self.device and device.type != "meta":
+            config = attrs.evolve(config, device=str(device))
+        if self._ready is not None:
+            return self._prepare(self.packed_weight().to(device), dtype, config)
+        buffers = tuple(torch.empty_like(buffer, device=device) for buffer in self._own_buffers())
+        return _Content(self._spec, self._origin, config, dtype, device, buffers, None)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -384,59 +419,50 @@ class Q4Linear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         own, rest = split_state(state_dict, prefix)
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         formats = (self._registry or default_registry()).formats().values()
         device = None if self.device.type == "meta" else self.device
+        content = None
         try:
+            if self._closed:
+                self._require_ready()
             shape = (self.out_features, self.in_features)
             weight = load_weight(own, prefix, shape, device, formats, missing_keys, unexpected_keys)
             if weight is not None:
                 name, dialect, notes = self._origin
-                self._forget_tag()
-                self._install(attrs.evolve(weight, name=name, dialect=dialect, notes=notes), self._dtype)
-                self._closed = False
-        except Q4Error as error:
+                weight = attrs.evolve(weight, name=name, dialect=dialect, notes=notes)
+                content = self._prepare(weight, self._dtype, self._config)
+        except Q4Error as error:  # nothing is loaded, the bias neither
             error_msgs.append(f"{prefix}weight: {error}")
+            return
+        faults: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, faults)
+        error_msgs.extend(faults)
+        if content is not None and not faults:
+            self._take(content)
+        if self.bias is not None and not faults and self.bias.device.type != "meta":
+            self.bias = self._as_bias(self.bias)  # assign=True takes whatever dtype the state has
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Q4Linear:
-        """Return an independent copy: its own bytes, the same plan, counters at zero."""
-        twin = Q4Linear.__new__(Q4Linear)
+        """Return an independent copy: its own bytes, the same plan, counters at zero; hooks and attributes as well."""
+        twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        nn.Module.__init__(twin)
-        twin.register_parameter("bias", None)
-        for key in (
-            "in_features",
-            "out_features",
-            "name",
-            "_config",
-            "_registry",
-            "_m",
-            "_closed",
-            "_spec",
-            "_origin",
-            "_dtype",
-            "_device",
-            "training",
-        ):
-            setattr(twin, key, getattr(self, key))
-        for key, blank in (
-            ("_counts", []),
-            ("_ready", None),
-            ("_fast", None),
-            ("_managed", False),
-            ("_plan_key", ""),
-            ("_buffer_names", ()),
-            ("_live", None),
-            ("_tag_address", 0),
-        ):
-            setattr(twin, key, blank)
-        if self._ready is None:
-            twin._set_buffers([buffer.clone() for buffer in self._own_buffers()])  # noqa: SLF001  # own class
-        else:
-            buffers = tuple(buffer.clone(memory_format=torch.contiguous_format) for buffer in self._ready.buffers)
-            copied = attrs.evolve(self._ready, buffers=buffers, prepared=self._ready.plan.prepared(buffers))
-            twin._adopt(copied)  # noqa: SLF001  # own class
-        twin.bias = copy.deepcopy(self.bias, memo)
+        own = set(self._buffer_names)
+        for key, value in self.__dict__.items():
+            if key in _SHARED:
+                twin.__dict__[key] = value
+            elif key == "_buffers":
+                twin.__dict__[key] = {
+                    name: copy.deepcopy(item, memo) for name, item in value.items() if name not in own
+                }
+            else:
+                twin.__dict__[key] = _BLANK[key] if key in _BLANK else copy.deepcopy(value, memo)
+        buffers = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._own_buffers()]
+        prepared = self._ready
+        if prepared is not None:
+            prepared = copy_prepared(prepared, buffers[:-1], self._config, self._registry or default_registry())
+            buffers = list(prepared.buffers)
+        content = _Content(self._spec, self._origin, self._config, self._dtype, self._device, tuple(buffers), prepared)
+        twin._take(content)  # noqa: SLF001  # own class
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

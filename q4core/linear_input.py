@@ -11,7 +11,7 @@ from q4core.errors import InputError
 if TYPE_CHECKING:
     from q4core.linear import Q4Linear
 
-__all__ = ["FLOATS", "check_out", "refuse_input"]
+__all__ = ["FLOATS", "check_index", "check_out", "fits_as_bias", "refuse_bias", "refuse_input"]
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that a layer may take and give."""
@@ -42,6 +42,46 @@ def refuse_input(layer: Q4Linear, x: Any) -> NoReturn:
         value=str(x.device),
         hint=f'Use x.to("{layer.device}") or layer.to("{x.device}").',
     )
+
+
+def fits_as_bias(layer: Q4Linear, bias: object) -> bool:
+    """Return whether a bias may go to the backend as it is (but for its stride)."""
+    return (
+        isinstance(bias, torch.Tensor)
+        and bias.dtype is layer.dtype
+        and bias.dim() == 1
+        and bias.shape[0] == layer.out_features
+        and bias.device == layer.device
+    )
+
+
+def refuse_bias(layer: Q4Linear, bias: object) -> NoReturn:
+    """Say what is wrong with a bias that does not fit; called only for such a one."""
+    got = f"{bias.dtype} {list(bias.shape)} on {bias.device}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+    raise InputError(
+        f"layer {layer.name!r}",
+        name="bias",
+        rule=f"None or {layer.dtype} [{layer.out_features}] on {layer.device}",
+        value=got,
+    )
+
+
+def check_index(layer: Q4Linear, index: object) -> torch.Tensor:
+    """Return the row numbers as a vector.
+
+    Raises:
+        InputError: They are no integer tensor, or one is out of range.
+    """
+    label, rule = f"layer {layer.name!r}", f"an int64 or int32 tensor of values in 0 … {layer.out_features - 1}"
+    if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
+        got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
+        raise InputError(label, name="index", rule=rule, value=got)
+    flat = index.reshape(-1)
+    if flat.numel():
+        outside = (flat < 0) | (flat >= layer.out_features)
+        if bool(outside.any()):
+            raise InputError(label, name="index", rule=rule, value=int(flat[outside][0]))
+    return flat
 
 
 def check_out(layer: Q4Linear, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:

@@ -1,8 +1,9 @@
 """The registered torch ops, their fake kernels and autograd: written once, here, for every backend.
 
 ``q4core::linear(x, buffers, bias, plan)`` and ``q4core::linear_out`` compute y; ``q4core::linear_input_grad`` is their
-exact gradient to x. ``buffers`` are the layer's uint8 buffers: the backend's, then the source's where the backend has
-no export, then the layer's tag, whose address tells the counters which layer ran.
+exact gradient to x, and ``q4core::linear_exact`` that one's own gradient. ``buffers`` are the layer's uint8 buffers:
+the backend's, then the source's where the backend has no export, then the layer's tag, whose address tells the counters
+which layer ran.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from q4core.errors import InputError
 from q4core.plan import plan_by_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from q4core.backend import Prepared
     from q4core.plan import Plan
@@ -90,6 +91,8 @@ def run_plan(
     flat = x if x.dim() == 2 else x.reshape(rows, plan.in_features)  # noqa: PLR2004  # [M, K] as it is
     if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) < plan.in_features):
         flat = flat.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     if out.is_contiguous():
         target = out if out.dim() == 2 else out.view(rows, plan.out_features)  # noqa: PLR2004  # [M, N] as it is
     else:
@@ -118,12 +121,35 @@ def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tens
     weight = plan.weight(buffers)
     flat = grad.reshape(-1, plan.out_features)
     total = torch.zeros((flat.shape[0], plan.in_features), dtype=torch.float32, device=grad.device)
-    step = max(1, _GRADIENT_ROWS_BYTES // (4 * plan.in_features))
-    for start in range(0, plan.out_features, step):
-        stop = min(start + step, plan.out_features)
+    for start, stop in _row_chunks(plan):
         dense = dequantize(weight, torch.float32, rows=slice(start, stop))
         total.addmm_(flat[:, start:stop].to(torch.float32), dense)
     return total.to(plan.dtype).reshape(*grad.shape[:-1], plan.in_features)
+
+
+def exact_product(plan: Plan, buffers: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ wᵀ`` with exactly dequantised weights, as ``input_gradient`` is computed; its own gradient.
+
+    Args:
+        plan: The layer's plan.
+        buffers: The layer's buffers.
+        x: [..., K].
+
+    Returns:
+        [..., N] of the plan's y dtype.
+    """
+    weight = plan.weight(buffers)
+    flat = x.reshape(-1, plan.in_features).to(torch.float32)
+    y = torch.empty((flat.shape[0], plan.out_features), dtype=torch.float32, device=x.device)
+    for start, stop in _row_chunks(plan):
+        y[:, start:stop] = flat @ dequantize(weight, torch.float32, rows=slice(start, stop)).T
+    return y.to(plan.out_dtype).reshape(*x.shape[:-1], plan.out_features)
+
+
+def _row_chunks(plan: Plan) -> Iterator[tuple[int, int]]:
+    step = max(1, _GRADIENT_ROWS_BYTES // (4 * plan.in_features))
+    for start in range(0, plan.out_features, step):
+        yield start, min(start + step, plan.out_features)
 
 
 # -- registration
@@ -132,6 +158,7 @@ _LIBRARY = torch.library.Library("q4core", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor[] buffers, Tensor? bias, str plan) -> Tensor")
 _LIBRARY.define("linear_out(Tensor x, Tensor[] buffers, Tensor? bias, str plan, Tensor(a!) out) -> ()")
 _LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Tensor")
+_LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
 
 
 def _run(
@@ -168,10 +195,15 @@ def _linear_input_grad(grad: torch.Tensor, buffers: list[torch.Tensor], plan: st
     return input_gradient(plan_by_key(plan), buffers, grad)
 
 
+def _linear_exact(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    return exact_product(plan_by_key(plan), buffers, x)
+
+
 for _name, _function in (
     ("linear", _linear),
     ("linear_out", _linear_out),
     ("linear_input_grad", _linear_input_grad),
+    ("linear_exact", _linear_exact),
 ):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _function, _key)
@@ -180,7 +212,7 @@ for _name, _function in (
 def _linear_fake(
     x: torch.Tensor,
     buffers: list[torch.Tensor],
-    bias: torch.Tensor | None,  # noqa: ARG001  # the op's schema
+    bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
     call = plan_by_key(plan)
@@ -191,6 +223,15 @@ def _linear_fake(
             name="x",
             rule=f"{call.dtype} [..., {call.in_features}] on {device}",
             value=f"{x.dtype} {list(x.shape)} on {x.device}",
+        )
+    if bias is not None and (
+        bias.dtype != call.out_dtype or tuple(bias.shape) != (call.out_features,) or bias.device != device
+    ):
+        raise InputError(
+            "q4core::linear",
+            name="bias",
+            rule=f"{call.out_dtype} [{call.out_features}] on {device}",
+            value=f"{bias.dtype} {list(bias.shape)} on {bias.device}",
         )
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
@@ -207,9 +248,16 @@ def _linear_input_grad_fake(grad: torch.Tensor, buffers: list[torch.Tensor], pla
     return torch.empty((*grad.shape[:-1], call.in_features), dtype=call.dtype, device=grad.device)
 
 
+def _linear_exact_fake(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    del buffers
+    call = plan_by_key(plan)
+    return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
+
+
 torch.library.register_fake("q4core::linear", _linear_fake, lib=_LIBRARY)
 torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=_LIBRARY)
 torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=_LIBRARY)
+torch.library.register_fake("q4core::linear_exact", _linear_exact_fake, lib=_LIBRARY)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -263,3 +311,45 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _LIBRARY.impl("linear", _linear_autograd, "Autograd")
+
+
+class _ExactFunction(torch.autograd.Function):
+    """``linear_input_grad`` and ``linear_exact``, each the other's gradient, so that backward can be differentiated."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, plan: str, to_input: bool, *buffers: torch.Tensor) -> torch.Tensor:  # noqa: FBT001  # autograd passes arguments by position
+        with _below_autograd():
+            result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        del output
+        _, ctx.plan, ctx.to_input, *buffers = inputs
+        ctx.save_for_backward(*buffers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        buffers = list(ctx.saved_tensors)
+        return (_exact_op(not ctx.to_input)(grad, buffers, ctx.plan), None, None, *([None] * len(buffers)))
+
+
+def _exact_op(to_input: bool) -> Any:  # noqa: FBT001  # one of two ops
+    return torch.ops.q4core.linear_input_grad.default if to_input else torch.ops.q4core.linear_exact.default
+
+
+def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor], str], torch.Tensor]:  # noqa: FBT001  # as above
+    def run(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            call: Any = _ExactFunction.apply
+            recorded: torch.Tensor = call(tensor, plan, to_input, *buffers)
+            return recorded
+        with _below_autograd():
+            result: torch.Tensor = _exact_op(to_input)(tensor, buffers, plan)
+        return result
+
+    return run
+
+
+_LIBRARY.impl("linear_input_grad", _exact_autograd(to_input=True), "Autograd")
+_LIBRARY.impl("linear_exact", _exact_autograd(to_input=False), "Autograd")

@@ -152,7 +152,7 @@ class SessionConfig:
         gradients: Whether gradients to the input will be asked for. Default False.
         unified_memory: Default ``UnifiedMemoryPolicy.DISABLED``.
         compute_dtype: dtype of the activations x. Default: the weight's own dtype where a kernel takes it.
-        diagnostics: Whether events and counters are kept. Default True.
+        diagnostics: Whether decisions are sent as events. Default True. Records and counters are always kept.
 
     Raises:
         ConfigError: A value is not legal.
@@ -224,8 +224,16 @@ def resolve_config(
         A configuration in which only ``backend`` and ``compute_dtype`` may still be None ("no wish").
 
     Raises:
-        ConfigError: A ``Q4_*`` variable holds a value that is not legal.
+        ConfigError: ``config`` is something else, or a ``Q4_*`` variable holds a value that is not legal.
     """
+    if config is not None and not isinstance(config, SessionConfig):
+        raise ConfigError(
+            "configuration",
+            name="config",
+            rule="a SessionConfig or None",
+            value=config,
+            hint='Write q4.SessionConfig(device="cpu"), for example.',
+        )
     source = os.environ if environment is None else environment
     return _resolve(config or _EMPTY, _ACTIVE.get() or _EMPTY, tuple(source.get(name) for name in _VARIABLES))
 

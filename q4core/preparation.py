@@ -5,6 +5,7 @@ Everything slow happens here, once per layer, never inside a trace or a capture.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning
-from q4core.events import emit, warn_once
+from q4core.events import emit, muted, warn_once
 from q4core.memory import apply_mutable_policy, apply_policy
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from q4core.selection import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["PreparedLayer", "prepare_layer"]
+__all__ = ["PreparedLayer", "copy_prepared", "prepare_layer", "tell_memory"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -61,7 +62,7 @@ def prepare_layer(
     m: tuple[int, int | None] = (1, None),
     dtype: torch.dtype | None = None,
 ) -> PreparedLayer:
-    """Select, prepare and prove a weight.
+    """Select, prepare and prove a weight; every decision is sent as an event unless the configuration says no.
 
     Args:
         weight: The weight, on any device; its values are checked first.
@@ -79,6 +80,17 @@ def prepare_layer(
         BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve.
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
+    with muted() if config.diagnostics is False else contextlib.nullcontext():
+        return _prepare_layer(weight, config, registry, m, dtype)
+
+
+def _prepare_layer(
+    weight: PackedWeight,
+    config: SessionConfig,
+    registry: Registry,
+    m: tuple[int, int | None],
+    dtype: torch.dtype | None,
+) -> PreparedLayer:
     _refuse_inside_trace(weight)
     weight.check_values()
     request = layer_request(weight, config, m, dtype)
@@ -229,6 +241,21 @@ def _place(
         tensor, decision = apply_policy(buffer, policy, device=device, providers=registry.memory_providers())
         placed.append(tensor)
         decisions.append(decision)
-        fields: dict[str, Any] = {key: str(value) for key, value in attrs.asdict(decision, recurse=False).items()}
-        emit("q4.memory", **fields)
+        tell_memory(decision, "weight", config)
     return placed, tuple(decisions)
+
+
+def tell_memory(decision: MemoryDecision, kind: str, config: SessionConfig) -> None:
+    """Send what became of a ``"weight"`` or an ``"activation"`` under the unified-memory policy as an event."""
+    if config.diagnostics is False:
+        return
+    fields: dict[str, Any] = {key: str(value) for key, value in attrs.asdict(decision, recurse=False).items()}
+    emit("q4.memory", kind=kind, **fields)
+
+
+def copy_prepared(
+    prepared: PreparedLayer, buffers: list[torch.Tensor], config: SessionConfig, registry: Registry
+) -> PreparedLayer:
+    """Return a prepared layer over copies of its buffers, placed under the same policy."""
+    placed, decisions = _place(buffers, config, registry, prepared.selection.request.device)
+    return attrs.evolve(prepared, buffers=tuple(placed), prepared=prepared.plan.prepared(placed), memory=decisions)

@@ -67,7 +67,7 @@ class SourceGuard:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)  # NaN equals itself
+    return tensor.reshape(-1).view(torch.uint8)  # NaN equals itself
 
 
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:

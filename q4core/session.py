@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
+from q4core.backend import Request
 from q4core.diagnostics import Report
-from q4core.errors import InputError, LifecycleError
+from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.linear import Q4Linear
 from q4core.policy import SessionConfig, resolve_config
 from q4core.registry import Registry, default_registry
@@ -19,10 +22,8 @@ from q4core.weight import PackedWeight
 if TYPE_CHECKING:
     from types import TracebackType
 
-    import torch
     from typing_extensions import Self
 
-    from q4core.backend import Request
     from q4core.selection import Selection
 
 __all__ = ["Session", "default_session", "explain", "linear", "select"]
@@ -47,8 +48,8 @@ class Session:
         """What was asked for; unset fields are resolved whenever a layer is made."""
         resolve_config(self.config)  # a wish that is not legal is refused here, not at the first layer
         self._registry = registry
-        self._layers: weakref.WeakSet[Q4Linear] = weakref.WeakSet()
-        self._order: list[weakref.ref[Q4Linear]] = []
+        self._layers: weakref.WeakValueDictionary[int, Q4Linear] = weakref.WeakValueDictionary()
+        self._made = itertools.count()
         self._by_weight: weakref.WeakKeyDictionary[PackedWeight, dict[Any, Q4Linear]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._closed = False
@@ -85,25 +86,29 @@ class Session:
                 ``prepare_layer``.
         """
         self._require_open()
-        if not isinstance(weight, PackedWeight):
-            raise InputError(
-                "session.linear",
-                name="weight",
-                rule="a PackedWeight",
-                value=type(weight).__name__,
-                hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
-            )
+        _require_weight("session.linear", weight)
         config = resolve_config(self.config)
         layer = Q4Linear(weight, bias, config=config, registry=self._registry, name=name, m=m)
-        self.adopt(layer)
+        return self._adopted(layer)
+
+    def _adopted(self, layer: Q4Linear) -> Q4Linear:
+        """Adopt a layer that was just made here; one that came too late is closed."""
+        try:
+            self.adopt(layer)
+        except LifecycleError:
+            layer.close()
+            raise
         return layer
 
     def adopt(self, layer: Q4Linear) -> None:
-        """Let the session report and close a layer that was made elsewhere (a copy, say)."""
-        with self._lock:
-            self._layers.add(layer)
-            self._order = [reference for reference in self._order if reference() is not None]
-            self._order.append(weakref.ref(layer))
+        """Let the session report and close a layer that was made elsewhere (a copy, say).
+
+        Raises:
+            LifecycleError: The session is closed.
+        """
+        with self._lock:  # close() takes the layers under the same lock: none slips in behind it
+            self._require_open()
+            self._layers[next(self._made)] = layer
 
     def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias`` through a layer that is cached as long as ``weight`` lives.
@@ -112,6 +117,9 @@ class Session:
             As ``linear``, and as ``Q4Linear.forward``.
         """
         self._require_open()
+        _require_weight("q4.linear", weight)
+        if not isinstance(x, torch.Tensor):
+            raise InputError("q4.linear", name="x", rule="a tensor", value=type(x).__name__)
         config = resolve_config(self.config)
         key = (x.dtype, x.device, config)
         with self._lock:
@@ -121,18 +129,16 @@ class Session:
             config = attrs.evolve(config, compute_dtype=x.dtype)
             if config.device in {None, "auto"}:
                 config = attrs.evolve(config, device=str(x.device))
-            layer = Q4Linear(weight, config=config, registry=self._registry)
-            self.adopt(layer)
+            layer = self._adopted(Q4Linear(weight, config=config, registry=self._registry))
             with self._lock:
-                self._by_weight.setdefault(weight, {})[key] = layer
-        y: torch.Tensor = layer(x)
-        return y if bias is None else y + bias
+                layer = self._by_weight.setdefault(weight, {}).setdefault(key, layer)
+        y: torch.Tensor = layer(x) if bias is None else layer.with_bias(x, bias)
+        return y
 
     def layers(self) -> list[Q4Linear]:
         """Return the living layers, in the order in which they were made."""
         with self._lock:
-            found = [reference() for reference in self._order]
-        return [layer for layer in found if layer is not None]
+            return [layer for _, layer in sorted(self._layers.items())]
 
     def report(self) -> Report:
         """Return what ran for which M, and why not the others, layer by layer."""
@@ -141,11 +147,13 @@ class Session:
 
     def close(self) -> None:
         """Give every prepared byte back; closing twice is allowed."""
-        self._closed = True
-        for layer in self.layers():
+        with self._lock:
+            self._closed = True
+            layers = list(self._layers.values())
+            self._by_weight.clear()
+            self._layers.clear()
+        for layer in layers:
             layer.close()
-        self._by_weight.clear()
-        self._order.clear()
 
     def __enter__(self) -> Self:
         """Return the session."""
@@ -163,6 +171,17 @@ class Session:
         return f"Session({'closed' if self._closed else 'open'}, {len(self.layers())} layers, {self.config})"
 
 
+def _require_weight(what: str, weight: object) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise InputError(
+            what,
+            name="weight",
+            rule="a PackedWeight",
+            value=type(weight).__name__,
+            hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
+        )
+
+
 _default: Session | None = None
 _default_lock = threading.Lock()
 
@@ -171,7 +190,7 @@ def default_session() -> Session:
     """Return the process's default session, made on first use; a closed one is replaced."""
     global _default  # noqa: PLW0603  # one per process
     with _default_lock:
-        if _default is None or _default._closed or _default.registry is not default_registry():  # noqa: SLF001  # own class
+        if _default is None or _default._closed:  # noqa: SLF001  # own class
             _default = Session()
         return _default
 
@@ -203,8 +222,17 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
         registry: The plugins to choose among; the process's unless told.
 
     Raises:
+        ConfigError: ``request`` is no ``Request``.
         UnknownBackendError, PolicyConflictError, BackendUnavailableError: See ``select_backend``.
     """
+    if not isinstance(request, Request):
+        raise ConfigError(
+            "q4.select",
+            name="request",
+            rule="a Request",
+            value=type(request).__name__,
+            hint="Use q4.Request.for_weight(weight).",
+        )
     return select_for(request, resolve_config(config), registry or default_registry())
 
 
@@ -213,9 +241,14 @@ def explain(what: torch.nn.Module | Session) -> Report:
 
     Args:
         what: A module (a ``Q4Linear`` itself, too) or a ``Session``.
+
+    Raises:
+        InputError: It is neither.
     """
     if isinstance(what, Session):
         return what.report()
+    if not isinstance(what, torch.nn.Module):
+        raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
     records = []
     for name, module in what.named_modules():
         if isinstance(module, Q4Linear) and module.is_prepared:

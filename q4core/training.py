@@ -25,10 +25,12 @@ from q4core.events import emit, warn_once
 from q4core.formats import Format, find_format
 from q4core.plan import as_bytes
 from q4core.registry import default_registry
+from q4core.weight import PackedWeight
+from q4core.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
     from q4core.backend import Backend
-    from q4core.weight import PackedWeight
+    from q4core.registry import Registry
 
 __all__ = ["clear_eval_cache", "dequantize_packed", "eval_cache_bytes", "linear_ste", "quantize_packed", "ste_weight"]
 
@@ -87,18 +89,20 @@ def _check_master(master: torch.Tensor) -> None:
         )
 
 
-_native: dict[Any, tuple[Backend, Request] | None] = {}
+_native: weakref.WeakKeyDictionary[Registry, dict[Request, tuple[Backend, Request] | None]] = (
+    weakref.WeakKeyDictionary()
+)
 _native_lock = threading.Lock()
 
 
 def _native_quantizer(kind: Format, dense: torch.Tensor) -> tuple[Backend, Request] | None:
     request = _quantize_request(kind, dense)
     registry = default_registry()
-    key = (id(registry), request)
     with _native_lock:
-        if key not in _native:
-            _native[key] = _find_native(request, dense)
-        return _native[key]
+        known = _native.setdefault(registry, {})
+        if request not in known:
+            known[request] = _find_native(request, dense)
+        return known[request]
 
 
 def _quantize_request(kind: Format, dense: torch.Tensor) -> Request:
@@ -131,11 +135,7 @@ def _is_right(backend: Backend, request: Request, dense: torch.Tensor) -> bool:
     try:
         native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
         got: PackedWeight = native(sample, attrs.evolve(request, out_features=rows, in_features=columns))
-        same = all(
-            torch.equal(as_bytes(ours), as_bytes(theirs))
-            for (_, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True)
-        )
-        fault = None if same else "its bytes differ from the reference's"
+        fault = _difference(wanted, got)
     except PLUGIN_FAULTS as error:
         fault = f"it raised {type(error).__name__}: {error}"
     emit(
@@ -151,6 +151,20 @@ def _is_right(backend: Backend, request: Request, dense: torch.Tensor) -> bool:
         message = f"the native quantiser of {backend.name!r} is not used for {request.format.name}: {fault}"
         warn_once((backend.name, "quantize", request.format.name), Q4ProbeWarning, message)
     return fault is None
+
+
+def _difference(wanted: PackedWeight, got: object) -> str | None:
+    """Say how a quantiser's result differs from the reference's, or None."""
+    if not isinstance(got, PackedWeight):
+        return f"it gave {type(got).__name__} instead of a PackedWeight"
+    if WeightSpec.of(got) != WeightSpec.of(wanted):
+        return f"its layout {WeightSpec.of(got)} is not the reference's {WeightSpec.of(wanted)}"
+    for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype or ours.device != theirs.device:
+            return f"its {field} is {theirs.dtype} {list(theirs.shape)} on {theirs.device}"
+        if not torch.equal(as_bytes(ours), as_bytes(theirs)):
+            return f"the bytes of its {field} differ from the reference's"
+    return None
 
 
 # -- the straight-through estimator
@@ -218,18 +232,31 @@ def linear_ste(
         [..., N].
 
     Raises:
-        InputError: x does not fit ``master``.
+        InputError: x or the bias does not fit ``master``.
         As ``quantize_packed``.
     """
     _check_master(master)
-    if x.dim() < 1 or x.shape[-1] != master.shape[1] or x.dtype != master.dtype or x.device != master.device:
-        raise InputError(
-            "linear_ste",
-            name="x",
-            rule=f"{master.dtype} [..., {master.shape[1]}] on {master.device}",
-            value=f"{x.dtype} {list(x.shape)} on {x.device}",
-        )
+    _check_operand("x", x, master, ["...", master.shape[1]])
+    if bias is not None:
+        _check_operand("bias", bias, master, [master.shape[0]])
     return torch.nn.functional.linear(x, ste_weight(master, format), bias)
+
+
+def _check_operand(name: str, operand: object, master: torch.Tensor, shape: list[Any]) -> None:
+    fits = (
+        isinstance(operand, torch.Tensor)
+        and operand.dtype == master.dtype
+        and operand.device == master.device
+        and operand.dim() >= 1
+        and operand.shape[-1] == shape[-1]
+        and (len(shape) > 1 or operand.dim() == 1)
+    )
+    if not fits:
+        got = type(operand).__name__
+        if isinstance(operand, torch.Tensor):
+            got = f"{operand.dtype} {list(operand.shape)} on {operand.device}"
+        wanted = ", ".join(map(str, shape))
+        raise InputError("linear_ste", name=name, rule=f"{master.dtype} [{wanted}] on {master.device}", value=got)
 
 
 # -- the eval cache
@@ -279,4 +306,4 @@ def clear_eval_cache() -> None:
 def eval_cache_bytes() -> int:
     """Return the bytes that the eval cache holds."""
     with _cache_lock:
-        return sum(entry.dense.numel() * entry.dense.element_size() for entry in _cache.values())
+        return sum(entry.dense.numel() * entry.dense.element_size() for entry in list(_cache.values()))

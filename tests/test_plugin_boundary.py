@@ -191,7 +191,7 @@ def test_the_record_is_of_what_was_prepared() -> None:
 def test_warnings_as_errors_do_not_spoil_the_registry() -> None:
     """With warnings as errors, a faulty plugin's warning is raised, and the next look sees every plugin as it is."""
     broken = types.ModuleType("broken")
-    broken.q4_unheard_of = q4.hookimpl(list)  # type: ignore[attr-defined]
+    broken.q4_unheard_of = q4.hookimpl(lambda: ())  # type: ignore[attr-defined]
     plugins = q4.Registry([("a-broken", broken), ("b-healthy", plugin(FakeBackend("healthy")))])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

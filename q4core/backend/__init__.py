@@ -5,13 +5,14 @@ dimensions, ``out=``, M = 0, device guard, current stream, input checks), once, 
 same contract on one page.
 """
 
-from q4core.backend.capabilities import Capabilities
+from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
 from q4core.backend.request import Features, Request
 from q4core.backend.verdict import KernelPath, PathKind, Precision, Reason, ReasonCode, Tier, Verdict
 
 __all__ = [
     "API_VERSION",
+    "EVERY_FORMAT",
     "Backend",
     "Capabilities",
     "Features",

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from q4core.packing import Packing
     from q4core.weight import Feature
 
-__all__ = ["Capabilities"]
+__all__ = ["EVERY_FORMAT", "Capabilities"]
+
+EVERY_FORMAT = "*"
+"""Stands for every format, plugins' included; for a backend that decodes through the core's own codec."""
 
 
 def _texts(items: Iterable[str]) -> frozenset[str]:
@@ -50,7 +53,7 @@ class Capabilities:
     """A backend's manifest: static, declared, certified by the kit. What is not declared is refused by the core.
 
     Args:
-        formats: Names of the formats that it serves.
+        formats: Names of the formats that it serves, or ``EVERY_FORMAT``.
         scale_kinds: Scale kinds that it reads; the core resolves others to PLAIN float32 first, if that is declared.
         packings: Packings that ``prepare`` reads; a weight in another one is repacked by the core into the lowest
             declared one (by name) that fits. Empty means every packing.
@@ -83,7 +86,8 @@ class Capabilities:
                 reasons.append(Reason(code, f"{message} is not declared"))
 
         need(request.op in self.ops, ReasonCode.FEATURE, f"op {request.op!r}")
-        need(request.format.name in self.formats, ReasonCode.FORMAT, f"format {request.format.name!r}")
+        served = bool(self.formats & {EVERY_FORMAT, request.format.name})
+        need(served, ReasonCode.FORMAT, f"format {request.format.name!r}")
         readable = request.scale_kind in self.scale_kinds or ScaleKind.PLAIN in self.scale_kinds
         need(readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}")
         need(request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}")

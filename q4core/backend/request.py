@@ -21,6 +21,16 @@ __all__ = ["Features", "Request"]
 Features = frozenset[Feature]
 
 
+def _is_range(m: object) -> bool:
+    match m:
+        case (int(low), int(high)):
+            return 1 <= low <= high
+        case (int(low), None):
+            return low >= 1
+        case _:
+            return False
+
+
 @attrs.frozen(kw_only=True, cache_hash=True)
 class Request:
     """Everything that a backend may decide on: facts of the weight, the call and the machine's device.
@@ -63,8 +73,7 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Check op and M range."""
-        low, high = self.m
-        if low < 1 or (high is not None and high < low):
+        if not _is_range(self.m):
             raise ConfigError("request", name="m", rule="(low >= 1, high >= low or None)", value=self.m)
         if self.op not in {"linear", "quantize"}:
             raise ConfigError("request", name="op", rule="'linear' or 'quantize'", value=self.op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from q4core.errors import CheckpointError, DialectError, PluginError, Q4Error, Q
 from q4core.schema import Schema, detect_in, make_catalogue, problems_error, validate_in
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     import torch
@@ -133,6 +133,8 @@ def open_checkpoint(  # noqa: PLR0913  # the contract's arguments
         SchemaError: Something is wrong with the layers; ``problems`` has everything at once.
         DialectError: The dialect's name, or an option's, is unknown.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError("checkpoint", name="path", rule="a path", value=path)
     target = Path(path)
     known = tuple(dialects)
     if not target.exists():

@@ -10,12 +10,11 @@ import torch
 from q4core.errors import InputError
 from q4core.formats import BlockOrder, Form
 from q4core.packing import unpack_codes
+from q4core.weight import PackedWeight
 from q4core.weight.invariants import check_permutation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from q4core.weight import PackedWeight
 
 __all__ = ["decode_rows", "dequantize"]
 
@@ -48,12 +47,15 @@ def dequantize(
         row needs).
 
     Raises:
-        InputError: ``dtype`` or ``rows`` is not legal, or the result would be absurdly large.
+        InputError: ``weight`` is no ``PackedWeight``, ``dtype`` or ``rows`` is not legal, or the result would be
+            absurdly large.
         WeightError: ``input_permutation`` is not a permutation.
 
     Reference:
         ``formats.py`` for the two formulas.
     """
+    if not isinstance(weight, PackedWeight):
+        raise InputError("dequantize", name="weight", rule="a PackedWeight", value=type(weight).__name__)
     target = weight.dtype if dtype is None else dtype
     if target not in _DTYPES:
         raise InputError("dequantize", name="dtype", rule=f"one of {', '.join(map(str, _DTYPES))}", value=target)

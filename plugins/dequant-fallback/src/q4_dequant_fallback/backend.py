@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from q4core import (
-    BUILTIN_FORMATS,
+    EVERY_FORMAT,
     BlockOrder,
     Capabilities,
     Feature,
@@ -35,6 +35,7 @@ __all__ = ["SLICE_BYTES", "DequantFallback"]
 SLICE_BYTES = 4 << 20
 """Most bytes of dense float32 weights at a time: about what a last-level cache holds beside x."""
 
+_ALIGNMENT = 64  # of torch's CPU allocations, in bytes
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -44,7 +45,7 @@ class DequantFallback:
     name: ClassVar[str] = "dequant-fallback"
     api_version: ClassVar[tuple[int, int]] = (1, 0)
     capabilities: ClassVar[Capabilities] = Capabilities(
-        formats=frozenset(BUILTIN_FORMATS),
+        formats={EVERY_FORMAT},  # decoded by the core's codec, which reads plugins' formats too
         scale_kinds=frozenset(ScaleKind),
         devices={"cpu", "cuda"},
         dtypes=_DTYPES,
@@ -80,7 +81,7 @@ class DequantFallback:
         """Decode a slice of rows, multiply in float32, add the bias, round once."""
         del path
         weight = _weight(prepared)
-        exact = x.to(torch.float32)
+        exact = _aligned(x.to(torch.float32))
         step = max(1, SLICE_BYTES // (4 * weight.in_features))
         if weight.blocks is BlockOrder.FLAT:
             step = weight.out_features
@@ -91,6 +92,16 @@ class DequantFallback:
             if bias is not None:
                 y += bias[start:stop]
             out[:, start:stop] = y
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x packed, at an address that torch itself would choose.
+
+    MKL and oneDNN sum in another order for other alignments and strides; the reference gives the same bits for the same
+    values, wherever they lie.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
 
 
 def _weight(prepared: Prepared) -> PackedWeight:
