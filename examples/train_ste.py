@@ -118,6 +118,8 @@ def main() -> None:
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--picture", type=Path, default=Path("train_ste.png"))
     options = parser.parse_args()
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1")
     torch.manual_seed(0)
     model = FourBitNetwork(options.format)
     losses, accuracies, grown = train(model, options.epochs, digits())
