@@ -94,8 +94,8 @@ def measure() -> dict[str, list[float]]:
                 "backend alone": lambda: backend.linear(prepared, x, out, bias=None, path="idle"),
                 "forward, out=": lambda: layer.forward(x, out=out),
                 "forward": lambda: layer.forward(x),
-                "forward through the op, out=": lambda: layer._forward(x, None, out),  # noqa: SLF001  # the slow path
-                "forward through the op": lambda: layer._forward(x, None, None),  # noqa: SLF001  # the slow path
+                "forward through the op, out=": lambda: layer._forward(x, None, None, out),  # noqa: SLF001  # the slow path
+                "forward through the op": lambda: layer._forward(x, None, None, None),  # noqa: SLF001  # the slow path
                 "torch.empty": lambda: torch.empty(1, 576),
                 "selection, warm": lambda: q4.select(request, registry=registry),
                 "request and selection": lambda: q4.select(q4.Request.for_weight(weight), registry=registry),

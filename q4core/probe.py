@@ -1,7 +1,7 @@
 """The numeric self-probe: a path may run only after it has computed right numbers on this machine.
 
-Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, so that quantising
-them loses nothing, and every output element is compared with float64 from the *source* weight through the reference
+Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, and on no coarser one,
+so that quantising them loses nothing unless a path rounds more than it declares, and every output element is compared with float64 from the *source* weight through the reference
 codec. The bound follows from float32 arithmetic alone:
 
     |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
@@ -46,10 +46,14 @@ _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0
 def grid_activations(
     rows: int, columns: int, precision: Precision, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
-    """Return activations that quantise to ``precision`` without loss.
+    """Return activations that ``precision`` holds without loss, and no coarser one does.
 
-    Integers of magnitude up to 127 (a power of two apart), with ±127 in every block of 32, are exact in int8 blocks, in
-    bfloat16, float16 and float32; for W4A4, E2M1 values with ±6 in every block of 16.
+    | precision | values | in every block |
+    |---|---|---|
+    | W4A4 | E2M1 values / 64 | ±6 in 16 |
+    | W4A8 | integers up to 127, / 64 | ±127 in 32 |
+    | W4A16 | integers up to 255, / 256: exact in bfloat16 and float16 | ±255 in 32 |
+    | W4A32 | integers up to 65535, / 256, where ``dtype`` is float32; else as W4A16 | ±65535 in 32 |
 
     Returns:
         [rows, columns] of ``dtype`` on the CPU.
@@ -58,16 +62,18 @@ def grid_activations(
     if precision is Precision.W4A4:
         levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
-        block, peak = 16, 6.0
+        block, peak, scale = 16, 6.0, 64
     else:
-        values = torch.randint(0, 128, (rows, columns), generator=generator).to(torch.float32)
-        block, peak = 32, 127.0
+        is_wide = precision is Precision.W4A32 and dtype is torch.float32
+        peak = 127.0 if precision is Precision.W4A8 else 65535.0 if is_wide else 255.0
+        block, scale = 32, 64 if precision is Precision.W4A8 else 256
+        values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
     starts = torch.arange(0, columns, block)
     lengths = torch.clamp(columns - starts, max=block)
     shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
     values.scatter_(1, starts + shifts, peak)
     signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
-    scaled: torch.Tensor = values * signs / 64
+    scaled: torch.Tensor = values * signs / scale
     return scaled.to(dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from q4core.backend import Reason, ReasonCode
 from q4core.errors import BackendError, Q4ProbeWarning
 from q4core.events import emit, warn_once
-from q4core.plan import exported_weight
+from q4core.plan import as_bytes, exported_weight
 from q4core.probe import probe_export, probe_path
 from q4core.probe_book import ProbeBook, ProbeResult
 
@@ -61,13 +61,9 @@ class SourceGuard:
             if version is not None and tensor._version != version:  # noqa: SLF001  # as above
                 return True
         return any(
-            not torch.equal(_bytes(copy), _bytes(tensor))
+            not torch.equal(as_bytes(copy), as_bytes(tensor))  # NaN equals itself
             for copy, tensor in zip(self._copies, self._tensors, strict=False)
         )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)  # NaN equals itself
 
 
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:

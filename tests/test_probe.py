@@ -144,20 +144,53 @@ def test_an_approximated_codebook_is_judged_against_its_own_table() -> None:
     assert layer.diagnostics().backend == "dequant-fallback"
 
 
+GRIDS = {q4.Precision.W4A8: 127.0, q4.Precision.W4A16: 255.0, q4.Precision.W4A32: 65535.0}
+
+
 @pytest.mark.parametrize("precision", list(q4.Precision))
 def test_grid_activations_lie_on_their_grid(precision: q4.Precision) -> None:
-    """Quantising the probe's activations to the path's precision changes nothing, and every block has its peak."""
+    """They are exact in the path's precision, with the peak in every block, and on no coarser precision's grid."""
     x = grid_activations(5, 200, precision).to(torch.float64)
-    block, peak = (16, 6.0) if precision is q4.Precision.W4A4 else (32, 127.0)
+    scale = 64 if precision in {q4.Precision.W4A4, q4.Precision.W4A8} else 256
+    block, peak = (16, 6.0) if precision is q4.Precision.W4A4 else (32, GRIDS[precision])
     for start in range(0, 200, block):
         part = x[:, start : start + block].abs()
-        assert bool((part.amax(1) * 64 == peak).all())
+        assert bool((part.amax(1) * scale == peak).all())
     if precision is q4.Precision.W4A4:
         assert set((x.abs() * 64).unique().tolist()) <= {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
-    else:
-        assert torch.equal((x * 64).round(), x * 64)
-        for dtype in (torch.bfloat16, torch.float16):
-            assert torch.equal(x.to(dtype).to(torch.float64), x)
+        return
+    assert torch.equal((x * scale).round(), x * scale)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(x.to(dtype).to(torch.float64), x) == (precision is not q4.Precision.W4A32)
+    step = x[:, :32].abs().amax(1, keepdim=True) / 127
+    in_int8 = torch.equal((x[:, :32] / step).round() * step, x[:, :32])
+    assert in_int8 == (precision is q4.Precision.W4A8)
+
+
+@pytest.mark.parametrize(
+    ("coarser", "declared"),
+    [
+        (torch.int8, q4.Precision.W4A16),
+        (torch.int8, q4.Precision.W4A32),
+        (torch.bfloat16, q4.Precision.W4A32),
+        (torch.float16, q4.Precision.W4A32),
+    ],
+)
+def test_a_path_that_rounds_activations_in_secret_is_found(coarser: torch.dtype, declared: q4.Precision) -> None:
+    """A path that computes in a lower precision than it declares is disqualified."""
+
+    class Secret(FakeBackend):
+        def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+            if coarser is torch.int8:
+                blocks = x.float().view(len(x), -1, 32)
+                step = blocks.abs().amax(-1, keepdim=True) / 127
+                x = ((blocks / step).round() * step).view(x.shape)
+            super().linear(prepared, x if coarser is torch.int8 else x.to(coarser), out, bias=bias, path=path)
+
+    backend = Secret("secret", paths=(attrs.evolve(KERNEL_PATH, precision=declared),))
+    with pytest.warns(q4.Q4ProbeWarning, match="wrong numbers"):
+        layer = q4.Session(registry=registry(backend)).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
 
 
 def test_the_bound_holds_for_float32_and_catches_one_lost_product() -> None:
