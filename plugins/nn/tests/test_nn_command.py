@@ -45,6 +45,8 @@ def test_text_and_table(tiny_llama: Path) -> None:
     assert result.stdout.startswith(printable(text))
     for word in ("tokens/s", "time to first token", "prepared weights", "key-value cache", "dequant-fallback"):
         assert word in result.stdout, word
+    for word in ("token_embd", "blk.*.attn_q (2)", "blk.*.ffn_down (2)", "no other backend is installed"):
+        assert word in result.stdout, word
 
 
 def test_text_does_not_steer_the_terminal() -> None:
@@ -69,6 +71,13 @@ def test_json_is_alone_and_true(tiny_llama: Path) -> None:
     # One prefill and one step for every further token, through each of the six packed matrices of a block and the head.
     steps = 1 + generation.decode_steps
     assert sum(use["calls"] for use in record["paths"]) == steps * (2 * 6 + 1)
+    assert {use["layer"]: (use["layers"], use["calls"]) for use in record["paths"]} == {
+        "token_embd": (1, steps),
+        **{
+            f"blk.*.{name}": (2, 2 * steps)
+            for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")
+        },
+    }
     assert record["report"]["path_calls"] == {"dequant-fallback/dequant_matmul": steps * 13}
 
 

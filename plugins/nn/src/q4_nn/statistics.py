@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,11 @@ def peak_resident_bytes() -> int | None:
 
 @attrs.frozen(kw_only=True)
 class PathUse:
-    """One path and what ran on it.
+    """One path, the layers of one kind that it serves, and what ran.
 
     Args:
+        layer: Their name, with ``*`` for the numbers in which they differ.
+        shape: (N, K) of each.
         format: Format of the layers.
         backend: Who serves them.
         path: The path.
@@ -40,6 +43,8 @@ class PathUse:
         calls: How often it ran, over all of them.
     """
 
+    layer: str
+    shape: tuple[int, int]
     format: str
     backend: str
     path: str
@@ -102,16 +107,20 @@ def collect_statistics(model: LanguageModel, generation: Generation, *, open_sec
     uses: dict[tuple[Any, ...], list[int]] = {}
     reasons: dict[str, None] = {}
     for record in report.layers:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", record.layer)
         for segment, calls in zip(record.segments, record.calls, strict=True):
             path = segment.path
-            key = (record.format, record.backend, path.name, path.kind.value, (segment.low, segment.high))
+            rows = (segment.low, segment.high)
+            key = (pattern, record.shape, record.format, record.backend, path.name, path.kind.value, rows)
             use = uses.setdefault(key, [0, 0])
             use[0] += 1
             use[1] += calls
         if record.fallback_reason:
             reasons[f"fallback: {record.fallback_reason}"] = None
         reasons.update((f"not {rejection}", None) for rejection in record.rejections)
-    names = ("format", "backend", "path", "kind", "rows")
+    if not reasons and len({record.backend for record in report.layers}) == 1:
+        reasons["no other backend is installed; `q4 doctor` shows what is here"] = None
+    names = ("layer", "shape", "format", "backend", "path", "kind", "rows")
     seconds = generation.prefill_seconds
     return Statistics(
         prompt_tokens=len(generation.prompt),
@@ -160,11 +169,13 @@ def print_statistics(statistics: Statistics, console: Console) -> None:
     ):
         facts.add_row(Text(name, style="bold"), Text(value))
     console.print(facts)
-    paths = Table("format", "layers", "backend", "path", "kind", "rows", "ran", box=None, pad_edge=False)
+    paths = Table("layers", "shape", "format", "backend", "path", "kind", "rows", "ran", box=None, pad_edge=False)
     for use in statistics.paths:
         low, high = use.rows
         rows = f"{low}…{'∞' if high is None else high}"
-        words = (use.format, str(use.layers), use.backend, use.path, use.kind, rows, f"{use.calls:,} ×")
+        layers = f"{use.layer} ({use.layers})" if use.layers > 1 else use.layer
+        shape = "×".join(map(str, use.shape))
+        words = (layers, shape, use.format, use.backend, use.path, use.kind, rows, f"{use.calls:,} ×")
         paths.add_row(*map(Text, words))
     console.print()
     console.print(paths)
