@@ -121,6 +121,7 @@ def exported_weight(
 
 
 _plans: dict[str, Plan] = {}
+"""Every plan made so far, one per kind of layer; kept, because a compiled graph or a pending backward may name it."""
 _lock = threading.Lock()
 
 

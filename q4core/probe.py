@@ -1,8 +1,8 @@
 """The numeric self-probe: a path may run only after it has computed right numbers on this machine.
 
-Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, and on no coarser one,
-so that quantising them loses nothing unless a path rounds more than it declares, and every output element is compared with float64 from the *source* weight through the reference
-codec. The bound follows from float32 arithmetic alone:
+Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, and on no coarser
+one, so that quantising them loses nothing unless a path rounds more than it declares. Every output element is compared
+with float64 from the *source* weight through the reference codec. The bound follows from float32 arithmetic alone:
 
     |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
 

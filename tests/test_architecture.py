@@ -167,6 +167,14 @@ def test_dependencies_are_declared_and_used(distribution: str, folder: Path) -> 
     assert imported == declared
 
 
+@pytest.mark.parametrize(
+    "folder", ["conformance", *sorted(str(path.parent) for path in ROOT.glob("plugins/*/pyproject.toml"))]
+)
+def test_every_distribution_carries_the_license(folder: str) -> None:
+    """Each distribution is built from its own folder, so each has the licence in it, the same one."""
+    assert (ROOT / folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
 def test_import_loads_no_plugin_and_touches_nothing() -> None:
     """Importing the core loads no plugin and no command line, asks no device, and opens no socket."""
     code = """
