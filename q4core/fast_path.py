@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core.linear import Q4Linear
+    from q4core.packed_module import PackedModule
     from q4core.preparation import PreparedLayer
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
@@ -28,7 +28,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
 def make_fast_path(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: Q4Linear, ready: PreparedLayer
+    layer: PackedModule, ready: PreparedLayer
 ) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
 

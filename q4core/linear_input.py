@@ -9,7 +9,7 @@ import torch
 from q4core.errors import InputError
 
 if TYPE_CHECKING:
-    from q4core.linear import Q4Linear
+    from q4core.packed_module import PackedModule
 
 __all__ = ["FLOATS", "check_index", "check_out", "fits_as_bias", "refuse_bias", "refuse_input"]
 
@@ -17,7 +17,7 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that a layer may take and give."""
 
 
-def refuse_input(layer: Q4Linear, x: Any) -> NoReturn:
+def refuse_input(layer: PackedModule, x: Any) -> NoReturn:
     """Say what is wrong with an x that the layer can't take; called only for such a one."""
     label = f"layer {layer.name!r}"
     if not isinstance(x, torch.Tensor):
@@ -44,7 +44,7 @@ def refuse_input(layer: Q4Linear, x: Any) -> NoReturn:
     )
 
 
-def fits_as_bias(layer: Q4Linear, bias: object) -> bool:
+def fits_as_bias(layer: PackedModule, bias: object) -> bool:
     """Return whether a bias may go to the backend as it is (but for its stride)."""
     return (
         isinstance(bias, torch.Tensor)
@@ -55,7 +55,7 @@ def fits_as_bias(layer: Q4Linear, bias: object) -> bool:
     )
 
 
-def refuse_bias(layer: Q4Linear, bias: object) -> NoReturn:
+def refuse_bias(layer: PackedModule, bias: object) -> NoReturn:
     """Say what is wrong with a bias that does not fit; called only for such a one."""
     got = f"{bias.dtype} {list(bias.shape)} on {bias.device}" if isinstance(bias, torch.Tensor) else type(bias).__name__
     raise InputError(
@@ -66,7 +66,7 @@ def refuse_bias(layer: Q4Linear, bias: object) -> NoReturn:
     )
 
 
-def check_index(layer: Q4Linear, index: object) -> torch.Tensor:
+def check_index(layer: PackedModule, index: object) -> torch.Tensor:
     """Return the row numbers as a vector.
 
     Raises:
@@ -84,7 +84,7 @@ def check_index(layer: Q4Linear, index: object) -> torch.Tensor:
     return flat
 
 
-def check_out(layer: Q4Linear, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+def check_out(layer: PackedModule, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
     """Refuse an ``out`` or ``out_dtype`` that does not fit x and the layer."""
     label = f"layer {layer.name!r}"
     if out_dtype is not None and out_dtype not in FLOATS:
