@@ -16,7 +16,7 @@ import torch
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning
 from q4core.events import emit, muted, warn_once
-from q4core.memory import apply_mutable_policy, apply_policy
+from q4core.memory import apply_mutable_policy, apply_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
@@ -102,7 +102,7 @@ def _prepare_layer(
         selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        prepared = _prepare(backend, adapted, selection, weight, book)
+        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, request.device))
         if isinstance(prepared, Reason):
             failures[backend.name] = prepared
             continue
@@ -112,8 +112,23 @@ def _prepare_layer(
     return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
 
 
-def _prepare(
-    backend: Backend, adapted: PackedWeight, selection: Selection, weight: PackedWeight, book: ProbeBook
+def _context(config: SessionConfig, registry: Registry, device: torch.device) -> PrepareContext:
+    """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
+    empty = None
+    if policy is not UnifiedMemoryPolicy.DISABLED:
+        empty = managed_empty(policy, device=device, providers=registry.memory_providers())
+    return PrepareContext(device, stream) if empty is None else PrepareContext(device, stream, empty)
+
+
+def _prepare(  # noqa: PLR0913  # the facts of one attempt
+    backend: Backend,
+    adapted: PackedWeight,
+    selection: Selection,
+    weight: PackedWeight,
+    book: ProbeBook,
+    context: PrepareContext,
 ) -> Prepared | Reason:
     """Let a backend prepare a weight; what goes wrong there is a reason to ask the next one."""
     request = selection.backend_request
@@ -121,9 +136,7 @@ def _prepare(
     started = time.perf_counter()
     fault = prepared = None
     try:
-        prepared = _checked(
-            backend.prepare(adapted, request, PrepareContext(request.device, _stream(request.device))), request.device
-        )
+        prepared = _checked(backend.prepare(adapted, request, context), request.device)
     except PLUGIN_FAULTS as error:
         fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {type(error).__name__}: {error}")
     if guard.is_broken():
@@ -160,10 +173,6 @@ def _require_memory(config: SessionConfig, registry: Registry, device: torch.dev
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
         apply_mutable_policy(torch.empty(1), policy, device=device, providers=registry.memory_providers())
-
-
-def _stream(device: torch.device) -> object | None:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:

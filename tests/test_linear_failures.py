@@ -219,7 +219,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[q4.Q4Error], str]] = {
     "linear with a short bias": (lambda: q4.linear(X, _weight(), torch.ones(1)), q4.InputError, "bias"),
     "linear with a list as bias": (lambda: q4.linear(X, _weight(), [1.0]), q4.InputError, "bias"),  # type: ignore[arg-type]
     "select of a weight": (lambda: q4.select(_weight()), q4.ConfigError, "request"),  # type: ignore[arg-type]
-    "using a text": (lambda: q4.using("cpu").__enter__(), q4.ConfigError, "SessionConfig"),  # type: ignore[arg-type]
+    "using a text": (lambda: q4.using("cpu").__enter__(), q4.ConfigError, "SessionConfig"),
 }
 
 

@@ -46,8 +46,8 @@ def test_a_raising_manifest_loses_only_its_own_backend() -> None:
     """A capabilities property that raises is refused with its reason; the other plugins' backends serve."""
 
     class Raising(FakeBackend):
-        @property  # type: ignore[misc]
-        def capabilities(self) -> q4.Capabilities:  # type: ignore[override]
+        @property
+        def capabilities(self) -> q4.Capabilities:
             raise RuntimeError("the driver is gone")
 
         @capabilities.setter
@@ -131,7 +131,7 @@ def test_an_export_that_turns_junk_later_is_a_typed_error() -> None:
     """After its probe, an export that returns something else raises BackendError that names the backend."""
     backend = FakeBackend("turncoat")
     layer = q4.Session(registry=registry(backend)).linear(_weight())
-    backend.export = lambda prepared, rows=None: "junk"
+    backend.export = lambda prepared, rows=None: "junk"  # type: ignore[assignment, return-value]
     with pytest.raises(q4.errors.BackendError, match="turncoat"):
         layer.state_dict()
 

@@ -1,0 +1,30 @@
+"""The unified-memory contract: what a provider of managed memory offers, and what each policy makes of it.
+
+Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing is registered, kept or logged. Each
+``apply_*`` function returns the tensor to use and a ``MemoryDecision`` that says what was done and why; the caller
+reports it. Only a provider allocates managed memory; the core has none of its own.
+"""
+
+from q4core.memory.contract import DISABLE_VARIABLE, Availability, MemoryAction, MemoryDecision, MemoryProvider
+from q4core.memory.placing import (
+    apply_input_policy,
+    apply_mutable_policy,
+    apply_policy,
+    detached_copy,
+    managed_empty,
+    release_input,
+)
+
+__all__ = [
+    "DISABLE_VARIABLE",
+    "Availability",
+    "MemoryAction",
+    "MemoryDecision",
+    "MemoryProvider",
+    "apply_input_policy",
+    "apply_mutable_policy",
+    "apply_policy",
+    "detached_copy",
+    "managed_empty",
+    "release_input",
+]

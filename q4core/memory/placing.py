@@ -1,0 +1,248 @@
+"""What each policy makes of a weight, a mutable tensor or an activation."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.errors import PLUGIN_FAULTS, PluginError
+from q4core.memory.search import Search, told
+from q4core.policy import UnifiedMemoryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from q4core.memory.contract import MemoryDecision, MemoryProvider
+
+__all__ = [
+    "apply_input_policy",
+    "apply_mutable_policy",
+    "apply_policy",
+    "detached_copy",
+    "managed_empty",
+    "release_input",
+]
+
+
+def apply_policy(
+    tensor: torch.Tensor,
+    policy: UnifiedMemoryPolicy,
+    *,
+    device: torch.device | str,
+    providers: Iterable[MemoryProvider] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place a weight, which is written once and then read, as the policy says.
+
+    Args:
+        tensor: Any shape and dtype. What is promoted comes back detached, with the same ``requires_grad``.
+        policy: What is asked for.
+        device: Who will compute with it.
+        providers: Asked in the order of their names; the first that can, does.
+        environment: Taken instead of ``os.environ``.
+
+    Returns:
+        The tensor to use (the very same one unless promoted), and the decision.
+
+    Raises:
+        UnifiedMemoryError: Required, and no provider can; carries the device attributes.
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        InputError: ``tensor`` is no strided tensor.
+    """
+    search = Search("weight", tensor, policy, device, providers, environment)
+    return _promoted(search, tensor, read_mostly=True, prefetch=True)
+
+
+def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
+    tensor: torch.Tensor,
+    policy: UnifiedMemoryPolicy,
+    *,
+    device: torch.device | str,
+    providers: Iterable[MemoryProvider] = (),
+    copy: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place a tensor that will be written again and again, apart from every other holder of it, as the policy says.
+
+    Args:
+        tensor: Any shape and dtype; detached, and cloned before anything else is done with it.
+        policy: What is asked for.
+        device: Who will compute with it.
+        providers: Asked in the order of their names; the first that can, does.
+        copy: False for the sole owner of ``tensor``: no clone is made, and where nothing is promoted the result shares
+            its memory.
+        environment: Taken instead of ``os.environ``.
+
+    Returns:
+        The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, and the decision.
+
+    Raises:
+        UnifiedMemoryError: Required, and no provider can; carries the device attributes. Nothing was copied.
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        InputError: ``tensor`` is no strided tensor.
+    """
+    search = Search("mutable tensor", tensor, policy, device, providers, environment)
+    search.refuse_early()
+    own = detached_copy(tensor) if copy else tensor.detach()
+    return _promoted(search, own, read_mostly=False, prefetch=False)
+
+
+def apply_input_policy(
+    x: torch.Tensor,
+    policy: UnifiedMemoryPolicy,
+    *,
+    device: torch.device | str,
+    providers: Iterable[MemoryProvider] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place an activation as the policy says.
+
+    Under ``PREFER_UNIFIED`` nothing is ever allocated or copied: the very same tensor comes back, prefetched if it is
+    managed already. Under ``REQUIRE_UNIFIED`` an activation in ordinary memory is promoted to a temporary, through
+    which gradients flow back to ``x``: drop it after the call, or give it back at once with ``release_input``.
+
+    Args:
+        x: Any shape and dtype.
+        policy: What is asked for.
+        device: Who will compute with it.
+        providers: Asked in the order of their names; the first that can, does.
+        environment: Taken instead of ``os.environ``.
+
+    Returns:
+        The tensor to use, and the decision.
+
+    Raises:
+        UnifiedMemoryError: Required, and no provider can; carries the device attributes.
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        InputError: ``x`` is no strided tensor.
+    """
+    search = Search("activation", x, policy, device, providers, environment)
+    if search.is_idle:
+        return x, search.idle_decision()
+    holder = search.holder_of(x)
+    if holder is not None:
+        try:
+            holder.prefetch(x, search.device)
+        except PLUGIN_FAULTS as error:
+            return x, search.decide("left", f"already managed; prefetch raised {told(error)}", holder)
+        return x, search.decide("prefetched", "already managed; its pages move to the device", holder)
+    if policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
+        if search.usable:
+            return x, search.decide("left", "in ordinary memory; activations are never copied under PREFER_UNIFIED")
+        return x, search.decide("fallback", search.complaint())
+    return _promoted(search, x, read_mostly=False, prefetch=True)
+
+
+def release_input(x: torch.Tensor, decision: MemoryDecision, *, providers: Iterable[MemoryProvider]) -> None:
+    """Give back what ``apply_input_policy`` promoted; does nothing after any other decision.
+
+    Args:
+        x: What ``apply_input_policy`` returned. Nothing may use its memory afterwards, autograd's saved tensors
+            included; where that is not sure, drop the last reference instead.
+        decision: What ``apply_input_policy`` returned with it.
+        providers: The same as there.
+    """
+    if decision.action != "promoted":
+        return
+    for provider in providers:
+        if provider.name == decision.provider:
+            provider.free(x)
+
+
+def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy outside any graph, which counts its own changes also where inference mode is on."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return detached_copy(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def managed_empty(
+    policy: UnifiedMemoryPolicy, *, device: torch.device, providers: Iterable[MemoryProvider]
+) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None:
+    """Return ``empty(shape, dtype)`` in managed memory for whoever prepares weights under a policy.
+
+    Args:
+        policy: What is asked for.
+        device: Who will compute.
+        providers: Asked in the order of their names.
+
+    Returns:
+        None where the policy wants no managed memory, or nobody has any. A tensor that no provider can allocate comes
+        from ordinary memory; ``apply_policy`` then decides about it like about any other.
+    """
+    search = Search("weight", torch.empty(0), policy, device, providers, None)
+    if not search.usable:
+        return None
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        for provider in search.usable:
+            try:
+                managed: object = provider.empty(shape, dtype, device)
+                if isinstance(managed, torch.Tensor) and managed.shape == shape and managed.dtype == dtype:
+                    return managed
+            except PLUGIN_FAULTS:  # told once apply_policy asks the provider to promote what lies elsewhere
+                continue
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return empty
+
+
+def _promoted(
+    search: Search, tensor: torch.Tensor, *, read_mostly: bool, prefetch: bool
+) -> tuple[torch.Tensor, MemoryDecision]:
+    if search.is_idle:
+        return tensor, search.idle_decision()
+    holder = search.holder_of(tensor)
+    if holder is not None:
+        return tensor, search.decide("left", "already managed", holder)
+    for provider in search.usable:
+        promote = functools.partial(
+            _managed_by, provider, device=search.device, read_mostly=read_mostly, prefetch=prefetch
+        )
+        try:
+            if search.is_activation:
+                managed: torch.Tensor = _Promotion.apply(tensor, promote)  # type: ignore[no-untyped-call]  # torch's
+            else:
+                managed = promote(tensor.detach())
+        except PLUGIN_FAULTS as error:
+            search.reasons.append(f"{provider.name}: to_managed: {told(error)}")
+            continue
+        if not search.is_activation:
+            managed.requires_grad_(tensor.requires_grad)
+        return managed, search.decide("promoted", f"copied into memory of {provider.name}", provider, tensor.nbytes)
+    if search.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
+        return tensor, search.decide("fallback", search.complaint())
+    raise search.refusal()
+
+
+class _Promotion(torch.autograd.Function):
+    """The identity, whose result lies elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, promote: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.home = tensor.device
+        return promote(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.home), None
+
+
+def _managed_by(
+    provider: MemoryProvider, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+) -> torch.Tensor:
+    """Return the provider's copy, after a look at whether it is what was asked for."""
+    managed = provider.to_managed(tensor, device=device, read_mostly=read_mostly, prefetch=prefetch)
+    if not isinstance(managed, torch.Tensor):
+        raise PluginError("to_managed", name="result", rule="a tensor", value=type(managed).__name__)
+    if (managed.shape, managed.dtype) != (tensor.shape, tensor.dtype):
+        wanted, got = (f"{item.dtype} {list(item.shape)}" for item in (tensor, managed))
+        raise PluginError("to_managed", name="result", rule=wanted, value=got)
+    if not provider.is_managed(managed):
+        raise PluginError("to_managed", name="result", rule="in managed memory", value="ordinary memory")
+    return managed

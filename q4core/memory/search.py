@@ -1,0 +1,170 @@
+"""One decision about one tensor in the making: what was asked, and what the providers answered."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError, UnifiedMemoryError
+from q4core.memory.contract import DISABLE_VARIABLE, Availability, MemoryAction, MemoryDecision, MemoryProvider
+from q4core.policy import UnifiedMemoryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Search", "told"]
+
+
+class Search:
+    """One decision in the making: the question, and what the providers answered."""
+
+    def __init__(  # noqa: PLR0913  # one argument per fact that decides
+        self,
+        what: str,
+        tensor: torch.Tensor,
+        policy: UnifiedMemoryPolicy,
+        device: torch.device | str,
+        providers: Iterable[MemoryProvider],
+        environment: Mapping[str, str] | None,
+    ) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
+        if not isinstance(policy, UnifiedMemoryPolicy):
+            raise ConfigError(f"placing a {what}", name="policy", rule="a UnifiedMemoryPolicy", value=policy)
+        self.what, self.policy, self.device = what, policy, _to_device(device)
+        self.is_activation = what == "activation"
+        self.is_turned_off = _is_turned_off(os.environ if environment is None else environment)
+        self.usable: list[MemoryProvider] = []
+        self.reasons: list[str] = []
+        self.attributes: dict[str, Any] = {}
+        if self.is_idle:
+            return
+        if self.is_turned_off:
+            self.reasons.append(f"{DISABLE_VARIABLE}=1 turns promotion off")
+            self.attributes[DISABLE_VARIABLE] = "1"
+            return
+        self._ask(sorted(providers, key=lambda provider: provider.name))
+
+    def _ask(self, providers: Sequence[MemoryProvider]) -> None:
+        if not providers:
+            self.reasons.append("no provider of unified memory is there")
+        for provider in providers:
+            try:
+                answer: Any = provider.is_available(self.device)
+            except PLUGIN_FAULTS as error:
+                self.reasons.append(f"{provider.name}: is_available raised {told(error)}")
+                continue
+            if not isinstance(answer, Availability):
+                kind = type(answer).__name__
+                self.reasons.append(f"{provider.name}: is_available must return Availability, not {kind}")
+                continue
+            prefix = f"{provider.name}." if len(providers) > 1 else ""
+            self.attributes |= {f"{prefix}{key}": value for key, value in answer.attributes.items()}
+            if answer.is_available:
+                self.usable.append(provider)
+            else:
+                self.reasons.append(f"{provider.name}: {answer.reason}")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the policy, or the environment under PREFER, wants nothing to be done."""
+        return self.policy is UnifiedMemoryPolicy.DISABLED or (
+            self.is_turned_off and self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
+        )
+
+    def idle_decision(self) -> MemoryDecision:
+        """Return the decision where nothing is to be done."""
+        if self.policy is UnifiedMemoryPolicy.DISABLED:
+            return MemoryDecision(policy=self.policy, action="left", reason="the policy is DISABLED")
+        facts = {DISABLE_VARIABLE: "1"}
+        reason = f"{DISABLE_VARIABLE}=1 turns promotion off"
+        return MemoryDecision(policy=self.policy, action="left", reason=reason, attributes=facts)
+
+    def holder_of(self, tensor: torch.Tensor) -> MemoryProvider | None:
+        """Return the usable provider in whose memory the tensor lies already."""
+        for provider in self.usable:
+            try:
+                if provider.is_managed(tensor):
+                    return provider
+            except PLUGIN_FAULTS as error:
+                self.reasons.append(f"{provider.name}: is_managed raised {told(error)}")
+        return None
+
+    def complaint(self) -> str:
+        """Return everything that stood against managed memory."""
+        return "; ".join(self.reasons)
+
+    def decide(
+        self, action: MemoryAction, reason: str, provider: MemoryProvider | None = None, size_bytes: int = 0
+    ) -> MemoryDecision:
+        """Return the decision, with the facts that decided."""
+        attributes = dict(self.attributes)
+        if action in {"fallback", "refused"}:
+            attributes = {**_device_facts(self.device), "provider": None, **attributes}
+        name = None if provider is None else provider.name
+        return MemoryDecision(self.policy, action, reason, name, attributes, size_bytes)
+
+    def refuse_early(self) -> None:
+        """Raise before anything is copied where it is known already that nobody can."""
+        if self.policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED and not self.usable:
+            raise self.refusal()
+
+    def refusal(self) -> UnifiedMemoryError:
+        """Return the error for managed memory that is required and can't be had."""
+        decision = self.decide("refused", self.complaint())
+        unset = f"Unset {DISABLE_VARIABLE}, or ask for PREFER_UNIFIED."
+        install = "Install a plugin that provides it for this device, or ask for PREFER_UNIFIED."
+        return UnifiedMemoryError(
+            f"{self.what} under REQUIRE_UNIFIED",
+            name="memory",
+            rule=f"managed memory for device {self.device}",
+            value=decision.reason,
+            hint=unset if self.is_turned_off else install,
+            attributes=decision.attributes,
+            decision=decision,
+        )
+
+
+def _to_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError("unified memory", name="device", rule="a torch device", value=device) from None
+
+
+def _is_turned_off(environment: Mapping[str, str]) -> bool:
+    value = environment.get(DISABLE_VARIABLE, "")
+    if value not in {"", "0", "1"}:  # empty is unset, as for every Q4_ variable
+        raise ConfigError(
+            f"environment variable {DISABLE_VARIABLE}",
+            name=DISABLE_VARIABLE,
+            rule="'0' or '1'",
+            value=value,
+            hint=f"Correct or unset {DISABLE_VARIABLE}.",
+        )
+    return value == "1"
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    """Return what torch itself can say; the managed-memory attributes are a provider's to ask for."""
+    if not torch.cuda.is_available():
+        return {"cuda_available": False}
+    count = torch.cuda.device_count()
+    index = device.index if device.type == "cuda" and device.index is not None else torch.cuda.current_device()
+    facts: dict[str, Any] = {"cuda_available": True, "cuda_device_count": count, "cuda_device": index}
+    if index < count:
+        properties: Any = torch.cuda.get_device_properties(index)
+        facts |= {
+            "capability": f"{properties.major}.{properties.minor}",
+            "is_integrated": bool(getattr(properties, "is_integrated", False)),
+            "total_memory_bytes": properties.total_memory,
+        }
+    return facts
+
+
+def told(error: BaseException) -> str:
+    """Return an error as the decision quotes it."""
+    return f"{type(error).__name__}: {error}"
