@@ -439,16 +439,17 @@ def test_copying_back_and_forth_between_devices_keeps_the_bytes(session: q4.Sess
     assert torch.equal(layer(_x(1, K)), y)
 
 
-def _serve(layer: q4.Q4Linear, x: torch.Tensor) -> tuple[torch.Tensor, str]:
+def _serve(layer: q4.Q4Linear, x: torch.Tensor, threads: int) -> tuple[torch.Tensor, str]:
+    torch.set_num_threads(threads)  # conftest.py does not run here, and a float32 matmul's bits depend on it
     return layer(x).detach(), layer.diagnostics().backend
 
 
 @pytest.mark.slow
 def test_a_spawned_process_gets_the_same_bits() -> None:
-    """A layer sent to a spawned process selects there for itself and computes the same bits."""
+    """A layer sent to a spawned process selects there for itself; with as many threads it computes the same bits."""
     layer = q4.Session().linear(_weight("nvfp4"), _x(N))
-    x = _x(2, K)
+    x = _x(6, K)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        y, backend = pool.apply(_serve, (layer, x))
+        y, backend = pool.apply(_serve, (layer, x, torch.get_num_threads()))
     assert torch.equal(y, layer(x))
     assert backend == "dequant-fallback"
