@@ -41,6 +41,28 @@ def peer() -> Callable[[str], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def portable(peer: Callable[[str], ModuleType]) -> Callable[..., torch.Tensor]:
+    """Return bitsandbytes' portable dequantiser: (packed, state, dtype) → [N, K].
+
+    The kernel behind bitsandbytes 0.50.2's public call depends on the CPU. With AVX-512 and K a multiple of 16 it reads
+    block scales row by row, which is wrong where a block straddles rows (K no multiple of the block). With avx512_bf16
+    too it narrows to bfloat16 with VCVTNEPS2BF16, for which every subnormal number is 0. Without AVX-512, or for
+    another even K, FP4's code 8 is -0, where the stored code book has +0. The portable kernel does none of this.
+    """
+    kernel = peer("bitsandbytes.backends.default.ops")._dequantize_4bit_compute
+    functional = peer("bitsandbytes.functional")
+
+    def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+        absmax = state.absmax
+        if state.nested:
+            absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+        codes = packed.view(torch.uint8).reshape(-1)
+        return kernel(codes, absmax, state.code, state.blocksize, tuple(state.shape), dtype)
+
+    return dequantize
+
+
+@pytest.fixture(scope="session")
 def dense() -> Callable[..., torch.Tensor]:
     """Return a function that makes a random weight [n, k] with one outlier a row."""
 

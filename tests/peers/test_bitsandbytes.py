@@ -1,7 +1,7 @@
 """NF4 and FP4 against bitsandbytes on the CPU.
 
-The oracle is bitsandbytes' portable kernel: its AVX-512 kernel is wrong where blocks straddle rows, and its scalar one
-gives FP4's code 8 another sign of zero (see README.md). The public call is compared wherever neither applies.
+The oracle is bitsandbytes' portable kernel; the fixture ``portable`` says why. The public call is compared wherever its
+kernels are sound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.peer
 
 KINDS = ("nf4", "fp4")
-SHAPES = ((16, 128, 64), (8, 256, 128), (6, 96, 64), (9, 32, 128), (5, 33, 64), (7, 50, 32), (130, 128, 64), (3, 1, 64))
+SHAPES = (
+    (16, 128, 64),
+    (8, 256, 128),
+    (6, 96, 64),
+    (9, 32, 128),
+    (5, 33, 64),
+    (7, 50, 32),
+    (10, 48, 32),
+    (130, 128, 64),
+    (3, 1, 64),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,22 +40,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def bnb(peer: Callable[[str], ModuleType]) -> ModuleType:
     """Return ``bitsandbytes.functional``."""
     return peer("bitsandbytes.functional")
-
-
-@pytest.fixture(scope="module")
-def portable(peer: Callable[[str], ModuleType]) -> Callable[..., torch.Tensor]:
-    """Return bitsandbytes' portable dequantiser: (packed, state, dtype) → [N, K]."""
-    kernel = peer("bitsandbytes.backends.default.ops")._dequantize_4bit_compute
-    functional = peer("bitsandbytes.functional")
-
-    def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
-        absmax = state.absmax
-        if state.nested:
-            absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
-        codes = packed.view(torch.uint8).reshape(-1)
-        return kernel(codes, absmax, state.code, state.blocksize, tuple(state.shape), dtype)
-
-    return dequantize
 
 
 def _stored(packed: torch.Tensor, state: Any) -> dict[str, torch.Tensor]:
@@ -78,7 +72,7 @@ def test_dequantize_has_its_bits(
     ours = q4.open(on_disk(_stored(packed, state)))["proj"]
     same_bits(q4.dequantize(ours), portable(packed, state, dtype))
     same_bits(q4.dequantize(ours, torch.float32), portable(packed, state, torch.float32))
-    if k % block == 0 and k % 32 == 0:
+    if k % block == 0 or k % 16:
         same_bits(q4.dequantize(ours), bnb.dequantize_4bit(packed, state), is_zero_signed=False)
 
 
