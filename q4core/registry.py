@@ -7,49 +7,28 @@ registration.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import pluggy
 
 from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
 from q4core.dialect import Dialect
+from q4core.discovery import REFERENCE_PLUGIN, PluginRecord, discover
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.events import emit, observe, unobserve, warn_once
 from q4core.formats import BUILTIN_FORMATS, Format
-from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    import pluggy
 
     from q4core.backend import Backend
 
 __all__ = ["REFERENCE_PLUGIN", "PluginRecord", "RefusedBackend", "Registry", "default_registry", "reset_registry"]
-
-REFERENCE_PLUGIN = "dequant-fallback"
-"""Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
-
-
-@attrs.define
-class PluginRecord:
-    """What became of one plugin.
-
-    Args:
-        name: Entry-point name, or module name for ``Q4_PLUGIN_MODULES``.
-        source: Distribution and version, or where else it came from.
-        state: ``loaded``, ``failed`` or ``disabled``.
-        errors: Everything that went wrong, in the order in which it was found.
-    """
-
-    name: str
-    source: str
-    state: str
-    errors: list[str] = attrs.field(factory=list)
 
 
 @attrs.frozen
@@ -59,17 +38,6 @@ class RefusedBackend:
     name: str
     plugin: str
     reason: Reason
-
-
-@attrs.frozen
-class _Found:
-    name: str
-    source: str
-    load: Callable[[], object]
-
-
-def _names(value: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
 class Registry:
@@ -93,75 +61,22 @@ class Registry:
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
 
-    # -- finding and loading
-
-    def _candidates(self) -> Iterator[_Found]:
-        if self._given is not None:
-            for name, plugin in self._given:
-                yield _Found(name, "given", lambda plugin=plugin: plugin)  # type: ignore[misc]
-            return
-        modules = _names(self._environment.get("Q4_PLUGIN_MODULES"))
-        entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-        for point in sorted(entry_points, key=lambda item: (item.name, item.value)):
-            if point.value in modules:
-                continue  # named by Q4_PLUGIN_MODULES: that copy is meant
-            dist = point.dist
-            source = f"{dist.name} {dist.version}" if dist is not None else point.value
-            yield _Found(point.name, source, point.load)
-        for module in modules:
-            yield _Found(module, "Q4_PLUGIN_MODULES", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
-
-    def _allowed(self, name: str, *, by_module: bool) -> bool:
-        if name in _names(self._environment.get("Q4_DISABLE_PLUGINS")):
-            return False
-        wanted = self._environment.get("Q4_PLUGINS")
-        return wanted is None or by_module or name == REFERENCE_PLUGIN or name in _names(wanted)
+    # -- loading
 
     def _load(self) -> pluggy.PluginManager:
         with self._lock:
             if self._manager is not None:
                 return self._manager
-            manager = pluggy.PluginManager(PROJECT)
-            manager.add_hookspecs(HookSpecs)
-            records: dict[str, PluginRecord] = {}
-            faults: list[tuple[PluginRecord, str]] = []
-            for found in self._candidates():
-                faults.extend(self._register(manager, records, found))
+            found = discover(self._given, self._environment)
             # Everything is in place before anything is told, because a warning may be an error here.
-            self._records, self._manager = records, manager
-            if manager.hook.q4_event.get_hookimpls():
+            self._records, self._manager = found.records, found.manager
+            if found.manager.hook.q4_event.get_hookimpls():
                 self._watch()
-            for record, error in faults:
+            for record, error in found.faults:
                 record.errors.append(error)
-            for record, error in faults:
+            for record, error in found.faults:
                 _tell(record, error)
-            return manager
-
-    def _register(
-        self, manager: pluggy.PluginManager, records: dict[str, PluginRecord], found: _Found
-    ) -> list[tuple[PluginRecord, str]]:
-        """Register one plugin, and return what is wrong with it."""
-        if found.name in records:
-            return [(records[found.name], f"a second plugin of the name {found.name!r} ({found.source}) was left out")]
-        record = records[found.name] = PluginRecord(found.name, found.source, "loaded")
-        if not self._allowed(found.name, by_module=found.source == "Q4_PLUGIN_MODULES"):
-            record.state = "disabled"
-            return []
-        try:
-            plugin = found.load()
-            manager.register(plugin, name=found.name)
-            marked = [
-                name
-                for name in dir(plugin)
-                if name.startswith("q4_") and manager.parse_hookimpl_opts(plugin, name) is not None
-            ]
-        except PLUGIN_FAULTS as error:
-            record.state = "failed"
-            return [(record, f"{type(error).__name__}: {error}")]
-        known = sorted(name for name in vars(HookSpecs) if name.startswith("q4_"))
-        return [
-            (record, f"unknown hook {name!r}; known hooks: {', '.join(known)}") for name in marked if name not in known
-        ]
+            return found.manager
 
     def _watch(self) -> None:
         """Pass events to the plugins that watch, for as long as this registry lives."""

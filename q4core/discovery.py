@@ -1,0 +1,129 @@
+"""Finds and loads plugins: entry points, named modules, or objects given by a test; each in its own try."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+import attrs
+import pluggy
+
+from q4core.errors import PLUGIN_FAULTS
+from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "discover"]
+
+REFERENCE_PLUGIN = "dequant-fallback"
+"""Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
+
+
+@attrs.define
+class PluginRecord:
+    """What became of one plugin.
+
+    Args:
+        name: Entry-point name, or module name for ``Q4_PLUGIN_MODULES``.
+        source: Distribution and version, or where else it came from.
+        state: ``loaded``, ``failed`` or ``disabled``.
+        errors: Everything that went wrong, in the order in which it was found.
+    """
+
+    name: str
+    source: str
+    state: str
+    errors: list[str] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class _Found:
+    name: str
+    source: str
+    load: Callable[[], object]
+
+
+@attrs.frozen
+class Discovered:
+    """The plugins that were found.
+
+    Args:
+        manager: pluggy's, with every plugin that loaded.
+        records: What became of each, by name.
+        faults: What is wrong, plugin by plugin, not recorded or told yet.
+    """
+
+    manager: pluggy.PluginManager
+    records: dict[str, PluginRecord]
+    faults: tuple[tuple[PluginRecord, str], ...]
+
+
+def discover(given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]) -> Discovered:
+    """Find and load plugins; nothing is told and nothing is raised.
+
+    Args:
+        given: (name, plugin object) pairs to use instead of the installed entry points, or None.
+        environment: The ``Q4_PLUGIN*`` variables.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(HookSpecs)
+    records: dict[str, PluginRecord] = {}
+    faults: list[tuple[PluginRecord, str]] = []
+    for found in _candidates(given, environment):
+        faults.extend(_register(manager, records, found, environment))
+    return Discovered(manager, records, tuple(faults))
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
+def _candidates(given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]) -> Iterator[_Found]:
+    if given is not None:
+        for name, plugin in given:
+            yield _Found(name, "given", lambda plugin=plugin: plugin)  # type: ignore[misc]
+        return
+    modules = _names(environment.get("Q4_PLUGIN_MODULES"))
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for point in sorted(entry_points, key=lambda item: (item.name, item.value)):
+        if point.value in modules:
+            continue  # named by Q4_PLUGIN_MODULES: that copy is meant
+        dist = point.dist
+        source = f"{dist.name} {dist.version}" if dist is not None else point.value
+        yield _Found(point.name, source, point.load)
+    for module in modules:
+        yield _Found(module, "Q4_PLUGIN_MODULES", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+
+
+def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> bool:
+    if name in _names(environment.get("Q4_DISABLE_PLUGINS")):
+        return False
+    wanted = environment.get("Q4_PLUGINS")
+    return wanted is None or by_module or name == REFERENCE_PLUGIN or name in _names(wanted)
+
+
+def _register(
+    manager: pluggy.PluginManager, records: dict[str, PluginRecord], found: _Found, environment: Mapping[str, str]
+) -> list[tuple[PluginRecord, str]]:
+    """Register one plugin, and return what is wrong with it."""
+    if found.name in records:
+        return [(records[found.name], f"a second plugin of the name {found.name!r} ({found.source}) was left out")]
+    record = records[found.name] = PluginRecord(found.name, found.source, "loaded")
+    if not _allowed(found.name, environment, by_module=found.source == "Q4_PLUGIN_MODULES"):
+        record.state = "disabled"
+        return []
+    try:
+        plugin = found.load()
+        manager.register(plugin, name=found.name)
+        marked = [
+            name
+            for name in dir(plugin)
+            if name.startswith("q4_") and manager.parse_hookimpl_opts(plugin, name) is not None
+        ]
+    except PLUGIN_FAULTS as error:
+        record.state = "failed"
+        return [(record, f"{type(error).__name__}: {error}")]
+    known = sorted(name for name in vars(HookSpecs) if name.startswith("q4_"))
+    return [(record, f"unknown hook {name!r}; known hooks: {', '.join(known)}") for name in marked if name not in known]
