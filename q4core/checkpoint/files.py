@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from q4core.checkpoint.access import is_there, open_regular, unreadable
 from q4core.checkpoint.header import parse_json
-from q4core.checkpoint.mapped import MappedFile, unreadable
+from q4core.checkpoint.mapped import MappedFile
 from q4core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -58,10 +60,11 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         CheckpointError: The file can't be read or holds something else.
     """
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            _fail(path, "size", f"at most {_MAX_JSON_BYTES} bytes for {what}", size)
-        text = path.read_bytes()
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _MAX_JSON_BYTES:
+                _fail(path, "size", f"at most {_MAX_JSON_BYTES} bytes for {what}", size)
+            text = file.read()
     except OSError as error:
         raise unreadable(path, error) from error
     found = parse_json(text, what=what, where=str(path))
@@ -79,8 +82,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: One of the files is malformed.
     """
     path, sidecar = folder / "config.json", folder / "hf_quant_config.json"
-    config = read_object(path, "config.json") if path.is_file() else {}
-    if "quantization_config" not in config and sidecar.is_file():
+    config = read_object(path, "config.json") if is_there(path) else {}
+    if "quantization_config" not in config and is_there(sidecar):
         found = read_object(sidecar, "hf_quant_config.json")
         inner, producer = found.get("quantization"), found.get("producer")
         name = producer.get("name") if isinstance(producer, dict) else None
@@ -127,7 +130,7 @@ def find_files(path: Path) -> FileSet:
 
 def _in_folder(folder: Path) -> Path:
     """Return the one file or index of a folder; the usual names come before others."""
-    usual = [item for item in (folder / f"{_DEFAULT}{SUFFIX}", folder / f"{_DEFAULT}{INDEX_SUFFIX}") if item.is_file()]
+    usual = [item for item in (folder / f"{_DEFAULT}{SUFFIX}", folder / f"{_DEFAULT}{INDEX_SUFFIX}") if is_there(item)]
     try:
         names = sorted(item.name for item in folder.iterdir())
     except OSError as error:
@@ -151,7 +154,7 @@ def _sharded(index: Path, shards: Mapping[str, str]) -> FileSet:
         if shard in files:
             continue
         path = index.parent / shard
-        if not path.is_file():
+        if not is_there(path):
             _fail(
                 index, f"weight_map[{name!r}]", "a file that is there", shard, "A shard of the checkpoint is missing."
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4core.checkpoint.access import open_regular, unreadable
 from q4core.checkpoint.header import read_header
 from q4core.errors import CheckpointError
 
@@ -36,7 +37,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self._bytes = os.fstat(file.fileno()).st_size
                 header = read_header(file, self._bytes, str(path))
         except OSError as error:
@@ -67,7 +68,7 @@ class MappedFile:
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
             try:
-                with self.path.open("rb") as file:
+                with open_regular(self.path) as file:
                     size = os.fstat(file.fileno()).st_size
                     if size != self._bytes:
                         raise CheckpointError(
@@ -93,9 +94,3 @@ def _map(descriptor: int) -> mmap.mmap:
     # were going to be written, and refuses a file larger than the machine's memory.
     flags = mmap.MAP_PRIVATE | _NO_RESERVE
     return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file that the system won't give."""
-    reason = getattr(error, "strerror", None) or str(error)
-    return CheckpointError("checkpoint", name="file", rule="readable", value=reason, where=str(path))

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from q4core.checkpoint.access import open_regular, require_regular
 from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, FileSet, find_files, read_config
 from q4core.checkpoint.opened import Checkpoint
 from q4core.dialect import Problem, find_dialect
@@ -80,9 +81,9 @@ class SafetensorsReader:
         try:
             if path.is_dir() or path.name.endswith((SUFFIX, INDEX_SUFFIX)):
                 return True
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 return file.read(_HEAD_BYTES)[8:] == b"{"
-        except OSError:
+        except (OSError, CheckpointError):
             return False
 
     def open(self, path: Path, *, options: Mapping[str, Any]) -> SafetensorsSource:
@@ -137,8 +138,7 @@ def open_checkpoint(  # noqa: PLR0913  # the contract's arguments
         raise CheckpointError("checkpoint", name="path", rule="a path", value=path)
     target = Path(path)
     known = tuple(dialects)
-    if not target.exists():
-        raise CheckpointError("checkpoint", name="path", rule="a file or folder that is there", where=str(target))
+    require_regular(target, or_folder=True)  # before readers look: opening a pipe waits for who writes into it
     own = SafetensorsReader(known, dialect=dialect, config=config)
     reader = _reader_for(target, tuple(readers), own)
     try:
