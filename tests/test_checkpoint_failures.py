@@ -1,0 +1,179 @@
+"""Saving that fails, or is refused: nothing changes, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import is_same, packed, trio, visible
+
+import q4core as q4
+from q4core.checkpoint import open_checkpoint, save_checkpoint
+
+
+def _close_only(writer: Any) -> None:
+    """Close the files of a writer, as the end of the process does, and remove none."""
+    for shard, _, _ in writer._shards:
+        if shard._data is not None:
+            shard._data.close()
+
+
+class Crash(BaseException):
+    """Stands for the end of the process: nothing cleans up after it."""
+
+
+@pytest.mark.parametrize("old", [None, 1])
+@pytest.mark.parametrize("new", [None, 1])
+def test_a_crash_leaves_the_old_or_the_new_checkpoint(
+    old: int | None, new: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a process ends while it saves, the folder opens as old, as new, or not at all; never as a mixture."""
+    first, second = packed(2), {name: q4.quantize(torch.randn(16, 128), "nf4") for name in ("m.0", "m.1")}
+    seen: set[str] = set()
+    for step in range(40):
+        folder = tmp_path / str(step)
+        save_checkpoint(folder, first, dialect="simple-nf4", max_shard_bytes=old, config={"version": 1})
+        left = [step]
+
+        def count(real: Any, *, left: list[int] = left) -> Any:
+            def run(*arguments: Any, **named: Any) -> Any:
+                if left[0] == 0:
+                    raise Crash
+                left[0] -= 1
+                return real(*arguments, **named)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "open", "unlink", "mkdir"):
+                patch.setattr(Path, name, count(getattr(Path, name)))
+            patch.setattr("q4core.checkpoint.writing._Writer.discard", _close_only)
+            patch.setattr("q4core.checkpoint.shard.StagedText.discard", lambda _: None)
+            try:
+                save_checkpoint(folder, second, dialect="simple-nf4", max_shard_bytes=new, config={"version": 2})
+            except Crash:
+                pass
+            else:
+                break
+        try:
+            checkpoint = open_checkpoint(folder)
+        except q4.CheckpointError:
+            seen.add("refused")
+            continue
+        weights = next(item for item in (first, second) if item["m.0"].shape == checkpoint["m.0"].shape)
+        assert all(is_same(checkpoint[module], weights[module]) for module in weights)
+        seen.add("old" if weights is first else "new")
+    else:
+        pytest.fail("saving never came to its end")
+    assert "old" in seen
+
+
+@pytest.mark.parametrize("target", ["x.safetensors", "x"])
+@pytest.mark.parametrize("failing", ["write", "layer", "publish"])
+def test_failure_changes_nothing_and_leaves_nothing(
+    failing: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, a bad layer or a failing rename leave the old checkpoint and no temporary file."""
+    path = tmp_path / target
+    weights = packed()
+    save_checkpoint(path, weights, dialect="simple-nf4")
+    before = {item: item.read_bytes() for item in tmp_path.rglob("*.*") if item.is_file()}
+    second = dict(packed(2, 4))
+    if failing == "layer":
+        second["bad"] = q4.quantize(torch.ones(4, 64), "nvfp4")
+    elif failing == "write":
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", full)
+    else:
+
+        def refuse(self: Path, _: Path) -> Path:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises((q4.CheckpointError, q4.DialectError)) as caught:
+        save_checkpoint(path, second, dialect="simple-nf4")
+    if failing != "layer":
+        assert isinstance(caught.value.__cause__, OSError)
+    monkeypatch.undo()
+    assert {item: item.read_bytes() for item in tmp_path.rglob("*.*") if item.is_file()} == before
+
+
+def test_failure_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
+    """A folder that was made for a checkpoint which then fails is removed again."""
+    with pytest.raises(q4.DialectError):
+        save_checkpoint(tmp_path / "x", {"a": q4.quantize(torch.ones(4, 64), "nvfp4")}, dialect="simple-nf4")
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
+def test_illegal_scale_is_not_written(value: float, tmp_path: Path) -> None:
+    """A NaN or negative scale is refused before anything is written, by layer, field and value."""
+    weight = q4.quantize(torch.ones(4, 64), "nf4")
+    weight.scale[1] = value
+    with pytest.raises(q4.WeightError) as caught:
+        save_checkpoint(tmp_path / "x.safetensors", {"good": packed(1)["m.0"], "bad": weight}, dialect="simple-nf4")
+    assert "'bad'" in caught.value.what
+    assert caught.value.name is not None
+    assert caught.value.name.startswith("scale")
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["m.0.weight", "m.0.absmax"])
+def test_name_that_is_taken_is_refused(name: str, tmp_path: Path) -> None:
+    """A dense tensor may not have the name of a layer's tensor."""
+    with pytest.raises(q4.CheckpointError) as caught:
+        save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense={name: torch.ones(1)})
+    assert caught.value.value == name
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse()],
+    ids=["meta", "complex128", "sparse"],
+)
+def test_tensor_that_the_format_can_not_hold_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
+    """No data, no name for the dtype, or no strides: an error that names the tensor."""
+    with pytest.raises(q4.CheckpointError) as caught:
+        save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense={"x": tensor})
+    assert caught.value.name == "x"
+
+
+def test_tensors_that_would_change_a_layer_are_refused(tmp_path: Path) -> None:
+    """Dense tensors that would be taken for a layer's scales, or for another layer, are refused."""
+    for dense in ({"m.0.weight_scale": torch.ones(1)}, trio("other")):
+        with pytest.raises(q4.CheckpointError, match="is read as simple-nf4 again"):
+            save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense=dense)
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "field"),
+    [
+        ("x.gguf", {}, "path"),
+        ("x.bin", {}, "path"),
+        ("x.safetensors", {"max_shard_bytes": 1}, "path"),
+        ("x.safetensors", {"config": {}}, "path"),
+        ("x", {"max_shard_bytes": 0}, "max_shard_bytes"),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(
+    path: str, arguments: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """Only safetensors files and folders are written; shards and config.json need a folder."""
+    with pytest.raises(q4.CheckpointError) as caught:
+        save_checkpoint(tmp_path / path, {}, dialect="simple-nf4", **arguments)
+    assert caught.value.name == field
+    assert visible(tmp_path) == []
+
+
+def test_unknown_dialect_is_refused_when_saving(tmp_path: Path) -> None:
+    """The names that there are, and the closest, stand in the error."""
+    with pytest.raises(q4.DialectError, match="simple-nf4"):
+        save_checkpoint(tmp_path / "x", packed(1), dialect="simple-nf")
+    assert visible(tmp_path) == []

@@ -1,0 +1,130 @@
+"""Readers of other kinds of files, which plugins bring."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+
+import q4core as q4
+from q4core.checkpoint import open_checkpoint
+from q4core.schema import Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class FakeReader:
+    """Reads files that start with FAKE; facts are adjustable."""
+
+    def __init__(self, name: str = "fake", *, error: Exception | None = None, knows: Exception | None = None) -> None:
+        self.name = name
+        self.error = error
+        self.knows = knows
+        self.seen: list[Mapping[str, Any]] = []
+        self.closed = 0
+
+    def recognises(self, path: Path) -> bool:
+        """Look at the first bytes."""
+        if self.knows is not None:
+            raise self.knows
+        return path.is_file() and path.read_bytes()[:4] == b"FAKE"
+
+    def open(self, path: Path, *, options: Mapping[str, Any]) -> FakeSource:
+        """Open, or fail as told."""
+        if self.error is not None:
+            raise self.error
+        self.seen.append(options)
+        return FakeSource(path, self)
+
+
+@attrs.frozen
+class FakeSource:
+    """Has one layer and one dense tensor."""
+
+    path: Path
+    reader: FakeReader
+    metadata: Mapping[str, Any] = attrs.field(factory=lambda: {"kind": 7})
+    schema: Schema = attrs.field(
+        factory=lambda: Schema(
+            layers={
+                "a": q4.LayerSchema(module="a", dialect="fake", format="nf4", keys={"qdata": "a.q", "scale": "a.q"})
+            },
+            dense=["x"],
+        )
+    )
+    dense: Mapping[str, q4.TensorInfo] = attrs.field(factory=lambda: {"x": q4.TensorInfo(torch.float32, (2,))})
+
+    def read(self, module: str) -> q4.PackedWeight:
+        """Return a weight with a NaN scale."""
+        weight = q4.quantize(torch.ones(2, 64), "nf4", name=module)
+        return attrs.evolve(weight, scale=torch.full_like(weight.scale, float("nan")))
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return ones."""
+        return torch.ones(len(name) + 1)
+
+    def close(self) -> None:
+        """Count."""
+        self.reader.closed += 1
+
+
+@pytest.fixture
+def fake_file(tmp_path: Path) -> Path:
+    """Return a file that only the fake reader knows."""
+    path = tmp_path / "x.fake"
+    path.write_bytes(b"FAKE....")
+    return path
+
+
+def test_reader_of_a_plugin_serves_its_files(fake_file: Path) -> None:
+    """A reader gets the path and the options, and its source is what the checkpoint shows; numbers are checked."""
+    reader = FakeReader()
+    with open_checkpoint(fake_file, readers=[reader], options={"depth": 2}) as checkpoint:
+        assert reader.seen == [{"depth": 2}]
+        assert (list(checkpoint), list(checkpoint.dense), checkpoint.metadata) == (["a"], ["x"], {"kind": 7})
+        assert checkpoint.dense["x"].tolist() == [1.0, 1.0]
+        with pytest.raises(q4.CheckpointError, match=re.escape("a.q[")):
+            checkpoint["a"]
+    assert reader.closed == 1
+
+
+def test_file_that_nobody_knows_is_refused(fake_file: Path) -> None:
+    """The error names the readers that were asked."""
+    with pytest.raises(q4.CheckpointError, match="none of safetensors"):
+        open_checkpoint(fake_file)
+
+
+def test_file_that_two_readers_know_is_refused(fake_file: Path) -> None:
+    """No order of readers decides."""
+    with pytest.raises(q4.CheckpointError, match="one, two"):
+        open_checkpoint(fake_file, readers=[FakeReader("one"), FakeReader("two")])
+
+
+def test_reader_that_raises_does_not_lose_the_others(fake_file: Path) -> None:
+    """A reader that fails to recognise is left out with a warning."""
+    with pytest.warns(q4.Q4PluginWarning, match="'bad' raised ZeroDivisionError"):
+        checkpoint = open_checkpoint(fake_file, readers=[FakeReader("bad", knows=ZeroDivisionError()), FakeReader()])
+    assert list(checkpoint) == ["a"]
+
+
+def test_reader_that_raises_while_opening_is_a_plugin_error(fake_file: Path) -> None:
+    """An error that is not q4core's own is reported with reader and file; our own errors pass as they are."""
+    with pytest.raises(q4.PluginError, match="ZeroDivisionError") as caught:
+        open_checkpoint(fake_file, readers=[FakeReader(error=ZeroDivisionError())])
+    assert caught.value.where == str(fake_file)
+    with pytest.raises(q4.CheckpointError, match="mine"):
+        open_checkpoint(fake_file, readers=[FakeReader(error=q4.CheckpointError("mine"))])
+
+
+def test_dialect_that_a_readers_file_has_not_is_refused(fake_file: Path) -> None:
+    """``dialect=`` must be the file's own where its kind leaves no choice; the file is closed again."""
+    reader = FakeReader()
+    assert list(open_checkpoint(fake_file, readers=[reader], dialect="fake")) == ["a"]
+    with pytest.raises(q4.DialectError):
+        open_checkpoint(fake_file, readers=[reader], dialect="simple-nf4")
+    assert reader.closed == 1
