@@ -1,0 +1,103 @@
+"""``q4 doctor``: machine, plugins, variables, and what each backend would serve."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+from commands import answer, process, say
+from fakes import FakeBackend, registry
+
+import q4core as q4
+from q4core.cli.survey import environment_facts, survey_backends
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    """``doctor --json`` has versions, machine, plugins, and the reference's verdict on each format."""
+    record = answer(capsys, "doctor")
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["machine"]["cpu_count"] == os.cpu_count()
+    assert {"dequant-fallback", "gguf", "nn"} <= {item["name"] for item in record["plugins"]}
+    verdicts = {item["format"]: item for item in record["verdicts"] if item["backend"] == "dequant-fallback"}
+    assert verdicts.keys() >= q4.BUILTIN_FORMATS.keys()
+    assert all(item["serves"] == "all" for item in verdicts.values())
+    assert verdicts["nf4"]["paths"][0]["m"] == [1, None]
+    assert record["problems"] == []
+
+
+def test_doctor_text_fits_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 60 columns no line is longer than the terminal, and no format's name is cut."""
+    monkeypatch.setenv("COLUMNS", "60")
+    text = say(capsys, "doctor")
+    assert max(map(len, text.splitlines())) <= 60
+    assert "dequant-fallback" in text
+    assert "mxfp4" in text
+
+
+@pytest.mark.slow
+def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
+    """Plugins that raise at import, print, or write to the descriptor are shown; the document stays alone and whole."""
+    (tmp_path / "q4_broken.py").write_text("raise RuntimeError('boom at import')")
+    (tmp_path / "q4_noisy.py").write_text(
+        "import os, sys\nprint('printed')\nsys.stdout.flush()\n"
+        "import q4core\n"
+        "@q4core.hookimpl\ndef q4_backends():\n    os.write(1, b'written')\n    raise ValueError('no backends')\n"
+    )
+    variables = {"Q4_PLUGIN_MODULES": "q4_broken,q4_noisy", "PYTHONPATH": str(tmp_path)}
+    done = process("doctor", "--json", variables=variables)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    plugins = {item["name"]: item for item in record["plugins"]}
+    assert plugins["q4_broken"]["state"] == "failed"
+    assert "boom at import" in plugins["q4_broken"]["errors"][0]
+    assert "no backends" in plugins["q4_noisy"]["errors"][0]
+    assert any("boom at import" in problem for problem in record["problems"])
+    assert "Traceback" not in done.stderr
+    strict = process("doctor", "--strict", variables=variables)
+    assert strict.returncode == 1
+    assert "boom at import" in strict.stdout
+
+
+def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
+    """Illegal values are told by name and rule, and names that nothing reads with the closest one that is read."""
+    variables, problems = environment_facts({"Q4_COMPUTE_PATH": "fastest", "Q4_BACKND": "x", "HOME": "/"})
+    assert variables == {"Q4_BACKND": "x", "Q4_COMPUTE_PATH": "fastest"}
+    assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
+    assert any("Q4_COMPUTE_PATH" in problem and "kernel_only" in problem for problem in problems)
+    assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])
+
+
+def test_survey_gives_paths_or_every_reason() -> None:
+    """A backend serves all M, some M with the reason, or none with all the reasons."""
+    short = attrs.evolve(
+        q4.KernelPath("short", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, q4.Tier.GENERIC), m=(1, 8)
+    )
+    refusing = [q4.Reason(q4.ReasonCode.ARCH, "too old"), q4.Reason(q4.ReasonCode.NOT_BUILT, "no code")]
+    found = survey_backends(
+        registry(
+            FakeBackend("all"),
+            FakeBackend("some", paths=(short,)),
+            FakeBackend("none", reasons=tuple(refusing)),
+            FakeBackend("nf4-only", formats={"nf4"}),
+            reference=False,
+        ),
+        [torch.device("cpu")],
+        None,
+    )
+    verdicts = {(item.backend, item.format): item for item in found}
+    assert verdicts["all", "int4"].serves == "all"
+    some = verdicts["some", "q4_1"]
+    assert (some.serves, some.paths[0]["m"], some.reasons[0]["code"]) == ("some", [1, 8], "shape")
+    none = verdicts["none", "nvfp4"]
+    assert (none.serves, [reason["code"] for reason in none.reasons]) == ("none", ["arch", "not_built"])
+    assert verdicts["nf4-only", "nf4"].serves == "all"
+    assert [reason["code"] for reason in verdicts["nf4-only", "fp4"].reasons] == ["format"]
