@@ -201,7 +201,8 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
             unsupported += refused
         else:
             infos = [catalogue.get(key) for key in set(layer.keys.values())]
-            layers[module] = attrs.evolve(layer, nbytes=sum(info.nbytes for info in infos if info is not None))
+            total = sum(info.nbytes for info in infos if info is not None)
+            layers[module] = attrs.evolve(layer, nbytes=total if layer.nbytes is None else layer.nbytes)
     problems: list[Problem] = []
     if wanted is not None and not any(layer.dialect == wanted for layer in layers.values()):
         found = ", ".join(sorted({item.dialect for group in readings.values() for item in group}))

@@ -174,9 +174,11 @@ def _own_metadata(source: Checkpoint) -> dict[str, str]:
     """Return the header's texts but those that tell how a layer was stored: the new dialect writes its own."""
     if not isinstance(source.source, SafetensorsSource):
         return {}
-    heads = tuple(f"{module}." for module in source.schema.layers)
+    layers = source.schema.layers.items()
+    stems = {module.rpartition(".")[0] for module, layer in layers if "expert" in dict(layer.extras)}
+    heads = tuple(f"{module}." for module in (*source.schema.layers, *stems))
     return {
         key: text
         for key, text in source.metadata.items()
-        if isinstance(text, str) and key not in _DIALECT_KEYS and not (heads and key.startswith(heads))
+        if isinstance(text, str) and key not in _DIALECT_KEYS | stems and not (heads and key.startswith(heads))
     }

@@ -100,7 +100,8 @@ class LayerSchema:
         extras: Further hashable facts that the dialect needs to read the layer.
         named: Whether metadata or ``config.json`` name this dialect for the layer, so that no other reading of the same
             keys counts.
-        nbytes: Stored bytes of the layer's tensors; None where unknown (``detect`` fills it in).
+        nbytes: Stored bytes of the layer's tensors; None where unknown (``detect`` fills it in). An expert's is its
+            share of the tensors that it has in common with others; its extra ``"expert"`` is its number among them.
     """
 
     module: str

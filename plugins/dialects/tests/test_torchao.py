@@ -215,16 +215,6 @@ def test_wrong_part_is_named(key: str, tensor: torch.Tensor, code: str) -> None:
     assert (code, key) in _problems({**tensors, key: tensor}, metadata)
 
 
-def test_experts_of_three_dimensions_are_unsupported() -> None:
-    """A 3-D weight is listed with the reason."""
-    tensors, metadata, _ = _layer(DIALECTS[0])
-    tensors = {name: tensor.reshape(1, *tensor.shape) if tensor.dim() else tensor for name, tensor in tensors.items()}
-    schema = q4.detect(tensors, metadata=metadata)
-    assert schema is not None
-    assert [problem.key for problem in schema.unsupported] == ["proj"]
-    assert (dict(schema.layers), schema.dense) == ({}, ())
-
-
 @pytest.mark.parametrize("kind", ["Int4Tensor", "Float8Tensor", "Int8Tensor"])
 def test_other_classes_are_named_and_not_read(kind: str) -> None:
     """A class of torchao's that nothing here reads is unsupported by name; its tensors are not dense."""

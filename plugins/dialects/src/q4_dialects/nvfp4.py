@@ -46,15 +46,25 @@ def assumed_dtype(catalogue: Catalogue) -> tuple[torch.dtype, tuple[str, ...]]:
     return torch.float32, ("dtype float32 assumed: neither the dialect nor config.json says it",)
 
 
-def scalar_problems(catalogue: Catalogue, key: str | None) -> Iterator[Problem]:
-    """Yield what is wrong with a tensor that must be one float32 number, of shape [] or [1]."""
+def scalar_problems(
+    catalogue: Catalogue, key: str | None, *, experts: tuple[int, ...] | None = None
+) -> Iterator[Problem]:
+    """Yield what is wrong with a tensor that must be one float32 number, of shape [] or [1].
+
+    Args:
+        catalogue: Where to look.
+        key: The tensor's name.
+        experts: The shape of one number for each expert, where that is legal too.
+    """
     info = None if key is None else catalogue.get(key)
     if key is None or info is None:
         return
     if info.dtype != torch.float32:
         yield Problem("dtype", key, "of dtype float32", str(info.dtype).removeprefix("torch."))
-    if info.shape not in {(), (1,)}:
-        yield Problem("shape", key, "of shape [] or [1]", list(info.shape))
+    legal = {(), (1,), *(() if experts is None else (experts,))}
+    if info.shape not in legal:
+        also = "" if experts is None else f" or {list(experts)}"
+        yield Problem("shape", key, f"of shape [] or [1]{also}", list(info.shape))
 
 
 def as_float8(scale: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import torch
 
-from q4_dialects.torchao import entry_of
+from q4_dialects.torchao import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str
         data = entry["_data"] if isinstance(entry["_data"], dict) else {}
         element = data.get("elem_dtype")
         is_fp4 = not isinstance(element, dict) or element.get("_data") == "float4_e2m1fn_x2"
-        if kind in _READ_BY_TORCHAO and parameter == "weight" and is_fp4:
+        if kind in _READ_BY_TORCHAO and is_fp4 and is_read(name, catalogue):
             continue
         head = f"{module}._{parameter}_"
         found = [key for key in catalogue.children(module).values() if key.startswith(head)]

@@ -19,12 +19,21 @@ def tiles(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // 128), -(-columns // 4)
 
 
-def linear_from_swizzled(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return scales [rows, columns] from the bytes of whole tiles, whatever shape these are stored in."""
-    high, wide = tiles(rows, columns)
-    blocks = stored.reshape(-1).view(torch.uint8).view(high, wide, 32, 4, 4)
-    linear = blocks.permute(0, 3, 2, 1, 4).reshape(high * 128, wide * 4)[:rows, :columns]
-    return linear.contiguous().view(stored.dtype)
+def linear_from_swizzled(stored: torch.Tensor, rows: int, columns: int, start: int = 0) -> torch.Tensor:
+    """Return rows ``start … start + rows`` of scales [R, columns] from the bytes of whole tiles.
+
+    Args:
+        stored: The bytes, in whatever shape they are stored.
+        rows: How many rows.
+        columns: Scales per row.
+        start: The first row; only the tiles that hold the rows are looked at.
+    """
+    _, wide = tiles(rows, columns)
+    first, last = start // 128, -(-(start + rows) // 128)
+    blocks = stored.reshape(-1).view(torch.uint8).view(-1, wide, 32, 4, 4)[first:last]
+    linear = blocks.permute(0, 3, 2, 1, 4).reshape((last - first) * 128, wide * 4)
+    skipped = start - first * 128
+    return linear[skipped : skipped + rows, :columns].contiguous().view(stored.dtype)
 
 
 def swizzled_from_linear(scale: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,9 @@
 swizzled order; for NVFP4 an optional ``<module>._weight_per_tensor_scale`` that multiplies. The header's metadata holds
 one JSON entry per tensor under ``<module>.weight`` and the list ``tensor_names``.
 
+Experts are a parameter of any name, ``<module>._<name>_qdata`` uint8 [E, N, K / 2], with scales [E, …] and one number
+for all or float32 [E, 1, 1]. Swizzled scales are those of the matrix [E * N, K]: a tile may hold rows of two experts.
+
 Reference:
     torchao 0.18.0: prototype/mx_formats (NVFP4Tensor, MXTensor), prototype/safetensors.
 """
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
+from q4_dialects.experts import expert_layers, expert_of, has_experts, own_number
 from q4_dialects.nvfp4 import E4M3, assumed_dtype, multiplied_levels, scalar_problems, with_multiplied_levels
 from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
 from q4core import (
@@ -36,7 +40,14 @@ if TYPE_CHECKING:
 
     from q4core import WeightSpec
 
-__all__ = ["TorchaoMxfp4Linear", "TorchaoMxfp4Swizzled", "TorchaoNvfp4Linear", "TorchaoNvfp4Swizzled", "entry_of"]
+__all__ = [
+    "TorchaoMxfp4Linear",
+    "TorchaoMxfp4Swizzled",
+    "TorchaoNvfp4Linear",
+    "TorchaoNvfp4Swizzled",
+    "entry_of",
+    "is_read",
+]
 
 _ROLES = {
     "qdata": "qdata",
@@ -60,6 +71,33 @@ def entry_of(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) and isinstance(entry.get("_type"), str) else None
+
+
+def _prefix(name: str) -> str:
+    """Return what stands before the parts of a parameter: ``a.weight`` → ``a._weight_``."""
+    module, _, parameter = name.rpartition(".")
+    return f"{module}._{parameter}_"
+
+
+def is_read(name: str, catalogue: Catalogue) -> bool:
+    """Return whether a parameter that the metadata names is one that is read: a ``weight``, or experts by any name."""
+    module, _, parameter = name.rpartition(".")
+    return bool(module) and (parameter == "weight" or has_experts(catalogue, f"{_prefix(name)}qdata"))
+
+
+def _owned(catalogue: Catalogue) -> dict[str, list[str]]:
+    """Return parameter → keys of its parts, legal or not; of two parameters the one with the longer name counts."""
+    owned: dict[str, list[str]] = {}
+    for key in catalogue.tensors if catalogue.metadata else ():
+        module, _, last = key.rpartition(".")
+        cut = len(last) if last.startswith("_") else 0
+        while cut > 1:
+            name = f"{module}.{last[1:cut]}"
+            if name in catalogue.metadata and cut < len(last):
+                owned.setdefault(name, []).append(key)
+                break
+            cut = last.rfind("_", 1, cut)
+    return owned
 
 
 class _Torchao(Dialect):
@@ -90,12 +128,12 @@ class _Torchao(Dialect):
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each layer that the metadata names, and each that names, dtypes and shapes alone tell."""
         seen = set()
+        owned = _owned(catalogue)
         for name, text in catalogue.metadata.items():
-            module, _, parameter = name.rpartition(".")
             entry = entry_of(text) if self.tensor_type in text else None
-            if entry is None or entry["_type"] != self.tensor_type or parameter != "weight" or not module:
+            if entry is None or entry["_type"] != self.tensor_type or not is_read(name, catalogue):
                 continue
-            seen.add(module)
+            seen.add(name)
             data = entry.get("_data")
             facts: dict[str, Any] = data if isinstance(data, dict) else {}
             if self.tensor_type == "MXTensor" and facts.get("elem_dtype") != _FP4:
@@ -103,52 +141,62 @@ class _Torchao(Dialect):
             told = facts.get("is_swizzled_scales")
             # A flag that is no truth value is reported once, by the linear dialect.
             if told is self.is_swizzled or (not isinstance(told, bool) and not self.is_swizzled):
-                yield self._layer(module, catalogue, entry, facts)
+                yield from self._layers(name, catalogue, entry, facts, owned.get(name, ()))
         for module in catalogue.modules_with("_weight_qdata", "_weight_scale"):
-            if module not in seen and entry_of(catalogue.metadata.get(f"{module}.weight", "")) is None:
-                yield from self._by_shape(module, catalogue)
+            name = f"{module}.weight"
+            if name not in seen and entry_of(catalogue.metadata.get(name, "")) is None:
+                yield from self._by_shape(name, catalogue)
 
-    def _by_shape(self, module: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield the layer where its tensors alone tell that it is this dialect's."""
-        codes, scale = (catalogue.get(f"{module}._weight_{role}") for role in _REQUIRED)
+    def _by_shape(self, name: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield the layers where their tensors alone tell that they are this dialect's."""
+        codes, scale = (catalogue.get(f"{_prefix(name)}{role}") for role in _REQUIRED)
         if scale is None or scale.dtype != self.scale_dtype or (codes is not None and codes.dtype != torch.uint8):
             return
         swizzled = False
-        if codes is not None and len(codes.shape) == 2:  # noqa: PLR2004  # rows and bytes
-            swizzled = scale.shape == self.scale_shape(codes.shape[0], codes.shape[1] * 2, swizzled=True)
+        if codes is not None and len(codes.shape) in {2, 3}:
+            *experts, rows, width = codes.shape
+            swizzled = scale.shape == (*experts, *self.scale_shape(rows, width * 2, swizzled=True))
         if swizzled == self.is_swizzled:
-            yield self._layer(module, catalogue, None, {})
+            yield from self._layers(name, catalogue, None, {})
 
-    def _layer(
-        self, module: str, catalogue: Catalogue, entry: dict[str, Any] | None, facts: dict[str, Any]
-    ) -> LayerSchema:
-        suffixes = {role: f"_weight_{name}" for role, name in _ROLES.items()}
-        if self.format_name != "nvfp4":
-            suffixes = {role: suffixes[role] for role in _REQUIRED}
+    def _layers(
+        self,
+        name: str,
+        catalogue: Catalogue,
+        entry: dict[str, Any] | None,
+        facts: dict[str, Any],
+        owned: Iterable[str] = (),
+    ) -> Iterator[LayerSchema]:
+        """Yield the one layer of a matrix, or one for each expert of the parameter ``name``."""
+        prefix = _prefix(name)
         named = entry.get("_tensor_data_names") if entry is not None else None
-        wanted = {*_REQUIRED, *(role for role, name in _ROLES.items() if isinstance(named, list) and name in named)}
+        wanted = {*_REQUIRED, *(role for role, part in _ROLES.items() if isinstance(named, list) and part in named)}
+        roles = {role: part for role, part in _ROLES.items() if self.format_name == "nvfp4" or role in _REQUIRED}
         keys = {
-            role: f"{module}.{suffix}"
-            for role, suffix in suffixes.items()
-            if role in wanted or f"{module}.{suffix}" in catalogue
+            role: f"{prefix}{part}" for role, part in roles.items() if role in wanted or f"{prefix}{part}" in catalogue
         }
         codes = catalogue.get(keys["qdata"])
+        module, _, parameter = name.rpartition(".")
+        if parameter == "weight":
+            known = ("bias", *(f"_weight_{part}" for part in roles.values()))
+            problems = list(catalogue.unknown_scales(module, known))
+        else:  # what else the module holds is its other parameters'
+            rule = f"one that the dialect knows ({', '.join(sorted(roles.values()))})"
+            legal = {f"{prefix}{part}" for part in roles.values()}
+            problems = [Problem("unknown_key", key, rule) for key in owned if key not in legal]
         shape = None
-        problems = [*catalogue.unknown_scales(module, ("bias", *suffixes.values()))]
-        if codes is not None and len(codes.shape) == 2:  # noqa: PLR2004  # rows and bytes
-            shape = (codes.shape[0], codes.shape[1] * 2)
-        elif codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
-            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape)))
+        if codes is not None and len(codes.shape) in {2, 3}:
+            shape = (codes.shape[-2], codes.shape[-1] * 2)
         dtype, notes = assumed_dtype(catalogue)
         if entry is None:
             notes = (*notes, "layout told by shapes alone: the file has no torchao metadata for this layer")
         else:
-            problems += self._check(module, entry, facts, keys)
+            problems += self._check(name, entry, facts, keys)
             found = facts.get("orig_dtype")
-            name = found.get("_data") if isinstance(found, dict) else None
-            dtype, notes = _DTYPES.get(name if isinstance(name, str) else "", dtype), ()
-        return LayerSchema(
-            module=module,
+            told = found.get("_data") if isinstance(found, dict) else None
+            dtype, notes = _DTYPES.get(told if isinstance(told, str) else "", dtype), ()
+        layer = LayerSchema(
+            module=name.removesuffix(".weight"),
             dialect=self.name,
             format=self.format_name,
             keys=keys,
@@ -156,15 +204,19 @@ class _Torchao(Dialect):
             block_size=self.block,
             problems=problems,
             notes=notes,
-            extras=(("dtype", dtype), ("entry", None if entry is None else catalogue.metadata[f"{module}.weight"])),
+            extras=(("dtype", dtype), ("entry", None if entry is None else catalogue.metadata[name])),
             named=entry is not None,
         )
+        if codes is not None and has_experts(catalogue, keys["qdata"]):
+            yield from expert_layers(layer, codes.shape[0], catalogue)
+        else:
+            yield layer
 
     def _check(
-        self, module: str, entry: dict[str, Any], facts: dict[str, Any], keys: Mapping[str, str]
+        self, name: str, entry: dict[str, Any], facts: dict[str, Any], keys: Mapping[str, str]
     ) -> Iterator[Problem]:
         """Yield what is wrong with a metadata entry."""
-        where = f"metadata {module}.weight"
+        where = f"metadata {name}"
         names = entry.get("_tensor_data_names")
         legal = [_ROLES[role] for role in (_ROLES if self.format_name == "nvfp4" else _REQUIRED)]
         if not isinstance(names, list) or not set(_REQUIRED) <= set(map(str, names)) <= set(legal):
@@ -185,40 +237,49 @@ class _Torchao(Dialect):
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
         keys = layer.keys
-        yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
+        codes = catalogue.get(keys["qdata"])
+        experts = codes.shape[:1] if codes is not None and has_experts(catalogue, keys["qdata"]) else ()
+        yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(*experts, None, None))
         shape: tuple[int | None, int | None] = (None, None)
         if layer.shape is not None:
             rows, columns = layer.shape
+            stored = [*experts, rows, columns // 2]
             if columns % self.block:
                 rule = f"[N, K / 2] with K a multiple of {self.block}"
-                yield Problem("shape", keys["qdata"], rule, [rows, columns // 2])
+                yield Problem("shape", keys["qdata"], rule, stored)
+            if self.is_swizzled and experts and tiles(experts[0] * rows, 1)[0] != experts[0] * tiles(rows, 1)[0]:
+                rule = "[E, N, K / 2] where E * N rows fill as many tiles of 128 as E times N, as scales are swizzled"
+                yield Problem("shape", keys["qdata"], rule, stored)
             shape = self.scale_shape(rows, columns, swizzled=self.is_swizzled)
-        yield from self.expect(catalogue, keys["scale"], dtypes={self.scale_dtype}, shape=shape)
-        for role in ("global_scale", "activation_scale"):
-            yield from scalar_problems(catalogue, keys.get(role))
+        yield from self.expect(catalogue, keys["scale"], dtypes={self.scale_dtype}, shape=(*experts, *shape))
+        yield from scalar_problems(catalogue, keys.get("global_scale"), experts=(*experts, 1, 1) if experts else None)
+        yield from scalar_problems(catalogue, keys.get("activation_scale"))
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; swizzled scales are put in order, which copies them."""
         tensors = {role: load(key) for role, key in layer.keys.items()}
         codes, scale = tensors["qdata"], tensors["scale"]
-        rows, columns = codes.shape[0], codes.shape[1] * 2
+        expert = expert_of(layer)
+        rows, columns = codes.shape[-2], codes.shape[-1] * 2
         if self.is_swizzled:
-            scale = linear_from_swizzled(scale, rows, columns // self.block)
+            scale = linear_from_swizzled(scale, rows, columns // self.block, rows * (expert or 0))
+        elif expert is not None:
+            scale = scale[expert]
         kind = ScaleKind.E8M0
         if self.format_name == "nvfp4":
             kind = ScaleKind.E4M3_MUL if "global_scale" in tensors else ScaleKind.E4M3
         extras = dict(layer.extras)
         weight = PackedWeight(
             format=find_format(self.format_name),
-            qdata=codes,
+            qdata=codes if expert is None else codes[expert],
             scale=scale,
             out_features=rows,
             in_features=columns,
             block_size=self.block,
             scale_kind=kind,
             packing=Packing.LOW_FIRST,
-            global_scale=tensors.get("global_scale"),
-            activation_scale=tensors.get("activation_scale"),
+            global_scale=own_number(tensors.get("global_scale"), expert),
+            activation_scale=own_number(tensors.get("activation_scale"), expert),
             dtype=extras["dtype"],
             name=layer.module,
             dialect=self.name,
@@ -230,6 +291,9 @@ class _Torchao(Dialect):
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         """Return the tensors and the metadata entry that ``unflatten_tensor_state_dict`` takes.
+
+        An expert becomes a matrix of its own, ``<parameter>.<expert>.weight``, which reads as the same weight under the
+        same name: one weight does not say what the others are, and layers are written one at a time.
 
         Raises:
             DialectError: Another format, scale levels that would have to be rounded, or any feature.
