@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from sharing import MODES
 
 import q4core as q4
+from q4core.mutable import MutableMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,3 +47,16 @@ def dense_file(tmp_path: Path) -> Path:
     path = tmp_path / "dense.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
+def mode(request: pytest.FixtureRequest) -> MutableMode:
+    """Return each mode in turn."""
+    return MutableMode(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Give a pool whose threads are joined at the end."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        yield pool

@@ -21,6 +21,9 @@ from q4core.cli.app import build_app
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
+# -- the command itself
+
+
 def test_version_names_what_matters() -> None:
     """``--version`` says the versions of q4core, torch and Python on one line."""
     result = CliRunner().invoke(build_app(q4.Registry([])), ["--version"])
@@ -104,6 +107,9 @@ def test_plugins_add_commands_and_can_take_none_away(capsys: pytest.CaptureFixtu
     assert runner.invoke(app, ["hello"]).output == "hello\n"
     assert "impostor" not in runner.invoke(app, ["doctor", "--help"]).output
     assert runner.invoke(app, ["broken"]).exit_code != 0
+
+
+# -- the documentation
 
 
 COMMANDS: dict[str, list[str]] = {

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharing import LONG, MODES, Held, content_of, failing_block, until
+from sharing import LONG, Held, content_of, failing_block, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, MutableTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
-def mode(request: pytest.FixtureRequest) -> MutableMode:
-    """Return each mode in turn."""
-    return MutableMode(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Give a pool whose threads are joined at the end."""
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        yield pool
+    import concurrent.futures
+    from collections.abc import Callable
 
 
 # -- what a reader holds

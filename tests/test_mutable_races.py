@@ -15,26 +15,13 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from linearizability import Recorder, violations
-from sharing import LONG, MODES
+from sharing import LONG
 
 import q4core as q4
 from q4core.mutable import MutableMode, MutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
-def mode(request: pytest.FixtureRequest) -> MutableMode:
-    """Return each mode in turn."""
-    return MutableMode(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Give a pool whose threads are joined at the end."""
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 # -- races
