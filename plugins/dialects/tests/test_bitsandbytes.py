@@ -183,13 +183,14 @@ def test_shape_must_fit_the_bytes() -> None:
     assert ("shape", "proj.weight") in _problems(tensors)
 
 
-def test_weights_of_three_dimensions_are_unsupported() -> None:
-    """A 3-D weight is listed with the reason; it is neither a layer nor dense."""
+@pytest.mark.parametrize("shape", [[768], [1, 2, 3, 128]])
+def test_weights_of_other_dimensions_are_unsupported(shape: list[int]) -> None:
+    """A weight of neither 2 nor 3 dimensions is listed with the reason; it is neither a layer nor dense."""
     tensors = _layer()
-    tensors[STATE] = _text({**json.loads(bytes(tensors[STATE].tolist())), "shape": [2, 3, 128]})
+    tensors[STATE] = _text({**json.loads(bytes(tensors[STATE].tolist())), "shape": shape})
     schema = q4.detect({**tensors, "norm.weight": torch.ones(2)})
     assert schema is not None
-    assert [(problem.key, problem.value) for problem in schema.unsupported] == [("proj", [2, 3, 128])]
+    assert [(problem.key, problem.value) for problem in schema.unsupported] == [("proj", shape)]
     assert (list(schema.layers), schema.dense) == ([], ("norm.weight",))
 
 

@@ -67,12 +67,6 @@ LAYERS: dict[str, dict[str, torch.Tensor]] = {
         "proj.alpha": _of(torch.float32, 1),
     },
     "fp8": {"proj.weight": _of(F8, 16, 64), "proj.weight_scale": torch.ones(()), "proj.input_scale": torch.ones(())},
-    "bitsandbytes experts": {
-        "proj": _of(U8, 512, 1),
-        "proj.absmax": _of(torch.float32, 16),
-        "proj.quant_map": _of(torch.float32, 16),
-        "proj.quant_state.bitsandbytes__nf4": _of(U8, 20),
-    },
 }
 
 

@@ -4,8 +4,12 @@
 same bytes viewed as a float dtype; ``<module>.weight.*`` hold block scales (``absmax``), the code book and a JSON text
 with block size, dtype and shape. Blocks run over the flattened weight and may straddle rows.
 
+A parameter of any name whose shape is [E, N, K] holds experts, flattened as one: ``<module>.<name>`` and
+``<module>.<name>.*``.
+
 Reference:
-    bitsandbytes 0.50.2: functional.py (QuantState.as_dict, from_dict), nn/modules.py (Linear4bit).
+    bitsandbytes 0.50.2: functional.py (QuantState.as_dict, from_dict), nn/modules.py (Linear4bit),
+        nn/parametrize.py (replace_parameter_4bit).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
+from q4_dialects.experts import expert_layers, expert_of
 from q4core import (
     BlockOrder,
     Catalogue,
@@ -39,20 +44,19 @@ if TYPE_CHECKING:
 
 __all__ = ["BitsAndBytes"]
 
-_STATE = "weight.quant_state.bitsandbytes__"
+_STATE = "quant_state.bitsandbytes__"
 _KINDS = ("fp4", "nf4")
-_SUFFIXES = {
-    "qdata": "weight",
-    "scale": "weight.absmax",
-    "codebook": "weight.quant_map",
-    "nested_scale": "weight.nested_absmax",
-    "nested_codebook": "weight.nested_quant_map",
+_SIDE = {
+    "scale": "absmax",
+    "codebook": "quant_map",
+    "nested_scale": "nested_absmax",
+    "nested_codebook": "nested_quant_map",
 }
 _NESTED = ("nested_scale", "nested_codebook")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _STORAGE = {torch.uint8, *_DTYPES.values()}
 _MAX_FEATURES = 2**31 - 1
-_RANK = 2
+_MATRIX, _EXPERTS = 2, 3
 _MOST_FLOAT32 = 2**128
 
 
@@ -141,19 +145,24 @@ class BitsAndBytes(Dialect):
     formats: ClassVar[frozenset[str]] = frozenset(_KINDS)
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module with any side tensor of bitsandbytes."""
-        marks = [suffix for role, suffix in _SUFFIXES.items() if role != "qdata"]
-        for module in catalogue.modules_with(*marks, *(f"{_STATE}{kind}" for kind in _KINDS)):
-            yield self._layer(module, catalogue)
+        """Yield each module with any side tensor of bitsandbytes, and each expert of a parameter with a JSON text."""
+        states = [f"{_STATE}{kind}" for kind in _KINDS]
+        for module in catalogue.modules_with(*(f"weight.{suffix}" for suffix in (*_SIDE.values(), *states))):
+            yield from self._layers(f"{module}.weight", catalogue)
+        for parameter in catalogue.modules_with(*states):
+            if parameter.rpartition(".")[2] != "weight":
+                yield from self._layers(parameter, catalogue)
 
-    def _layer(self, module: str, catalogue: Catalogue) -> LayerSchema:
-        below = catalogue.children(module)
+    def _layers(self, parameter: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield the one layer of a matrix, or one for each expert of a parameter."""
+        below = catalogue.children(parameter)
         states = [suffix for suffix in below if suffix.startswith(_STATE)]
         kinds = [suffix.removeprefix(_STATE) for suffix in states if suffix.removeprefix(_STATE) in _KINDS]
         kind = kinds[0] if kinds else "nf4"
-        keys = {role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role not in _NESTED}
-        keys["quant_state"] = f"{module}.{_STATE}{kind}"
-        problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), f"{_STATE}{kind}")))
+        keys = {"qdata": parameter}
+        keys |= {role: f"{parameter}.{suffix}" for role, suffix in _SIDE.items() if role not in _NESTED}
+        keys["quant_state"] = f"{parameter}.{_STATE}{kind}"
+        module, problems = self._strangers(parameter, kind, states, catalogue)
         state, problem = self._state(catalogue, keys["quant_state"], kind)
         if problem is not None:
             problems.append(problem)
@@ -162,17 +171,16 @@ class BitsAndBytes(Dialect):
             is_nested = state.nested_block_size is not None
         else:
             is_nested = absmax is not None and absmax.dtype == torch.uint8
-        present = [role for role in _NESTED if _SUFFIXES[role] in below]
-        keys |= {role: f"{module}.{_SUFFIXES[role]}" for role in (_NESTED if is_nested else present)}
+        present = [role for role in _NESTED if _SIDE[role] in below]
+        keys |= {role: f"{parameter}.{_SIDE[role]}" for role in (_NESTED if is_nested else present)}
         if present and not is_nested:
             rule = "absent, as the layer's JSON names no second level"
             problems += [Problem("unknown_key", keys[role], rule) for role in present]
-        shape = None
-        if state is not None and len(state.shape) == _RANK:
-            shape = (state.shape[0], state.shape[1])
-        elif state is not None:
-            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(state.shape)))
-        return LayerSchema(
+        shape = None if state is None else _matrix_of(state, is_weight=module != parameter)
+        if isinstance(shape, str):
+            problems.append(Problem("unsupported", module, shape, list(state.shape) if state else None))
+            shape = None
+        layer = LayerSchema(
             module=module,
             dialect=self.name,
             format=kind,
@@ -183,6 +191,22 @@ class BitsAndBytes(Dialect):
             extras=(("state", state),),
             named=True,
         )
+        if state is not None and len(state.shape) == _EXPERTS:
+            yield from expert_layers(layer, state.shape[0], catalogue)
+        else:
+            yield layer
+
+    @staticmethod
+    def _strangers(parameter: str, kind: str, states: list[str], catalogue: Catalogue) -> tuple[str, list[Problem]]:
+        """Return the layer's name, and the scale-like tensors beside it that are no part of it."""
+        holder, _, name = parameter.rpartition(".")
+        parts = (*_SIDE.values(), f"{_STATE}{kind}")
+        if name == "weight":
+            known = ("bias", "weight", *(f"weight.{part}" for part in parts))
+            return holder, list(catalogue.unknown_scales(holder, known))
+        rule = f"one that the dialect knows ({', '.join(sorted(parts))})"
+        others = [Problem("unknown_key", f"{parameter}.{state}", rule) for state in states if state not in parts]
+        return parameter, [*catalogue.unknown_scales(parameter, parts), *others]
 
     @staticmethod
     def _state(catalogue: Catalogue, key: str, kind: str) -> tuple[State | None, Problem | None]:
@@ -223,8 +247,10 @@ class BitsAndBytes(Dialect):
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; blocks that do not straddle rows are stored by row.
 
+        Scales of two levels are resolved to float32 for an expert in the middle of a second-level block.
+
         Raises:
-            DialectError: The JSON text is malformed.
+            DialectError: The JSON text is malformed, or speaks of a shape that can't be read.
         """
         keys = layer.keys
         try:
@@ -232,7 +258,11 @@ class BitsAndBytes(Dialect):
         except _BadStateError as error:
             rule, value = error.args
             raise DialectError(f"layer {layer.module!r}", name="quant_state", rule=rule, value=value) from error
-        rows, columns = state.shape
+        expert = expert_of(layer)
+        if len(state.shape) != (_MATRIX if expert is None else _EXPERTS):
+            rule = "of 2 dimensions, or of 3 for experts that were told apart by their JSON text"
+            raise DialectError(f"layer {layer.module!r}", name="shape", rule=rule, value=list(state.shape))
+        rows, columns = math.prod(state.shape[:-1]), state.shape[-1]
         kind = find_format(state.kind)
         by_row = columns % state.block_size == 0
         stored, absmax, table = load(keys["qdata"]), load(keys["scale"]), load(keys["codebook"])
@@ -252,7 +282,7 @@ class BitsAndBytes(Dialect):
                 "nested_offset": torch.tensor(state.nested_offset, dtype=torch.float32),
                 "nested_block_size": state.nested_block_size,
             }
-        return PackedWeight(
+        weight = PackedWeight(
             format=kind,
             qdata=codes.view(rows, -1) if by_row else codes,
             scale=absmax.view(rows, -1) if by_row else absmax,
@@ -268,9 +298,13 @@ class BitsAndBytes(Dialect):
             notes=(*layer.notes, *notes),
             **levels,
         )
+        return weight if expert is None else _cut(weight, expert, state.shape[1])
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         """Return the tensors that ``Linear4bit`` and ``QuantState.from_dict`` take.
+
+        An expert becomes a matrix of its own, ``<parameter>.<expert>.weight``, which reads as the same weight under the
+        same name: one weight does not say what the others are, and layers are written one at a time.
 
         Raises:
             DialectError: Another format or scale kind, blocks that start anew in each row and do not fill it, or
@@ -303,7 +337,7 @@ class BitsAndBytes(Dialect):
             "weight": codes.reshape(-1, 1),
             "weight.absmax": scale if is_nested else scale.to(torch.float32),
             "weight.quant_map": table.to(torch.float32),
-            f"{_STATE}{state.kind}": torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8),
+            f"weight.{_STATE}{state.kind}": torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8),
         }
         if weight.nested_scale is not None and weight.nested_codebook is not None:
             tensors["weight.nested_absmax"] = weight.nested_scale.to(torch.float32)
@@ -327,6 +361,37 @@ class BitsAndBytes(Dialect):
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": list(unquantised) or None,
         }
+
+
+def _matrix_of(state: State, *, is_weight: bool) -> tuple[int, int] | str:
+    """Return the shape of the weight, or of each expert's; else the rule that it breaks."""
+    if len(state.shape) == _MATRIX and is_weight:
+        return state.shape[0], state.shape[1]
+    if len(state.shape) != _EXPERTS:
+        return "of 2 dimensions, or of 3 for experts" if is_weight else "of 3 dimensions, as only experts are read so"
+    _, rows, columns = state.shape
+    if rows * columns % state.block_size:
+        return f"[E, N, K] with N * K a multiple of the block size {state.block_size}, so that no two experts share one"
+    return rows, columns
+
+
+def _cut(weight: PackedWeight, expert: int, rows: int) -> PackedWeight:
+    """Return the rows of one expert, whose blocks are all its own."""
+    if weight.blocks is BlockOrder.ROW:
+        return weight.narrow(0, expert * rows, rows)
+    codes = rows * weight.in_features
+    count = codes // weight.block_size
+    first = expert * count
+    blocks = slice(first, first + count)
+    changes: dict[str, Any] = {"scale": weight.scale[blocks]}
+    if weight.nested_scale is not None and first % weight.nested_block_size:
+        changes = {"scale": weight.resolved_scale(blocks), "scale_kind": ScaleKind.PLAIN}
+        changes |= dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset"))
+    elif weight.nested_scale is not None:
+        start = first // weight.nested_block_size
+        changes["nested_scale"] = weight.nested_scale[start : start + -(-count // weight.nested_block_size)]
+    qdata = weight.qdata[expert * codes // 2 : (expert + 1) * codes // 2]
+    return attrs.evolve(weight, qdata=qdata, out_features=rows, **changes)
 
 
 def _bits(table: torch.Tensor) -> torch.Tensor:

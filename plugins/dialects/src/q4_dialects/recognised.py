@@ -105,8 +105,6 @@ _ROWS = (
     _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale_weight": ()}, also=("scale_input",)),
     _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale": ()}),
 )
-_EXPERT_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
-_EXPERT_SIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", *_EXPERT_STATES)
 _FUSED = ("gate_up_proj", "down_proj")
 
 
@@ -122,7 +120,6 @@ class Recognised(Dialect):
         for module, dialect, keys in (
             *_by_table(catalogue),
             *_by_metadata(catalogue),
-            *_expert_parameters(catalogue),
             *_fused_experts(catalogue),
         ):
             if module in seen:
@@ -203,16 +200,6 @@ def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str
         keys = {"qdata" if key == f"{head}qdata" else key.removeprefix(head): key for key in found}
         if keys:
             yield layer, f"torchao {kind}", keys
-
-
-def _expert_parameters(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield bitsandbytes parameters that are not called ``weight``, such as fused experts."""
-    for parameter in catalogue.modules_with(*_EXPERT_STATES):
-        if parameter.rpartition(".")[2] != "weight":
-            keys = {suffix: f"{parameter}.{suffix}" for suffix in _EXPERT_SIDE if f"{parameter}.{suffix}" in catalogue}
-            if parameter in catalogue:
-                keys["qdata"] = parameter
-            yield parameter, "bitsandbytes experts", keys
 
 
 def _fused_experts(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
