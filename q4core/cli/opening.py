@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from q4core import api
+from q4core.checkpoint.access import require_regular
 from q4core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -24,15 +25,7 @@ def input_path(file: str) -> Path:
         hint = "A checkpoint is mapped into memory, which a pipe can't be; save it to a file first."
         raise CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value=file, hint=hint)
     path = Path(file)
-    try:
-        path.stat()
-        is_ordinary = path.is_file() or path.is_dir()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        rule = "a file or folder that is there and can be read"
-        raise CheckpointError("checkpoint", name="FILE", rule=rule, value=reason, where=file) from error
-    if not is_ordinary:  # a pipe or a device would wait for ever
-        raise CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value="something else", where=file)
+    require_regular(path, or_folder=True)
     return path
 
 

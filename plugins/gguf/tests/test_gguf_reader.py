@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import gguf
@@ -13,6 +14,7 @@ import q4core as q4
 from q4_gguf import GgufReader
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
+from q4_gguf.views import map_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,6 +100,15 @@ def test_recognised_by_its_first_bytes(small_gguf: Path, tmp_path: Path) -> None
     assert not reader.recognises(other)
     assert not reader.recognises(tmp_path / "none")
     assert not reader.recognises(tmp_path)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """A named pipe, which would wait for a writer, is neither recognised nor mapped."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert not GgufReader().recognises(pipe)
+    with pytest.raises(q4.CheckpointError, match="regular file"):
+        map_file(pipe)
 
 
 def test_there_are_no_options(small_gguf: Path) -> None:

@@ -103,8 +103,10 @@ class GgufReader:
     name = "gguf"
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the file starts with ``GGUF``."""
+        """Return whether the path is a file that starts with ``GGUF``."""
         try:
+            if not path.is_file():  # opening a pipe would wait for ever
+                return False
             with path.open("rb") as file:
                 return file.read(4) == b"GGUF"
         except OSError:

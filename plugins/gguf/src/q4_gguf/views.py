@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import sys
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
     """
     where = os.fspath(path)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # any path-like; opening a pipe would wait for ever
+            raise CheckpointError("GGUF file", name="path", rule="a regular file", value="something else", where=where)
         with open(path, "rb") as file:  # noqa: PTH123  # any path-like
             size = os.fstat(file.fileno()).st_size
             if size < _SMALLEST_HEADER_BYTES:

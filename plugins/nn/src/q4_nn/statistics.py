@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -19,6 +21,10 @@ __all__ = ["Statistics", "collect_statistics", "peak_resident_bytes", "print_sta
 
 def peak_resident_bytes() -> int | None:
     """Return the most memory that this process has ever had resident, mapped files included; None where unknown."""
+    with contextlib.suppress(OSError):  # Linux; ru_maxrss would begin at the peak of the process that started this one
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     try:
         import resource  # noqa: PLC0415  # not on Windows
     except ImportError:
