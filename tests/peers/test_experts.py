@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -116,3 +117,69 @@ def test_bitsandbytes(
     _check(path, "experts.w1", portable(packed, state, dtype), same_bits)
     if k % 64 == 0 or k % 16:  # elsewhere the kernels behind the public call are wrong on some CPUs
         _check(path, "experts.w1", functional.dequantize_4bit(packed, state), same_bits, is_zero_signed=False)
+
+
+@pytest.fixture
+def exported(peer: Callable[[str], ModuleType]) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a function that calibrates Llama 4's experts with ModelOpt, and exports them as it does."""
+    modelopt = peer("modelopt.torch.quantization")
+    export = peer("modelopt.torch.export.unified_export_hf")
+    squeezed = peer("modelopt.torch.export.quant_utils")._maybe_squeeze_scale
+    llama = peer("transformers.models.llama4.modeling_llama4")
+    config = peer("transformers").Llama4TextConfig
+
+    def run(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        experts, hidden, width = weights["gate_up_proj"].shape
+        facts = {"hidden_size": hidden, "intermediate_size": width // 2, "num_local_experts": experts}
+        model = torch.nn.Module()
+        model.experts = llama.Llama4TextExperts(config(**facts))
+        for name, weight in weights.items():
+            setattr(model.experts, name, torch.nn.Parameter(weight.clone()))
+        x = torch.randn(4 * experts, hidden, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            modelopt.quantize(model, modelopt.NVFP4_DEFAULT_CFG, lambda model: model.experts(x))
+            for name in weights:
+                export._export_quantized_weight(model.experts, weight.dtype, name)
+        state = {name: tensor for name, tensor in model.state_dict().items() if "_quantizer" not in name}
+        return {name: squeezed(name, tensor) for name, tensor in state.items()}
+
+    return run
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("experts", "hidden", "width"), [(3, 64, 32), (1, 32, 48), (2, 96, 64)])
+def test_modelopt(
+    experts: int,
+    hidden: int,
+    width: int,
+    dtype: torch.dtype,
+    each: bool,
+    exported: Callable[..., dict[str, torch.Tensor]],
+    peer: Callable[[str], ModuleType],
+    dense: Callable[..., torch.Tensor],
+    on_disk: Callable[..., Path],
+    same_bits: Callable[..., None],
+) -> None:
+    """Each expert that ModelOpt exported has the bits of ModelOpt's tensor, turned back as its exporter turned it."""
+    tensor_type = peer("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    turned = peer("modelopt.torch.export.quant_utils").maybe_transpose_expert_weight_dimensions
+    weights = {
+        "gate_up_proj": _experts(dense, experts, hidden, 2 * width, dtype),
+        "down_proj": _experts(dense, experts, width, hidden, dtype),
+    }
+    stored = exported(weights)
+    config = {"quantization_config": {"quant_method": "modelopt"}, "dtype": str(dtype).removeprefix("torch.")}
+    for name, weight in weights.items():
+        own = {key: tensor for key, tensor in stored.items() if f".{name}" in key}
+        codes, scale, total = (own[f"experts.{name}{part}"] for part in ("", "_weight_scale", "_weight_scale_2"))
+        if each:  # which the exporter's code allows, and its calibration does not give
+            total = own[f"experts.{name}_weight_scale_2"] = total * torch.arange(1.0, experts + 1)
+        packed, scales = turned(codes, scale.reshape(experts, -1, scale.shape[-1]))
+        theirs = tensor_type(weight.transpose(1, 2).shape, dtype, packed)
+        expected = theirs.dequantize(dtype, scale=scales, double_scale=total.reshape(-1, 1, 1), block_sizes={-1: 16})
+        if not each:  # half a step of E2M1 is a sixth of a block's largest magnitude, and e4m3 rounds by a sixteenth
+            error = (expected.transpose(1, 2) - weight).abs().amax((1, 2))
+            assert bool((error < weight.abs().amax((1, 2)) / 5).all())
+        _check(on_disk(own, config=config), f"experts.{name}", expected, same_bits, is_zero_signed=False)

@@ -82,15 +82,6 @@ def test_known_dialect_is_named(dialect: str) -> None:
     assert set(schema.dense) == {"proj.bias", "norm.weight"}
 
 
-def test_fused_experts_of_modelopt_are_named() -> None:
-    """3-D experts, whose scales are named after the parameter, are listed."""
-    name = "layers.0.experts.gate_up_proj"
-    schema = q4.detect({name: _of(U8, 2, 32, 16), f"{name}_weight_scale": _of(F8, 2, 4, 16)})
-    assert schema is not None
-    assert [problem.key for problem in schema.unsupported] == [name]
-    assert schema.dense == ()
-
-
 @pytest.mark.parametrize(
     "tensors",
     [

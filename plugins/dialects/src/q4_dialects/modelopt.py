@@ -2,7 +2,7 @@
 
 ``<module>.weight`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row; ``weight_scale_2``
 float32 [] multiplies; optional ``input_scale`` (static activation scale) and ``pre_quant_scale`` [K] (multiplies the
-input). ComfyUI has the same keys with the other nibble order: see comfyui.py.
+input). ComfyUI has the same keys with the other nibble order: see comfyui.py. Experts: see modelopt_experts.py.
 
 Reference:
     nvidia-modelopt 0.47.0: torch/quantization/qtensor/nvfp4_tensor.py, torch/export/unified_export_hf.py.
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from q4_dialects.experts import expert_layers, expert_of, own_number
+from q4_dialects.modelopt_experts import expert_keys, expert_problems, key_problems, nvfp4_experts, one_expert
 from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
@@ -72,6 +74,27 @@ class ModelOptNvfp4(Dialect):
                 continue
             if named or fits_rows(module, catalogue) or not fits_tiles(module, catalogue):
                 yield self._layer(module, catalogue, named=named)
+        for name in nvfp4_experts(catalogue):
+            yield from self._experts(name, catalogue, named=named)
+
+    def _experts(self, name: str, catalogue: Catalogue, *, named: bool) -> Iterator[LayerSchema]:
+        """Yield a layer for each expert of a parameter."""
+        codes = catalogue.get(name)
+        experts, half, rows = (0, 0, 0) if codes is None else codes.shape
+        dtype, notes = assumed_dtype(catalogue)
+        layer = LayerSchema(
+            module=name,
+            dialect=self.name,
+            format="nvfp4",
+            keys=expert_keys(name, catalogue),
+            shape=None if codes is None else (rows, half * 2),
+            block_size=BLOCK,
+            problems=key_problems(name, catalogue),
+            notes=notes,
+            extras=(("dtype", dtype), ("are_experts", True)),
+            named=named,
+        )
+        yield from expert_layers(layer, experts, catalogue)
 
     def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
         below = catalogue.children(module)
@@ -105,6 +128,9 @@ class ModelOptNvfp4(Dialect):
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
         keys = layer.keys
+        if dict(layer.extras).get("are_experts"):
+            yield from expert_problems(self, layer, catalogue)
+            return
         yield from codes_problems(self, layer, catalogue)
         rows, columns = layer.shape or (None, None)
         blocks = None if columns is None else columns // BLOCK
@@ -116,18 +142,21 @@ class ModelOptNvfp4(Dialect):
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight, all of it as views."""
         tensors = {role: load(key) for role, key in layer.keys.items()}
-        codes = tensors["qdata"]
+        codes, scale = tensors["qdata"], tensors["scale"]
+        expert = expert_of(layer)
+        if expert is not None:
+            codes, scale = one_expert(codes, expert), one_expert(scale, expert)
         return PackedWeight(
             format=find_format("nvfp4"),
             qdata=codes,
-            scale=tensors["scale"],
+            scale=scale,
             out_features=codes.shape[0],
             in_features=codes.shape[1] * 2,
             block_size=BLOCK,
             scale_kind=ScaleKind.E4M3_MUL,
             packing=Packing.LOW_FIRST,
-            global_scale=tensors["global_scale"],
-            activation_scale=tensors.get("activation_scale"),
+            global_scale=own_number(tensors["global_scale"], expert),
+            activation_scale=own_number(tensors.get("activation_scale"), expert),
             input_channel_scale=tensors.get("input_channel_scale"),
             dtype=dict(layer.extras)["dtype"],
             name=layer.module,
@@ -137,6 +166,9 @@ class ModelOptNvfp4(Dialect):
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         """Return the tensors of ModelOpt's export; a single scale level gets the global scale 1.
+
+        An expert becomes a matrix of its own, ``<name>.<expert>.weight``, which reads as the same weight under the same
+        name: one weight does not say what the others are, and layers are written one at a time.
 
         Raises:
             DialectError: Another format, scale levels that would have to be rounded, or features beyond a scale of

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import torch
 
+from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
 from q4_dialects.torchao import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 
@@ -105,7 +106,6 @@ _ROWS = (
     _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale_weight": ()}, also=("scale_input",)),
     _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale": ()}),
 )
-_FUSED = ("gate_up_proj", "down_proj")
 
 
 class Recognised(Dialect):
@@ -203,9 +203,10 @@ def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str
 
 
 def _fused_experts(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield ModelOpt's 3-D experts, whose scales are named after the parameter."""
+    """Yield ModelOpt's experts of formats that are not read; their scales are named after the parameter."""
     suffixes = ("_weight_scale", "_weight_scale_2", "_input_scale")
+    read = set(nvfp4_experts(catalogue))
     for name in list(catalogue.tensors):
-        if name.endswith(_FUSED) and f"{name}_weight_scale" in catalogue:
+        if name.endswith(FUSED) and name not in read and f"{name}_weight_scale" in catalogue:
             keys = {suffix[1:]: name + suffix for suffix in suffixes if name + suffix in catalogue}
             yield name, "modelopt experts", {"qdata": name, **keys}
