@@ -183,3 +183,14 @@ def test_modelopt(
             error = (expected.transpose(1, 2) - weight).abs().amax((1, 2))
             assert bool((error < weight.abs().amax((1, 2)) / 5).all())
         _check(on_disk(own, config=config), f"experts.{name}", expected, same_bits, is_zero_signed=False)
+
+
+def test_compressed_tensors_packs_no_experts(peer: Callable[[str], ModuleType]) -> None:
+    """The package packs no weight of three dimensions; once it does, its experts can be read."""
+    compressor = peer("compressed_tensors.compressors.nvfp4.base").NVFP4PackedCompressor
+    package = peer("compressed_tensors.quantization")
+    weights = package.QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    scheme = package.QuantizationScheme(targets=["Linear"], weights=weights)
+    weight = {"weight": torch.ones(2, 8, 32), "weight_scale": torch.ones(2, 8, 2)}
+    with pytest.raises(ValueError, match="2D"):
+        compressor.compress({**weight, "weight_global_scale": torch.ones(1)}, scheme)

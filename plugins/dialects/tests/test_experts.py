@@ -512,3 +512,15 @@ def test_experts_pass_between_dialects_as_matrices(source: str, target: str, tmp
         tensors, values = _modelopt(3, 32, 64)
         path = _stored(tmp_path / "x.safetensors", tensors)
     _same_after_writing(path, values, target, tmp_path / "again")
+
+
+def test_compressed_tensors_experts_are_refused() -> None:
+    """The package packs matrices only, so that three dimensions have no meaning of its own: named, with the shape."""
+    tensors = {
+        "experts.weight_packed": _random(2, 16, 32),
+        "experts.weight_scale": _random(2, 16, 4, high=127).view(E4M3),
+        "experts.weight_global_scale": torch.ones(2, 1),
+    }
+    ((key, rule, value),) = _refused(tensors)
+    assert (key, value) == ("experts", [2, 16, 32])
+    assert "2 dimensions" in rule

@@ -1,7 +1,8 @@
 """compressed-tensors NVFP4 (``nvfp4-pack-quantized``).
 
 ``<module>.weight_packed`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row;
-``weight_global_scale`` float32 [1] *divides*; optional ``input_global_scale`` float32 [1], a divisor too.
+``weight_global_scale`` float32 [1] *divides*; optional ``input_global_scale`` float32 [1], a divisor too. Experts are
+modules of their own: the package packs matrices only, and what has 3 dimensions is refused.
 
 Reference:
     compressed-tensors 0.20.0: compressors/nvfp4, quantization/lifecycle/forward_helpers.py.
