@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import q4core as q4
 from q4_conformance import Case, backend_cases, core_cases, linear_cases
 from q4_conformance.cases import select_cases, weight_recipes
+from q4_conformance.decoding import decode_codes
+from q4_conformance.oracle import as_given, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.runner import run_case
 from q4_conformance.table import CHECKS, check
 
@@ -99,6 +102,25 @@ def test_a_case_without_a_weight_says_so() -> None:
     """Asking a core case for its weight is an error that names the case."""
     with pytest.raises(LookupError, match="TC-01/detect"):
         _ = core_cases()[0].weight_recipe
+
+
+def test_a_subject_that_writes_to_its_weight_does_not_move_its_target() -> None:
+    """The oracle judges by the bytes that the weight had when the case made it, in every later case of it too."""
+    case = linear_cases(["q4_1"])[0]
+    x = torch.ones(2, case.weight_recipe.k)
+    expected, untouched = exact_linear(case.weight(), x), case.weight_recipe.build()
+    weight = case.weight()
+    weight.qdata.fill_(0x77)
+    weight.scale.mul_(2)
+    for again in (weight, case.weight()):
+        assert np.array_equal(exact_linear(again, x).value, expected.value)
+        assert np.array_equal(exact_linear(again, x).size, expected.size)
+        assert np.array_equal(exact_weight(again), exact_weight(untouched))
+        assert np.array_equal(
+            exact_input_gradient(again, x[:, :48]).value, x[:, :48].double().numpy() @ exact_weight(untouched)
+        )
+        assert torch.equal(as_given(again).qdata, untouched.qdata)
+    assert not np.array_equal(decode_codes(weight), decode_codes(untouched))
 
 
 def test_id_tells_dtype_and_precision() -> None:

@@ -15,7 +15,7 @@ ONLY = [STRUCK, "TC-09/bias"]
 @pytest.mark.parametrize(("target", "outcome"), [("crashing", Outcome.CRASH), ("hanging", Outcome.TIMEOUT)])
 def test_crash_and_hang_are_results(target: str, outcome: Outcome) -> None:
     """The case that meets M = 7 ends so, and the others, which another process takes up, pass."""
-    report = run_isolated(f"q4_conformance.zoo:{target}", ["nf4"], only=ONLY, limit_seconds=15.0)
+    report = run_isolated(f"q4_conformance.zoo:{target}", ["nf4"], only=ONLY, limit_seconds=6.0)
     assert report.missing == ()
     assert not report.passed
     ends = {result.case: result.outcome for result in report.results}

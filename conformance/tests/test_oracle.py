@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import q4core as q4
-from q4_conformance.oracle import decode_codes, decode_scales, exact_linear, exact_weight, term_sizes
+from q4_conformance.decoding import decode_codes, decode_scales
+from q4_conformance.oracle import exact_linear, exact_weight, term_sizes
 from q4_conformance.weights import WeightRecipe
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ def test_right_function_passes() -> None:
     assert _run(function_of(ToyKernel())) is Outcome.PASS
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("x"), MemoryError(), SystemError("y"), KeyError(3)])
-def test_an_exception_is_a_failure_that_says_where(error: Exception) -> None:
-    """Whatever a subject raises is a FAIL with its class and place."""
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), MemoryError(), SystemError("y"), KeyError(3), SystemExit(0)])
+def test_an_exception_is_a_failure_that_says_where(error: BaseException) -> None:
+    """Whatever a subject raises, or exits with, is a FAIL with its class and place."""
 
     def function(*_: object) -> torch.Tensor:
         raise error

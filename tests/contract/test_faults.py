@@ -20,6 +20,7 @@ def test_faulty_backend_is_caught(fault: Fault) -> None:
     caught = [result for result in report.failures() if fault.says in result.message]
     assert caught, report
     assert all(result.outcome is Outcome.FAIL for result in caught)
+    assert all(("probe_failed" in result.message) is not fault.passes_probe for result in caught)
 
 
 @pytest.mark.parametrize("fault", NUMERIC, ids=lambda fault: fault.name)

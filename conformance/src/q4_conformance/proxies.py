@@ -9,7 +9,7 @@ from q4core import Reason, ReasonCode, Verdict
 if TYPE_CHECKING:
     from q4core import Backend, Capabilities, Request
 
-__all__ = ["Proxy", "broken", "unavailable"]
+__all__ = ["Proxy", "broken", "leaving", "unavailable"]
 
 
 class Proxy:
@@ -26,7 +26,7 @@ class Proxy:
         backend: Backend,
         *,
         capabilities: Capabilities | None = None,
-        verdict: Verdict | Exception | None = None,
+        verdict: Verdict | BaseException | None = None,
     ) -> None:
         self._backend = backend
         self._verdict = verdict
@@ -39,7 +39,7 @@ class Proxy:
     def check(self, request: Request) -> Verdict:
         """Answer as told, else as the backend does."""
         self.checks += 1
-        if isinstance(self._verdict, Exception):
+        if isinstance(self._verdict, BaseException):
             raise self._verdict
         return self._backend.check(request) if self._verdict is None else self._verdict
 
@@ -57,3 +57,8 @@ def unavailable(backend: Backend, message: str) -> Proxy:
 def broken(backend: Backend, message: str) -> Proxy:
     """Return the backend as it is where its ``check`` raises."""
     return Proxy(backend, verdict=RuntimeError(message))
+
+
+def leaving(backend: Backend, message: str) -> Proxy:
+    """Return the backend as it is where its ``check`` exits, which must not end the process."""
+    return Proxy(backend, verdict=SystemExit(message))

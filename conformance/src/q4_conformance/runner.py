@@ -42,7 +42,7 @@ def run_case(case: Case, subject: Any) -> CaseResult:
         outcome, message = Outcome.NOT_DECLARED, str(error)
     except NotTestableError as error:
         outcome, message = Outcome.NOT_TESTABLE, str(error)
-    except Exception as error:  # noqa: BLE001  # the subject's code runs here: whatever it raises is a failure
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: whatever it raises, or exits with, is a failure
         place = " < ".join(
             f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from q4_conformance.oracle import judge_by
 from q4_conformance.outcome import FailureError
 from q4core import ActivationPrecision
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_conformance.weights import WeightRecipe
+    from q4core import PackedWeight
 
 __all__ = ["CHECKS", "Case", "check", "expect"]
 
@@ -70,6 +73,21 @@ class Case:
         if self.recipe is None:
             raise LookupError(f"case {self.id} has no weight")
         return self.recipe
+
+    def weight(self) -> PackedWeight:
+        """Return the weight, new each time; the oracle judges by a twin that no subject ever holds.
+
+        Raises:
+            LookupError: The case has none.
+        """
+        weight = self.weight_recipe.build()
+        judge_by(weight, _twin(self.weight_recipe))
+        return weight
+
+
+@functools.lru_cache(maxsize=4)  # the cases of one weight follow each other
+def _twin(recipe: WeightRecipe) -> PackedWeight:
+    return recipe.build()
 
 
 def check(name: str) -> Callable[[Callable[[Case, Any], str]], Callable[[Case, Any], str]]:

@@ -12,7 +12,8 @@ import torch
 
 from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.oracle import decode_codes, decode_scales, exact_weight
+from q4_conformance.decoding import decode_codes, decode_scales
+from q4_conformance.oracle import as_given, exact_weight
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.proxies import Proxy
 from q4_conformance.subject import make_registry
@@ -82,7 +83,7 @@ def _bad_inputs(case: Case, weight: PackedWeight) -> Iterator[tuple[str, Any, di
 @check("refusals")
 def check_refusals(case: Case, subject: BackendSubject) -> str:
     """What does not fit is refused at once by a typed error that names the layer, before any kernel runs."""
-    weight = attrs.evolve(case.weight_recipe.build(), name=_NAME)
+    weight = attrs.evolve(case.weight(), name=_NAME)
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     count = 0
 
@@ -145,10 +146,10 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 @check("export")
 def check_export(case: Case, subject: BackendSubject) -> str:
     """What was prepared is exported as the weight it was, bit for bit, whole and by rows."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     got = layer.module.packed_weight()
-    difference = _same_weight(got, weight)
+    difference = _same_weight(got, as_given(weight))
     expect(difference is None, f"the exported weight differs in its {difference}")
     declared = weight.scale_kind in subject.backend.capabilities.scale_kinds
     expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")
@@ -170,7 +171,7 @@ def check_export(case: Case, subject: BackendSubject) -> str:
 @check("state")
 def check_state(case: Case, subject: BackendSubject) -> str:
     """Saved and loaded again, or copied, a layer gives the same bits; running leaves its state alone."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     bias = torch.linspace(-1, 1, weight.out_features).to(case.dtype)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
     draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows]
@@ -196,7 +197,7 @@ def check_state(case: Case, subject: BackendSubject) -> str:
 @check("undeclared")
 def check_undeclared(case: Case, subject: BackendSubject) -> str:
     """A feature that is taken out of the manifest is refused by the core; the backend is not even asked."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     subject.require_declared(subject.request(weight, dtype=case.dtype))
     needed = sorted(weight.features | {Feature.GRADIENTS}, key=str)
     if Feature.GRADIENTS not in subject.backend.capabilities.features:
@@ -221,7 +222,7 @@ def check_undeclared(case: Case, subject: BackendSubject) -> str:
 @check("record")
 def check_record(case: Case, subject: BackendSubject) -> str:
     """The record says truly which path ran how often, for every range of M."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     segments = layer.diagnostics().segments
     wanted = [0] * len(segments)
@@ -243,7 +244,7 @@ def check_record(case: Case, subject: BackendSubject) -> str:
 @check("kind")
 def check_kind(case: Case, subject: BackendSubject) -> str:
     """A path that says KERNEL makes no dense weight, neither whole nor in slices."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     if not serves_kernels(subject, case, weight):
         raise NotDeclaredError("no kernel path for every M is offered")
     layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)

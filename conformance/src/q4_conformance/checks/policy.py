@@ -10,7 +10,7 @@ import torch
 
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.proxies import Proxy, broken, unavailable
+from q4_conformance.proxies import Proxy, broken, leaving, unavailable
 from q4_conformance.recording import Recording, recorded, unique
 from q4_conformance.subject import BackendLayer, BackendSubject, make_registry, reference_backend
 from q4_conformance.table import check, expect
@@ -46,7 +46,7 @@ def serves_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) ->
     subject.require_declared(request)
     try:
         paths = tuple(path for path in subject.kernel_paths(request) if path.precision in _EXACT)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise FailureError(f"check raised {type(error).__name__}: {error}") from error
     covered = all(any(path.covers(rows) for path in paths) for rows in _SAMPLE_ROWS)
     return paths if covered and any(path.m[1] is None for path in paths) else ()
@@ -68,7 +68,7 @@ def _run(layer: BackendLayer, case: Case, weight: PackedWeight) -> None:
 @check("override")
 def check_override(case: Case, subject: BackendSubject) -> str:
     """Each compute path that the backend can serve is served by it, and the record says so."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     policies = [ComputePath.AUTO]
     if serves_kernels(subject, case, weight):
         policies += [ComputePath.KERNEL_ONLY, ComputePath.KERNEL_OR_FALLBACK]
@@ -92,7 +92,7 @@ def check_override(case: Case, subject: BackendSubject) -> str:
 @check("unavailable")
 def check_unavailable(case: Case, subject: BackendSubject) -> str:
     """Without its native part: KERNEL_ONLY is an error with the reasons, KERNEL_OR_FALLBACK the reference with one."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     _require_kernels(subject, case, weight)
     message = unique("the native library is missing")
     registry = make_registry(unavailable(subject.backend, message))
@@ -123,7 +123,7 @@ def check_unavailable(case: Case, subject: BackendSubject) -> str:
 @check("cuda_only")
 def check_cuda_only(case: Case, subject: BackendSubject) -> str:
     """A backend for CUDA alone, asked to run on the CPU, is refused at once with its reasons, never replaced."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     subject.require_declared(subject.request(weight, dtype=case.dtype))
     manifest = attrs.evolve(subject.backend.capabilities, devices=frozenset({"cuda"}))
     for override, with_reference in ((subject.name, True), (subject.name, False), (None, False)):
@@ -143,8 +143,12 @@ def check_cuda_only(case: Case, subject: BackendSubject) -> str:
     return "by override, with and without the reference; alone installed"
 
 
-_AVAILABILITIES = ("available", "refused", "broken", "absent")
-_CODES = {"refused": ReasonCode.NOT_BUILT, "broken": ReasonCode.PLUGIN_ERROR}
+_AVAILABILITIES = ("available", "refused", "broken", "leaving", "absent")
+_CODES = {
+    "refused": ReasonCode.NOT_BUILT,
+    "broken": ReasonCode.PLUGIN_ERROR,
+    "leaving": ReasonCode.PLUGIN_ERROR,
+}
 
 
 @attrs.frozen
@@ -184,7 +188,7 @@ def _expected(  # noqa: PLR0911  # one return per rule of the contract
 @check("mix")
 def check_mix(case: Case, subject: BackendSubject) -> str:
     """Diagnostics are complete and true in every mix of override, compute path and availability."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     _require_kernels(subject, case, weight)
     reference = reference_backend().name
     if subject.name == reference:
@@ -196,6 +200,7 @@ def check_mix(case: Case, subject: BackendSubject) -> str:
             "available": (subject.backend,),
             "refused": (unavailable(subject.backend, message),),
             "broken": (broken(subject.backend, message),),
+            "leaving": (leaving(subject.backend, message),),
             "absent": (),
         }[availability]
         registry = make_registry(*stands, reference_backend())

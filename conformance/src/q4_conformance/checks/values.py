@@ -84,14 +84,14 @@ def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | 
 @check("values")
 def check_values(case: Case, subject: Subject) -> str:
     """Every element of every draw lies within the bound."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     return _sweep(case, subject.layer(weight, dtype=case.dtype, precision=case.precision), weight, None)
 
 
 @check("bias")
 def check_bias(case: Case, subject: Subject) -> str:
     """The same with a bias, which is added before the one rounding."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     bias = make_bias(case, weight)
     return _sweep(case, subject.layer(weight, bias, dtype=case.dtype, precision=case.precision), weight, bias)
 
@@ -108,7 +108,7 @@ def _is_about_shape(error: BackendUnavailableError) -> bool:
 @check("awkward")
 def check_awkward(case: Case, subject: Subject) -> str:
     """Awkward shapes and addresses are refused with a typed reason, or computed right."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     try:
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     except FailureError as error:
@@ -124,7 +124,7 @@ def check_awkward(case: Case, subject: Subject) -> str:
 @check("gradient")
 def check_gradient(case: Case, subject: Subject) -> str:
     """The gradient to the input is there and exact: grad @ w, by the oracle's weight."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
     worst = 0.0
     for rows in case.rows:
@@ -146,7 +146,7 @@ def check_gradient(case: Case, subject: Subject) -> str:
 @check("non_finite")
 def check_non_finite(case: Case, subject: Subject) -> str:
     """NaN or infinity in one row of x makes that row non-finite, and leaves the others right."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     for value in (float("nan"), float("inf"), float("-inf")):
         for rows in (3, 40):
@@ -165,7 +165,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
 @check("noise")
 def check_noise(case: Case, subject: Subject) -> str:
     """Free-range activations: the mean square error is what the precision's quantiser makes."""
-    weight = case.weight_recipe.build()
+    weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     worst = 0.0
     for rows in case.rows:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.zoo import conduct, numbers
+from q4_conformance.zoo import boundary, conduct, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,14 +154,28 @@ FAULTS: tuple[Fault, ...] = tuple(
             numbers.HiddenInt8,
             "nf4",
             "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
-            {"says": "out_of_bound"},
+            _SEEN_BY_PROBE,
+        ),
+        (
+            "hidden-int8-unprobed",
+            numbers.HiddenInt8Between,
+            "nf4",
+            "EX-01/noise/nf4-plain-high_first-48x256b64-s0/float32/exact",
+            {"says": "noisy"},
+        ),
+        (
+            "hidden-int8-in-bfloat16",
+            numbers.HiddenInt8Between,
+            "nf4",
+            "EX-01/rows/nf4-plain-high_first-48x256b64-s0/bfloat16/exact",
+            {"says": "M = 127: out_of_bound"},
         ),
         (
             "rounds-input",
             numbers.RoundsInput,
             "nf4",
             "TC-09/values/nf4-plain-high_first-48x256b64-s0/float32",
-            {"says": "out_of_bound"},
+            _SEEN_BY_PROBE,
         ),
         ("silences-nan", conduct.SilencesNan, "nf4", "EX-10/non-finite", {"says": "finite numbers"}),
         ("mutates-input", conduct.MutatesInput, "nf4", "EX-08/unmodified", {"says": "the input"}),
@@ -176,9 +190,31 @@ FAULTS: tuple[Fault, ...] = tuple(
             {"says": "elements were made", **_WITH_CORE},
         ),
         ("hidden-dense-native", conduct.DenseNative, "nf4", "EX-14/kind", {"says": "memory peaked", **_WITH_CORE}),
-        ("wrong-gradient", conduct.WrongExport, "q4_0", "EX-05/gradient", {"says": "gradient", **_WITH_CORE}),
-        ("wrong-export", conduct.WrongExport, "q4_0", "EX-16/export", {"says": "scales", **_WITH_CORE}),
-        ("collapses-levels", conduct.CollapsesLevels, "nvfp4", "EX-16/export", {"says": "collapsed", **_WITH_CORE}),
+        (
+            "wrong-gradient",
+            boundary.WrongExportLater,
+            "q4_0",
+            "EX-05/gradient/q4_0-plain-half_split32-48x256b32-s0/float32/exact",
+            {"says": "gradient: ", **_WITH_CORE},
+        ),
+        ("wrong-export", boundary.WrongExport, "q4_0", "EX-16/export", {**_SEEN_BY_PROBE, **_WITH_CORE}),
+        ("wrong-export-later", boundary.WrongExportLater, "q4_0", "EX-16/export", {"says": "its scales", **_WITH_CORE}),
+        ("exports-sorted-rows", boundary.ExportsSortedRows, "q4_0", "EX-16/export", {**_SEEN_BY_PROBE, **_WITH_CORE}),
+        (
+            "exports-junk",
+            boundary.ExportsJunk,
+            "q4_0",
+            "EX-16/export",
+            {"says": "must be a PackedWeight", "passes_probe": False, **_WITH_CORE},
+        ),
+        (
+            "exports-too-few-rows",
+            boundary.ExportsTooFew,
+            "q4_0",
+            "EX-16/export",
+            {"says": "one of (47, 256)", "passes_probe": False, **_WITH_CORE},
+        ),
+        ("collapses-levels", boundary.CollapsesLevels, "nvfp4", "EX-16/export", {"says": "collapsed", **_WITH_CORE}),
         ("raises-in-check", conduct.RaisesInCheck, "nf4", "TC-04/override", {"says": "check raised", **_WITH_CORE}),
         (
             "raises-in-prepare",
@@ -187,6 +223,64 @@ FAULTS: tuple[Fault, ...] = tuple(
             "TC-04/override",
             {"says": "prepare raised", **_WITH_CORE},
         ),
+        (
+            "prepares-nothing",
+            boundary.PreparesNothing,
+            "nf4",
+            "TC-04/override",
+            {"says": "at least one tensor", **_WITH_CORE},
+        ),
+        (
+            "writes-codes-in-prepare",
+            boundary.WritesCodes,
+            "nf4",
+            "EX-08/unmodified",
+            {"says": "changed the caller's weight"},
+        ),
+        (
+            "writes-scales-in-prepare",
+            boundary.WritesScales,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
+            {"says": "changed the caller's weight"},
+        ),
+        (
+            "writes-in-later-prepare",
+            boundary.WritesLater,
+            "nf4",
+            "EX-08/unmodified",
+            {"says": "weight was written: scale"},
+        ),
+        (
+            "namesake-of-a-proven-one",
+            boundary.namesake,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/float32/exact",
+            {**_SEEN_BY_PROBE, **_WITH_CORE},
+        ),
+        (
+            "leaves-in-check",
+            boundary.LeavesInCheck,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
+            {"says": "check raised SystemExit", **_WITH_CORE},
+        ),
+        (
+            "leaves-in-prepare",
+            boundary.LeavesInPrepare,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
+            {"says": "prepare raised SystemExit", **_WITH_CORE},
+        ),
+        (
+            "leaves-in-linear",
+            boundary.LeavesInLinear,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
+            {"says": "raised SystemExit: no device", "passes_probe": False},
+        ),
+        ("leaves-in-a-later-linear", boundary.LeavesLater, "nf4", "EX-01/rows", {"says": "SystemExit"}),
+        ("leaves-in-threads", boundary.LeavesInThreads, "nf4", "EX-04/threads", {"says": "SystemExit: not at home"}),
         ("raises-in-linear", conduct.RaisesInLinear, "nf4", "EX-01/rows", {"says": "tile out of range"}),
         (
             "refuses-what-it-declares",

@@ -10,7 +10,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import numpy as np
 import torch
 
@@ -105,21 +104,6 @@ class DenseNative(ToyKernel):
             stop = min(start + 8, weight.out_features)
             dense[start:stop] = self.rows(weight, scales, start, stop)
         return self.accumulate(self.inputs(weight, x, path), dense)
-
-
-class WrongExport(ToyKernel):
-    """Exports other scales than it was given."""
-
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
-        weight = super().export(prepared, rows)
-        return attrs.evolve(weight, scale=weight.scale * 0.5)
-
-
-class CollapsesLevels(ToyKernel):
-    """Exports resolved scales in place of the stored levels."""
-
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
-        return super().export(prepared, rows).with_plain_scale()
 
 
 class RaisesInCheck(ToyKernel):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from q4_conformance.oracle import code_positions, decode_scales
+from q4_conformance.decoding import code_positions, decode_scales
 from q4core import (
     BUILTIN_FORMATS,
     BlockOrder,
