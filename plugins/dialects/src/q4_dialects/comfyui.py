@@ -20,18 +20,20 @@ from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
     assumed_dtype,
+    codes_problems,
+    layer_keys,
     matrix_shape,
-    multiplied_levels,
-    scalar_problems,
+    number_problems,
+    weight_of,
     with_multiplied_levels,
 )
 from q4_dialects.shared_keys import (
     COMFY_KEY,
     COMFY_METADATA,
-    codes_problems,
     comfy_marker,
     fits_tiles,
     has_shared_keys,
+    stored_scales,
 )
 from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
 from q4core import (
@@ -43,7 +45,6 @@ from q4core import (
     Problem,
     ScaleKind,
     WrittenLayer,
-    find_format,
 )
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ class ComfyUiNvfp4(Dialect):
                 yield self._layer(module, catalogue, marker)
 
     def _layer(self, module: str, catalogue: Catalogue, marker: dict[str, Any] | None) -> LayerSchema:
-        below = catalogue.children(module)
-        keys = {
-            role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role in _REQUIRED or suffix in below
-        }
+        keys = layer_keys(module, _SUFFIXES, _REQUIRED, catalogue)
         problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values())))
         if marker is not None and marker.get("convrot"):
             rule = "without the rotation convrot, which is not read"
@@ -117,8 +115,7 @@ class ComfyUiNvfp4(Dialect):
             shape = (high * 128, wide * 4)
         yield from self.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=shape)
         yield from self.expect(catalogue, keys.get("marker"), dtypes={torch.uint8}, shape=(None,))
-        for role in ("global_scale", "activation_scale"):
-            yield from scalar_problems(catalogue, keys.get(role))
+        yield from number_problems(layer, catalogue)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; its scales are put in order, which copies them."""
@@ -131,20 +128,15 @@ class ComfyUiNvfp4(Dialect):
             notes.append(self.stored_fact("comfy_quant", bytes(load(keys["marker"]).tolist()).decode("latin-1")))
         elif extras["marker"] not in {None, json.dumps(_PLAIN_MARKER)}:
             notes.append(self.stored_fact("comfy marker", json.loads(extras["marker"])))
-        return PackedWeight(
-            format=find_format("nvfp4"),
-            qdata=codes,
-            scale=linear_from_swizzled(load(keys["scale"]), rows, columns // BLOCK),
-            out_features=rows,
-            in_features=columns,
-            block_size=BLOCK,
+        return weight_of(
+            layer,
+            codes,
+            linear_from_swizzled(load(keys["scale"]), rows, columns // BLOCK),
             scale_kind=ScaleKind.E4M3_MUL,
             packing=Packing.HIGH_FIRST,
             global_scale=load(keys["global_scale"]),
             activation_scale=load(keys["activation_scale"]) if "activation_scale" in keys else None,
             dtype=extras["dtype"],
-            name=layer.module,
-            dialect=self.name,
             notes=tuple(notes),
         )
 
@@ -158,13 +150,8 @@ class ComfyUiNvfp4(Dialect):
         self.check_writable(module, weight, activation_scale=True)
         if weight.out_features % BLOCK:
             raise self.refusal(module, "out_features", f"a multiple of {BLOCK}", weight.out_features)
-        scale, factor = multiplied_levels(self, module, weight)
+        scale, numbers = stored_scales(self, module, weight)
         high, wide = tiles(weight.out_features, weight.in_features // BLOCK)
-        numbers = {"weight_scale_2": torch.ones(()) if factor is None else factor}
-        if weight.activation_scale is not None:
-            numbers["input_scale"] = weight.activation_scale.to(torch.float32)
-        if weight.dialect != self.name:
-            numbers = {suffix: number.reshape(()) for suffix, number in numbers.items()}
         tensors = {
             "weight": self.row_bytes(weight, Packing.HIGH_FIRST),
             "weight_scale": swizzled_from_linear(scale).view(high * 128, wide * 4),

@@ -18,12 +18,16 @@ import torch
 from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
+    codes_problems,
     divided_levels,
+    layer_keys,
     matrix_shape,
-    scalar_problems,
+    number_problems,
+    rank_problems,
+    row_scale_problems,
+    weight_of,
     with_divided_levels,
 )
-from q4_dialects.shared_keys import codes_problems
 from q4core import (
     Catalogue,
     Dialect,
@@ -34,7 +38,6 @@ from q4core import (
     Problem,
     ScaleKind,
     WrittenLayer,
-    find_format,
 )
 
 if TYPE_CHECKING:
@@ -71,18 +74,14 @@ class CompressedTensorsNvfp4(Dialect):
                 yield self._layer(module, catalogue, named=named)
 
     def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
-        below = catalogue.children(module)
-        keys = {
-            role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role in _REQUIRED or suffix in below
-        }
+        keys = layer_keys(module, _SUFFIXES, _REQUIRED, catalogue)
         problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), *_CACHE_SCALES)))
         transform = catalogue.quantization_config.get("transform_config")
         if transform:
             rule = "without transform_config in config.json: a rotation that is not undone"
             problems.append(Problem("unsupported", module, rule, transform))
         codes = catalogue.get(keys["qdata"])
-        if codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
-            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape)))
+        problems += rank_problems(module, codes)
         return LayerSchema(
             module=module,
             dialect=self.name,
@@ -96,13 +95,9 @@ class CompressedTensorsNvfp4(Dialect):
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
-        keys = layer.keys
         yield from codes_problems(self, layer, catalogue)
-        rows, columns = layer.shape or (None, None)
-        blocks = None if columns is None else columns // BLOCK
-        yield from self.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=(rows, blocks))
-        for role in ("global_scale", "activation_scale"):
-            yield from scalar_problems(catalogue, keys.get(role))
+        yield from row_scale_problems(self, layer, catalogue)
+        yield from number_problems(layer, catalogue)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight, all of it as views but the activation scale, which is the stored number's reciprocal.
@@ -116,25 +111,20 @@ class CompressedTensorsNvfp4(Dialect):
                 raise DialectError(
                     f"layer {layer.module!r}", name=role, rule="a positive divisor", value=float(tensors[role])
                 )
-        codes, divisor = tensors["qdata"], tensors.get("activation_scale")
+        divisor = tensors.get("activation_scale")
         notes = layer.notes
         if divisor is not None:
             said = "activation_scale is 1 / input_global_scale, which the checkpoint stores as a divisor"
             notes = (*notes, said, self.stored_fact("input_global_scale", float(divisor)))
-        return PackedWeight(
-            format=find_format("nvfp4"),
-            qdata=codes,
-            scale=tensors["scale"],
-            out_features=codes.shape[0],
-            in_features=codes.shape[1] * 2,
-            block_size=BLOCK,
+        return weight_of(
+            layer,
+            tensors["qdata"],
+            tensors["scale"],
             scale_kind=ScaleKind.E4M3_DIV,
             packing=Packing.LOW_FIRST,
             global_scale=tensors["global_scale"],
             activation_scale=None if divisor is None else 1.0 / divisor,
             dtype=torch.bfloat16,
-            name=layer.module,
-            dialect=self.name,
             notes=notes,
         )
 

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from q4_dialects.experts import expert_layers, expert_of, own_number
 from q4_dialects.modelopt_experts import expert_keys, expert_problems, key_problems, nvfp4_experts, one_expert
 from q4_dialects.nvfp4 import (
     BLOCK,
-    E4M3,
+    FLOATS,
     assumed_dtype,
+    codes_problems,
+    layer_keys,
     matrix_shape,
-    multiplied_levels,
-    scalar_problems,
+    number_problems,
+    rank_problems,
+    row_scale_problems,
+    weight_of,
     with_multiplied_levels,
 )
-from q4_dialects.shared_keys import codes_problems, comfy_marker, fits_rows, fits_tiles, has_shared_keys
+from q4_dialects.shared_keys import comfy_marker, fits_rows, fits_tiles, has_shared_keys, stored_scales
 from q4core import (
     Catalogue,
     Dialect,
@@ -36,11 +38,12 @@ from q4core import (
     Problem,
     ScaleKind,
     WrittenLayer,
-    find_format,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import torch
 
     from q4core import WeightSpec
 
@@ -56,7 +59,6 @@ _SUFFIXES = {
 _REQUIRED = ("qdata", "scale", "global_scale")
 _CACHE_SCALES = ("k_scale", "v_scale")  # of the key and value cache, not of the weight
 _LOW_RANK = ("svdquant_lora_a", "svdquant_lora_b")
-_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class ModelOptNvfp4(Dialect):
@@ -97,20 +99,16 @@ class ModelOptNvfp4(Dialect):
         yield from expert_layers(layer, experts, catalogue)
 
     def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
-        below = catalogue.children(module)
-        keys = {
-            role: f"{module}.{suffix}" for role, suffix in _SUFFIXES.items() if role in _REQUIRED or suffix in below
-        }
+        keys = layer_keys(module, _SUFFIXES, _REQUIRED, catalogue)
         known = ("bias", *_SUFFIXES.values(), *_CACHE_SCALES, *_LOW_RANK)
         problems = list(catalogue.unknown_scales(module, known))
-        low_rank = [suffix for suffix in _LOW_RANK if suffix in below]
+        low_rank = [suffix for suffix in _LOW_RANK if f"{module}.{suffix}" in catalogue]
         if low_rank:
             rule = "without a low-rank part, which is not read"
             problems.append(Problem("unsupported", module, rule, " and ".join(low_rank)))
             keys |= {suffix: f"{module}.{suffix}" for suffix in low_rank}
         codes = catalogue.get(keys["qdata"])
-        if codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
-            problems.append(Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape)))
+        problems += rank_problems(module, codes)
         dtype, notes = assumed_dtype(catalogue)
         return LayerSchema(
             module=module,
@@ -132,12 +130,10 @@ class ModelOptNvfp4(Dialect):
             yield from expert_problems(self, layer, catalogue)
             return
         yield from codes_problems(self, layer, catalogue)
-        rows, columns = layer.shape or (None, None)
-        blocks = None if columns is None else columns // BLOCK
-        yield from self.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=(rows, blocks))
-        yield from self.expect(catalogue, keys.get("input_channel_scale"), dtypes=_FLOATS, shape=(columns,))
-        for role in ("global_scale", "activation_scale"):
-            yield from scalar_problems(catalogue, keys.get(role))
+        yield from row_scale_problems(self, layer, catalogue)
+        columns = None if layer.shape is None else layer.shape[1]
+        yield from self.expect(catalogue, keys.get("input_channel_scale"), dtypes=FLOATS, shape=(columns,))
+        yield from number_problems(layer, catalogue)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight, all of it as views."""
@@ -146,22 +142,16 @@ class ModelOptNvfp4(Dialect):
         expert = expert_of(layer)
         if expert is not None:
             codes, scale = one_expert(codes, expert), one_expert(scale, expert)
-        return PackedWeight(
-            format=find_format("nvfp4"),
-            qdata=codes,
-            scale=scale,
-            out_features=codes.shape[0],
-            in_features=codes.shape[1] * 2,
-            block_size=BLOCK,
+        return weight_of(
+            layer,
+            codes,
+            scale,
             scale_kind=ScaleKind.E4M3_MUL,
             packing=Packing.LOW_FIRST,
             global_scale=own_number(tensors["global_scale"], expert),
             activation_scale=own_number(tensors.get("activation_scale"), expert),
             input_channel_scale=tensors.get("input_channel_scale"),
             dtype=dict(layer.extras)["dtype"],
-            name=layer.module,
-            dialect=self.name,
-            notes=layer.notes,
         )
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
@@ -175,12 +165,7 @@ class ModelOptNvfp4(Dialect):
                 input channels.
         """
         self.check_writable(module, weight, features={Feature.INPUT_CHANNEL_SCALE}, activation_scale=True)
-        scale, factor = multiplied_levels(self, module, weight)
-        numbers = {"weight_scale_2": torch.ones(()) if factor is None else factor}
-        if weight.activation_scale is not None:
-            numbers["input_scale"] = weight.activation_scale.to(torch.float32)
-        if weight.dialect != self.name:
-            numbers = {suffix: number.reshape(()) for suffix, number in numbers.items()}
+        scale, numbers = stored_scales(self, module, weight)
         tensors = {"weight": self.row_bytes(weight, Packing.LOW_FIRST), "weight_scale": scale, **numbers}
         if weight.input_channel_scale is not None:
             tensors["pre_quant_scale"] = weight.input_channel_scale

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_dialects.experts import has_experts
-from q4_dialects.nvfp4 import BLOCK, E4M3, scalar_problems
+from q4_dialects.nvfp4 import BLOCK, E4M3, FLOATS, number_problems
 from q4core import Problem
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _SUFFIXES = {
 }
 _REQUIRED = ("qdata", "scale", "global_scale")
 _TAILS = tuple(f"{name}{_SUFFIXES[role]}" for name in FUSED for role in _REQUIRED)
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def nvfp4_experts(catalogue: Catalogue) -> Iterator[str]:
@@ -45,7 +44,7 @@ def nvfp4_experts(catalogue: Catalogue) -> Iterator[str]:
     stems = (name.removesuffix("_2").removesuffix("_weight_scale") for name in names)
     for name in dict.fromkeys(stems):
         codes, scale = catalogue.get(name), catalogue.get(f"{name}_weight_scale")
-        is_other = scale is not None and scale.dtype in _FLOATS  # INT4 and FP8
+        is_other = scale is not None and scale.dtype in FLOATS  # INT4 and FP8
         if is_other or (codes is not None and not has_experts(catalogue, name)):
             continue
         is_pair = codes is not None and codes.dtype == torch.uint8 and scale is not None and scale.dtype == E4M3
@@ -88,8 +87,7 @@ def expert_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) 
             shape = shape[1:]
     yield from dialect.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=shape)
     first = codes or scale
-    yield from scalar_problems(catalogue, keys["global_scale"], experts=None if first is None else first.shape[:1])
-    yield from scalar_problems(catalogue, keys.get("activation_scale"))
+    yield from number_problems(layer, catalogue, experts=None if first is None else first.shape[:1])
 
 
 def one_expert(stored: torch.Tensor, expert: int) -> torch.Tensor:

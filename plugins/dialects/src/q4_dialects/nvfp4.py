@@ -1,35 +1,51 @@
-"""What the NVFP4 dialects share: the two scale levels, and their shapes."""
+"""What the NVFP4 dialects share: keys, codes, the two scale levels, and the shapes of all of them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core import PackedWeight, Problem, ScaleKind
+from q4core import PackedWeight, Problem, ScaleKind, find_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
-    from q4core import Catalogue, Dialect, TensorInfo
+    from q4core import Catalogue, Dialect, LayerSchema, TensorInfo
 
 __all__ = [
     "BLOCK",
     "E4M3",
+    "FLOATS",
     "as_float8",
     "assumed_dtype",
+    "codes_problems",
     "divided_levels",
+    "layer_keys",
     "matrix_shape",
     "multiplied_levels",
+    "number_problems",
+    "rank_problems",
+    "row_scale_problems",
     "scalar_problems",
+    "weight_of",
     "with_divided_levels",
     "with_multiplied_levels",
 ]
 
 BLOCK = 16
 E4M3 = torch.float8_e4m3fn
+FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def layer_keys(
+    module: str, suffixes: Mapping[str, str], required: Collection[str], catalogue: Catalogue
+) -> dict[str, str]:
+    """Return role → key of the required tensors of a module, and of the others that are there."""
+    below = catalogue.children(module)
+    return {role: f"{module}.{suffix}" for role, suffix in suffixes.items() if role in required or suffix in below}
 
 
 def matrix_shape(codes: TensorInfo | None) -> tuple[int, int] | None:
@@ -44,6 +60,66 @@ def assumed_dtype(catalogue: Catalogue) -> tuple[torch.dtype, tuple[str, ...]]:
     if catalogue.dtype is not None:
         return catalogue.dtype, ()
     return torch.float32, ("dtype float32 assumed: neither the dialect nor config.json says it",)
+
+
+def rank_problems(module: str, codes: TensorInfo | None) -> Iterator[Problem]:
+    """Yield that codes of 3 dimensions are not read."""
+    if codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
+        yield Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape))
+
+
+def codes_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield what is wrong with codes [N, K / 2] whose K must hold whole blocks."""
+    key = layer.keys["qdata"]
+    yield from dialect.expect(catalogue, key, dtypes={torch.uint8}, shape=(None, None))
+    codes = catalogue.get(key)
+    if codes is not None and len(codes.shape) == 2 and matrix_shape(codes) is None:  # noqa: PLR2004  # rows and bytes
+        yield Problem("shape", key, f"[N, K / 2] with K a multiple of {BLOCK}", list(codes.shape))
+
+
+def row_scale_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield what is wrong with block scales [N, K / 16] in e4m3."""
+    rows, columns = layer.shape or (None, None)
+    shape = rows, None if columns is None else columns // BLOCK
+    yield from dialect.expect(catalogue, layer.keys["scale"], dtypes={E4M3}, shape=shape)
+
+
+def number_problems(
+    layer: LayerSchema, catalogue: Catalogue, *, experts: tuple[int, ...] | None = None
+) -> Iterator[Problem]:
+    """Yield what is wrong with the global scale and the activation scale.
+
+    Args:
+        layer: The layer.
+        catalogue: Where to look.
+        experts: The shape of one global scale for each expert, where that is legal too.
+    """
+    yield from scalar_problems(catalogue, layer.keys.get("global_scale"), experts=experts)
+    yield from scalar_problems(catalogue, layer.keys.get("activation_scale"))
+
+
+def weight_of(layer: LayerSchema, qdata: torch.Tensor, scale: torch.Tensor, **facts: Any) -> PackedWeight:
+    """Return the weight of a layer.
+
+    Args:
+        layer: How it is stored: says format, block size, name, dialect, and the notes unless told.
+        qdata: uint8 [N, K / 2].
+        scale: Block scales [N, K / block].
+        facts: Further fields of the weight.
+    """
+    kind = find_format(layer.format)
+    fields = {"notes": layer.notes, **facts}
+    return PackedWeight(
+        format=kind,
+        qdata=qdata,
+        scale=scale,
+        out_features=qdata.shape[0],
+        in_features=qdata.shape[1] * 2,
+        block_size=kind.block_size,
+        name=layer.module,
+        dialect=layer.dialect,
+        **fields,
+    )
 
 
 def scalar_problems(

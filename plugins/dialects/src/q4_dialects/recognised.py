@@ -11,7 +11,8 @@ import attrs
 import torch
 
 from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
-from q4_dialects.torchao import entry_of, is_read
+from q4_dialects.nvfp4 import FLOATS
+from q4_dialects.torchao_entries import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Recognised"]
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor"}
@@ -71,7 +71,7 @@ _ROWS = (
     ),
     _Row(
         dialect="modelopt-int4",
-        needs={"weight": {torch.uint8}, "weight_scale": _FLOATS},
+        needs={"weight": {torch.uint8}, "weight_scale": FLOATS},
         also=("weight_scale_2", "pre_quant_scale", "input_scale"),
     ),
     _Row(

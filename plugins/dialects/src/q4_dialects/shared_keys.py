@@ -11,35 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_dialects.nvfp4 import BLOCK, E4M3, matrix_shape
+from q4_dialects.nvfp4 import BLOCK, E4M3, FLOATS, matrix_shape, multiplied_levels
 from q4_dialects.swizzle import tiles
-from q4core import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from q4core import Catalogue, Dialect, LayerSchema
+    from q4core import Catalogue, Dialect, PackedWeight
 
 __all__ = [
     "COMFY_KEY",
     "COMFY_METADATA",
-    "codes_problems",
     "comfy_marker",
     "fits_rows",
     "fits_tiles",
     "has_shared_keys",
+    "stored_scales",
 ]
 
 COMFY_KEY = "comfy_quant"
 COMFY_METADATA = "_quantization_metadata"
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def has_shared_keys(module: str, catalogue: Catalogue) -> bool:
     """Return whether a module has the shared keys, and is not one of ModelOpt's other formats."""
     codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.weight_scale")
     if codes is not None and scale is not None and codes.shape and scale.shape:
-        is_int4 = scale.dtype in _FLOATS and codes.shape[0] * 2 == scale.shape[0]  # two rows share a byte there
+        is_int4 = scale.dtype in FLOATS and codes.shape[0] * 2 == scale.shape[0]  # two rows share a byte there
         if is_int4:
             return False
     if f"{module}.weight_scale_2" in catalogue:
@@ -80,13 +76,19 @@ def comfy_marker(module: str, catalogue: Catalogue) -> dict[str, Any] | None:
     return _json(bytes(stored.reshape(-1).view(torch.uint8).tolist()).decode("utf-8", "replace"))
 
 
-def codes_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
-    """Yield what is wrong with codes [N, K / 2] whose K must hold whole blocks."""
-    key = layer.keys["qdata"]
-    yield from dialect.expect(catalogue, key, dtypes={torch.uint8}, shape=(None, None))
-    codes = catalogue.get(key)
-    if codes is not None and len(codes.shape) == 2 and matrix_shape(codes) is None:  # noqa: PLR2004  # rows and bytes
-        yield Problem("shape", key, f"[N, K / 2] with K a multiple of {BLOCK}", list(codes.shape))
+def stored_scales(dialect: Dialect, module: str, weight: PackedWeight) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return block scales (float8) by row, and the numbers by suffix; a single level gets the global scale 1.
+
+    Raises:
+        DialectError: The weight's levels are not of that kind, and can't be turned into it without rounding.
+    """
+    scale, factor = multiplied_levels(dialect, module, weight)
+    numbers = {"weight_scale_2": torch.ones(()) if factor is None else factor}
+    if weight.activation_scale is not None:
+        numbers["input_scale"] = weight.activation_scale.to(torch.float32)
+    if weight.dialect != dialect.name:
+        numbers = {suffix: number.reshape(()) for suffix, number in numbers.items()}
+    return scale, numbers
 
 
 def _json(text: str) -> dict[str, Any]:

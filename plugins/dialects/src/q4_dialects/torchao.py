@@ -13,7 +13,6 @@ Reference:
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,8 +20,26 @@ import attrs
 import torch
 
 from q4_dialects.experts import expert_layers, expert_of, has_experts, own_number
-from q4_dialects.nvfp4 import E4M3, assumed_dtype, multiplied_levels, scalar_problems, with_multiplied_levels
+from q4_dialects.nvfp4 import (
+    E4M3,
+    assumed_dtype,
+    multiplied_levels,
+    number_problems,
+    weight_of,
+    with_multiplied_levels,
+)
 from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
+from q4_dialects.torchao_entries import (
+    DTYPES,
+    FP4,
+    REQUIRED,
+    ROLES,
+    entry_of,
+    entry_problems,
+    is_read,
+    owned_keys,
+    prefix_of,
+)
 from q4core import (
     Catalogue,
     Dialect,
@@ -40,64 +57,9 @@ if TYPE_CHECKING:
 
     from q4core import WeightSpec
 
-__all__ = [
-    "TorchaoMxfp4Linear",
-    "TorchaoMxfp4Swizzled",
-    "TorchaoNvfp4Linear",
-    "TorchaoNvfp4Swizzled",
-    "entry_of",
-    "is_read",
-]
+__all__ = ["TorchaoMxfp4Linear", "TorchaoMxfp4Swizzled", "TorchaoNvfp4Linear", "TorchaoNvfp4Swizzled"]
 
-_ROLES = {
-    "qdata": "qdata",
-    "scale": "scale",
-    "global_scale": "per_tensor_scale",
-    "activation_scale": "act_per_tensor_scale",
-}
-_REQUIRED = ("qdata", "scale")
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_FP4 = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
 _NAMES = "tensor_names"
-
-
-@functools.lru_cache(maxsize=4096)
-def entry_of(text: str) -> dict[str, Any] | None:
-    """Return the JSON entry of a tensor that torchao flattened, or None where a text is something else."""
-    if '"_type"' not in text:
-        return None
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("_type"), str) else None
-
-
-def _prefix(name: str) -> str:
-    """Return what stands before the parts of a parameter: ``a.weight`` → ``a._weight_``."""
-    module, _, parameter = name.rpartition(".")
-    return f"{module}._{parameter}_"
-
-
-def is_read(name: str, catalogue: Catalogue) -> bool:
-    """Return whether a parameter that the metadata names is one that is read: a ``weight``, or experts by any name."""
-    module, _, parameter = name.rpartition(".")
-    return bool(module) and (parameter == "weight" or has_experts(catalogue, f"{_prefix(name)}qdata"))
-
-
-def _owned(catalogue: Catalogue) -> dict[str, list[str]]:
-    """Return parameter → keys of its parts, legal or not; of two parameters the one with the longer name counts."""
-    owned: dict[str, list[str]] = {}
-    for key in catalogue.tensors if catalogue.metadata else ():
-        module, _, last = key.rpartition(".")
-        cut = len(last) if last.startswith("_") else 0
-        while cut > 1:
-            name = f"{module}.{last[1:cut]}"
-            if name in catalogue.metadata and cut < len(last):
-                owned.setdefault(name, []).append(key)
-                break
-            cut = last.rfind("_", 1, cut)
-    return owned
 
 
 class _Torchao(Dialect):
@@ -128,7 +90,7 @@ class _Torchao(Dialect):
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each layer that the metadata names, and each that names, dtypes and shapes alone tell."""
         seen = set()
-        owned = _owned(catalogue)
+        owned = owned_keys(catalogue)
         for name, text in catalogue.metadata.items():
             entry = entry_of(text) if self.tensor_type in text else None
             if entry is None or entry["_type"] != self.tensor_type or not is_read(name, catalogue):
@@ -136,7 +98,7 @@ class _Torchao(Dialect):
             seen.add(name)
             data = entry.get("_data")
             facts: dict[str, Any] = data if isinstance(data, dict) else {}
-            if self.tensor_type == "MXTensor" and facts.get("elem_dtype") != _FP4:
+            if self.tensor_type == "MXTensor" and facts.get("elem_dtype") != FP4:
                 continue  # 8-bit elements
             told = facts.get("is_swizzled_scales")
             # A flag that is no truth value is reported once, by the linear dialect.
@@ -149,7 +111,7 @@ class _Torchao(Dialect):
 
     def _by_shape(self, name: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield the layers where their tensors alone tell that they are this dialect's."""
-        codes, scale = (catalogue.get(f"{_prefix(name)}{role}") for role in _REQUIRED)
+        codes, scale = (catalogue.get(f"{prefix_of(name)}{role}") for role in REQUIRED)
         if scale is None or scale.dtype != self.scale_dtype or (codes is not None and codes.dtype != torch.uint8):
             return
         swizzled = False
@@ -168,10 +130,10 @@ class _Torchao(Dialect):
         owned: Iterable[str] = (),
     ) -> Iterator[LayerSchema]:
         """Yield the one layer of a matrix, or one for each expert of the parameter ``name``."""
-        prefix = _prefix(name)
+        prefix = prefix_of(name)
         named = entry.get("_tensor_data_names") if entry is not None else None
-        wanted = {*_REQUIRED, *(role for role, part in _ROLES.items() if isinstance(named, list) and part in named)}
-        roles = {role: part for role, part in _ROLES.items() if self.format_name == "nvfp4" or role in _REQUIRED}
+        wanted = {*REQUIRED, *(role for role, part in ROLES.items() if isinstance(named, list) and part in named)}
+        roles = {role: part for role, part in ROLES.items() if self.format_name == "nvfp4" or role in REQUIRED}
         keys = {
             role: f"{prefix}{part}" for role, part in roles.items() if role in wanted or f"{prefix}{part}" in catalogue
         }
@@ -191,10 +153,10 @@ class _Torchao(Dialect):
         if entry is None:
             notes = (*notes, "layout told by shapes alone: the file has no torchao metadata for this layer")
         else:
-            problems += self._check(name, entry, facts, keys)
+            problems += entry_problems(name, entry, keys, roles, self.block)
             found = facts.get("orig_dtype")
             told = found.get("_data") if isinstance(found, dict) else None
-            dtype, notes = _DTYPES.get(told if isinstance(told, str) else "", dtype), ()
+            dtype, notes = DTYPES.get(told if isinstance(told, str) else "", dtype), ()
         layer = LayerSchema(
             module=name.removesuffix(".weight"),
             dialect=self.name,
@@ -211,28 +173,6 @@ class _Torchao(Dialect):
             yield from expert_layers(layer, codes.shape[0], catalogue)
         else:
             yield layer
-
-    def _check(
-        self, name: str, entry: dict[str, Any], facts: dict[str, Any], keys: Mapping[str, str]
-    ) -> Iterator[Problem]:
-        """Yield what is wrong with a metadata entry."""
-        where = f"metadata {name}"
-        names = entry.get("_tensor_data_names")
-        legal = [_ROLES[role] for role in (_ROLES if self.format_name == "nvfp4" else _REQUIRED)]
-        if not isinstance(names, list) or not set(_REQUIRED) <= set(map(str, names)) <= set(legal):
-            yield Problem("value", f"{where}._tensor_data_names", f"qdata, scale and others of {legal}", names)
-        else:
-            for role, key in keys.items():
-                if _ROLES[role] not in names:
-                    yield Problem("unknown_key", key, "one that the metadata's _tensor_data_names lists", names)
-        if facts.get("block_size") != self.block:
-            yield Problem("value", f"{where}.block_size", f"{self.block}", facts.get("block_size"))
-        if not isinstance(facts.get("is_swizzled_scales"), bool):
-            rule = "true or false"
-            yield Problem("value", f"{where}.is_swizzled_scales", rule, facts.get("is_swizzled_scales"))
-        dtype = facts.get("orig_dtype")
-        if not isinstance(dtype, dict) or not isinstance(dtype.get("_data"), str) or dtype["_data"] not in _DTYPES:
-            yield Problem("value", f"{where}.orig_dtype", f"one of {', '.join(_DTYPES)}", dtype)
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
@@ -252,8 +192,7 @@ class _Torchao(Dialect):
                 yield Problem("shape", keys["qdata"], rule, stored)
             shape = self.scale_shape(rows, columns, swizzled=self.is_swizzled)
         yield from self.expect(catalogue, keys["scale"], dtypes={self.scale_dtype}, shape=(*experts, *shape))
-        yield from scalar_problems(catalogue, keys.get("global_scale"), experts=(*experts, 1, 1) if experts else None)
-        yield from scalar_problems(catalogue, keys.get("activation_scale"))
+        yield from number_problems(layer, catalogue, experts=(*experts, 1, 1) if experts else None)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; swizzled scales are put in order, which copies them."""
@@ -269,21 +208,15 @@ class _Torchao(Dialect):
         if self.format_name == "nvfp4":
             kind = ScaleKind.E4M3_MUL if "global_scale" in tensors else ScaleKind.E4M3
         extras = dict(layer.extras)
-        weight = PackedWeight(
-            format=find_format(self.format_name),
-            qdata=codes if expert is None else codes[expert],
-            scale=scale,
-            out_features=rows,
-            in_features=columns,
-            block_size=self.block,
+        weight = weight_of(
+            layer,
+            codes if expert is None else codes[expert],
+            scale,
             scale_kind=kind,
             packing=Packing.LOW_FIRST,
             global_scale=own_number(tensors.get("global_scale"), expert),
             activation_scale=own_number(tensors.get("activation_scale"), expert),
             dtype=extras["dtype"],
-            name=layer.module,
-            dialect=self.name,
-            notes=layer.notes,
         )
         if extras["entry"] in {None, self._entry(weight)}:
             return weight
@@ -329,7 +262,7 @@ class _Torchao(Dialect):
         entry = {
             "_type": self.tensor_type,
             "_data": {**facts, **layout},
-            "_tensor_data_names": [name for name, number in names.items() if number is not None] + list(_REQUIRED),
+            "_tensor_data_names": [name for name, number in names.items() if number is not None] + list(REQUIRED),
         }
         return json.dumps(entry)
 
@@ -393,7 +326,7 @@ class _Mxfp4(_Torchao):
     tensor_type: ClassVar[str] = "MXTensor"
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e8m0fnu
     defaults: ClassVar[Mapping[str, Any]] = {
-        "elem_dtype": _FP4,
+        "elem_dtype": FP4,
         "block_size": 32,
         "orig_dtype": None,
         "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"},
@@ -403,11 +336,11 @@ class _Mxfp4(_Torchao):
     def workflow(self) -> dict[str, Any]:
         """Return torchao's configuration of the layers."""
         data = {
-            "activation_dtype": _FP4,
+            "activation_dtype": FP4,
             "block_size": 32,
             "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
             "scaling_mode": {"_type": "ScaleCalculationMode", "_data": "RCEIL"},
-            "weight_dtype": _FP4,
+            "weight_dtype": FP4,
         }
         return {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": data}
 
