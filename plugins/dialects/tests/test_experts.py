@@ -376,6 +376,16 @@ def test_wrong_part_of_bitsandbytes_experts_is_named(key: str, tensor: torch.Ten
     assert (code, key) in found or (code == "unknown_key" and any(item[0] == code for item in found))
 
 
+def test_experts_that_the_codes_can_not_hold_are_not_told_apart() -> None:
+    """A text that claims more experts than there are bytes is one problem of one layer, however many it claims."""
+    tensors, _ = _bitsandbytes()
+    tensors[STATE] = _text({**json.loads(bytes(tensors[STATE].tolist())), "shape": [4096, 8, 128]})
+    schema = q4.detect(tensors)
+    assert schema is not None
+    assert list(schema.layers) == ["experts.w1"]
+    assert ("shape", "experts.w1") in _problems(tensors)
+
+
 def test_bitsandbytes_experts_need_numbers_to_be_told_apart() -> None:
     """Names alone show one layer of unknown shape; reading that one says why it can't be."""
     tensors, _ = _bitsandbytes()

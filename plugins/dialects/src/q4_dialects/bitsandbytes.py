@@ -111,7 +111,9 @@ class BitsAndBytes(Dialect):
             extras=(("state", state),),
             named=True,
         )
-        if state is not None and len(state.shape) == _EXPERTS:
+        codes = catalogue.get(parameter)
+        is_whole = codes is None or state is None or codes.nbytes == -(-math.prod(state.shape) // 2)
+        if state is not None and len(state.shape) == _EXPERTS and is_whole:  # a text alone makes no thousand layers
             yield from expert_layers(layer, state.shape[0], catalogue)
         else:
             yield layer
