@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from q4core.errors import PLUGIN_FAULTS
+from q4core.plan import raise_broken_call
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -48,7 +51,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
     segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
     dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
 
-    def fast(  # noqa: C901, PLR0911  # as above
+    def fast(  # noqa: C901, PLR0911, PLR0912  # as above
         x: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor | None:
         if (
@@ -94,10 +97,13 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
                 or -rows * out_bytes < gap < rows * in_bytes  # they overlap
             ):
                 return None
-        if two:
-            linear(prepared, x, out, bias=bias, path=names[index])
-        else:
-            linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+        try:
+            if two:
+                linear(prepared, x, out, bias=bias, path=names[index])
+            else:
+                linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+        except PLUGIN_FAULTS as error:
+            raise_broken_call(error, plan.backend, names[index])
         counts[index] += 1
         return out
 

@@ -14,8 +14,8 @@ import attrs
 import torch
 
 from q4core.codec import dequantize
-from q4core.errors import InputError
-from q4core.plan import plan_by_key
+from q4core.errors import PLUGIN_FAULTS, InputError
+from q4core.plan import plan_by_key, raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -97,11 +97,14 @@ def run_plan(
         target = out if out.dim() == 2 else out.view(rows, plan.out_features)  # noqa: PLR2004  # [M, N] as it is
     else:
         target = torch.empty((rows, plan.out_features), dtype=out.dtype, device=out.device)
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
+    try:
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+        else:
             plan.backend.linear(prepared, flat, target, bias=bias, path=path)
-    else:
-        plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+    except PLUGIN_FAULTS as error:
+        raise_broken_call(error, plan.backend, path)
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
     return index

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
 
 from q4core.backend import Prepared
-from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError
+from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
 from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend
     from q4core.selection import Segment, Selection
 
-__all__ = ["Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key"]
+__all__ = ["Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,6 +118,22 @@ def exported_weight(
         rule = f"a PackedWeight of {shape}"
         raise BackendError(f"export of backend {backend.name!r}", name="result", rule=rule, value=got)
     return weight
+
+
+def raise_broken_call(error: BaseException, backend: Backend, path: str) -> NoReturn:
+    """Tell the caller what ``linear`` of a backend raised in a live layer.
+
+    Running out of memory is the caller's to handle, and q4core's own errors say enough: they come through as they are.
+
+    Raises:
+        BackendError: For anything else.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, Q4Error)):
+        raise error
+    raise BackendError(
+        f"linear of backend {backend.name!r}, path {path!r}, raised {type(error).__name__}: {error}",
+        hint="A fault of the backend; backend= or Q4_BACKEND names another one, Q4_DISABLE_PLUGINS leaves it out.",
+    ) from error
 
 
 _plans: dict[str, Plan] = {}

@@ -171,12 +171,13 @@ class Registry:
 
     def refused_backends(self) -> tuple[RefusedBackend, ...]:
         """Return the backends that may not serve at all, with the reason, and a line for each plugin that failed."""
+        refused = self._sorted_backends()[1]  # first, because asking for backends may fail, too
         failed = tuple(
             RefusedBackend(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
             for record in self.records()
-            if record.state == "failed"
+            if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
-        return (*self._sorted_backends()[1], *failed)
+        return (*refused, *failed)
 
     def _sorted_backends(self) -> tuple[dict[str, Backend], tuple[RefusedBackend, ...]]:
         with self._lock:

@@ -18,7 +18,19 @@ import q4core as q4
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["HORIZON", "Answer", "Fact", "Offer", "State", "Told", "Wish", "answer", "reasons_against", "unmatched"]
+__all__ = [
+    "HORIZON",
+    "Answer",
+    "Fact",
+    "Offer",
+    "State",
+    "Told",
+    "Wish",
+    "answer",
+    "kernel_reasons",
+    "reasons_against",
+    "unmatched",
+]
 
 HORIZON = 12
 """Stands for every larger M: no path drawn here begins or ends beyond it."""
@@ -239,6 +251,11 @@ def reasons_against(fact: Fact, result: Answer, wish: Wish) -> list[Told]:
         return [*_failed(fact), _outranked(fact, result, wish)]
     if _lane(fact, wish) and wish.override not in {None, fact.name}:
         return [*_failed(fact), Told(q4.ReasonCode.POLICY, ("override", repr(wish.override)))]
+    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish)]
+
+
+def kernel_reasons(fact: Fact, wish: Wish) -> list[Told]:
+    """Return every reason why a backend's kernels do not serve."""
     return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish)]
 
 

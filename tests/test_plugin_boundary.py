@@ -136,6 +136,46 @@ def test_an_export_that_turns_junk_later_is_a_typed_error() -> None:
         layer.state_dict()
 
 
+class Breaking(FakeBackend):
+    """Right while it is probed, then raising ``error``."""
+
+    error: BaseException | None = None
+
+    def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+        """Compute, or raise as told."""
+        if self.error is not None:
+            raise self.error
+        super().linear(prepared, x, out, bias=bias, path=path)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("error", [SystemExit("leaving"), IndexError("out of range"), RuntimeError("CUDA error")])
+def test_a_backend_that_breaks_while_it_serves_is_a_typed_error(error: BaseException, grad: bool) -> None:
+    """What linear raises in a live layer comes out as BackendError with backend and path, and does not count."""
+    backend = Breaking("breaking")
+    layer = q4.Session(registry=registry(backend)).linear(_weight(), name="proj")
+    backend.error = error
+    x = torch.ones(2, 128, requires_grad=grad)
+    with pytest.raises(q4.errors.BackendError, match=r"'breaking'.*fake_gemm.*" + type(error).__name__) as caught:
+        layer(x)
+    assert caught.value.__cause__ is error
+    assert layer.diagnostics().calls == (0,)
+    backend.error = None
+    layer(x)
+    assert layer.diagnostics().calls == (1,)
+
+
+@pytest.mark.parametrize("error", [MemoryError("full"), torch.OutOfMemoryError("full"), KeyboardInterrupt()])
+def test_what_is_the_callers_to_handle_comes_through(error: BaseException) -> None:
+    """Running out of memory, and an interrupt, reach the caller as they are, as from any module."""
+    backend = Breaking("breaking")
+    layer = q4.Session(registry=registry(backend)).linear(_weight())
+    backend.error = error
+    with pytest.raises(type(error)) as caught:
+        layer(torch.ones(2, 128))
+    assert caught.value is error
+
+
 def _by_torch(weight: q4.PackedWeight) -> None:
     weight.qdata.bitwise_xor_(255)
 

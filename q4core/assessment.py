@@ -1,0 +1,193 @@
+"""Asks one backend what it can do for a request, and lays its paths over the range of M under a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Verdict
+from q4core.errors import PLUGIN_FAULTS
+from q4core.formats import ScaleKind
+from q4core.packing import NibbleOrder
+from q4core.policy import ActivationPrecision, ComputePath
+from q4core.selection import ProbeHistory, Rejection, Segment
+from q4core.weight import Feature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.backend import Backend, Capabilities
+    from q4core.packing import Packing
+
+__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "contradicts"]
+
+KINDS = {
+    ComputePath.AUTO: frozenset(PathKind),
+    ComputePath.KERNEL_ONLY: frozenset({PathKind.KERNEL}),
+    ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
+    ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
+}
+_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
+_INFINITY = 1 << 62
+
+
+@attrs.frozen
+class Candidate:
+    """A backend that may serve a request, as it would serve it."""
+
+    name: str
+    request: Request
+    verdict: Verdict
+    segments: tuple[Segment, ...]
+    disqualified: tuple[Reason, ...]
+
+
+@attrs.frozen
+class Offer:
+    """The paths of a backend, and those of them that no probe has disqualified."""
+
+    paths: tuple[KernelPath, ...]
+    sound: tuple[KernelPath, ...]
+
+
+def adapt_request(request: Request, capabilities: Capabilities) -> Request:
+    """Return the request as a backend would see it once the core has resolved what the backend does not read.
+
+    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the
+    first declared one (by name) that the row length allows.
+    """
+    if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
+        features = request.features - {Feature.ROW_GLOBAL_SCALE}
+        request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
+    if capabilities.packings and request.packing not in capabilities.packings:
+        for packing in sorted(capabilities.packings, key=str):
+            if _fits(packing, request):
+                return attrs.evolve(request, packing=packing)
+    return request
+
+
+def _fits(packing: Packing, request: Request) -> bool:
+    if packing.codes_per_byte != request.packing.codes_per_byte:
+        return False
+    if packing.order is NibbleOrder.HALF_SPLIT:
+        return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
+    return True
+
+
+def _precision_allows(request: Request, path: KernelPath) -> bool:
+    wish = request.precision
+    if wish is ActivationPrecision.AUTO:
+        exact_only = request.gradients or request.device.type != "cpu"
+        return path.precision in _EXACT or (path.precision is Precision.W4A8 and not exact_only)
+    if wish is ActivationPrecision.EXACT:
+        return path.precision in _EXACT
+    return path.precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)
+
+
+def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
+    """Ask the manifest, then the backend itself; a backend that raises has refused."""
+    adapted = request
+    try:
+        capabilities = backend.capabilities
+        adapted = adapt_request(request, capabilities)
+        refusals = capabilities.refusals(adapted)
+        if refusals:
+            return adapted, Verdict.refuse(refusals, native_state="not asked")
+        verdict: object = backend.check(adapted)
+    except PLUGIN_FAULTS as error:
+        return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
+    if not isinstance(verdict, Verdict):
+        return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
+    undeclared = {path.precision for path in verdict.paths} - capabilities.precisions
+    if undeclared:
+        names = ", ".join(sorted(precision.value for precision in undeclared))
+        return adapted, _at_fault(f"offers paths of precision {names}, which it did not declare", verdict.native_state)
+    if len({path.name for path in verdict.paths}) != len(verdict.paths):
+        return adapted, _at_fault("offers two paths of one name", verdict.native_state)
+    return adapted, verdict
+
+
+def _at_fault(message: str, native_state: str) -> Verdict:
+    return Verdict.refuse([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
+
+
+def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:
+    """Lay the best path over each stretch of M; say where none is."""
+    low, high = wanted
+    top = _INFINITY if high is None else high
+    cuts = {low}
+    for path in paths:
+        cuts.add(max(low, path.m[0]))
+        if path.m[1] is not None:
+            cuts.add(path.m[1] + 1)
+    starts = sorted(cut for cut in cuts if low <= cut <= top)
+    segments: list[Segment] = []
+    for start, following in zip(starts, [*starts[1:], top + 1], strict=True):
+        serving = [path for path in paths if path.covers(start)]
+        if not serving:
+            end = "∞" if following > _INFINITY else following - 1
+            return (), f"no path for M in {start}…{end}"
+        best = min(serving, key=lambda path: (-path.tier, path.name))
+        last = None if following > _INFINITY else following - 1
+        if segments and segments[-1].path == best:
+            segments[-1] = Segment(segments[-1].low, last, best)
+        else:
+            segments.append(Segment(start, last, best))
+    return tuple(segments), None
+
+
+def assess(
+    backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
+) -> tuple[Candidate | None, Rejection | None, Offer]:
+    """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
+    adapted, verdict = _ask(backend, request)
+    if verdict.reasons:
+        return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
+    sound: list[KernelPath] = []
+    faults: list[Reason] = []
+    for path in verdict.paths:
+        fault = history.disqualified(backend.name, path, adapted)
+        if fault is None:
+            sound.append(path)
+        elif fault not in faults:
+            faults.append(fault)
+    reasons = list(faults)
+    allowed = [path for path in sound if path.kind in kinds and (any_precision or _precision_allows(request, path))]
+    for path in sound:
+        if path.kind not in kinds:
+            reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
+        elif path not in allowed:
+            message = f"path {path.name} computes in {path.precision.value}, asked for {request.precision.value}"
+            reasons.append(Reason(ReasonCode.POLICY, message))
+    segments, gap = _cover(allowed, request.m) if allowed else ((), None)
+    if gap is not None:
+        reasons.append(Reason(ReasonCode.SHAPE, gap))
+    if not segments:
+        return None, Rejection(backend.name, tuple(reasons), verdict.native_state), Offer(verdict.paths, tuple(sound))
+    return (
+        Candidate(backend.name, adapted, verdict, segments, tuple(faults)),
+        None,
+        Offer(verdict.paths, tuple(sound)),
+    )
+
+
+def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:
+    """Return whether paths serve every M asked for under a policy."""
+    is_reference = compute_path is ComputePath.DEQUANT_MATMUL_ONLY
+    kinds = KINDS[compute_path]
+    allowed = [path for path in paths if path.kind in kinds and (is_reference or _precision_allows(request, path))]
+    return bool(allowed and _cover(allowed, request.m)[0])
+
+
+def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
+    """Return whether another policy would let a backend serve, and this one would not, had every probe passed."""
+    asked = [compute_path]
+    if compute_path is ComputePath.KERNEL_OR_FALLBACK:
+        asked.append(ComputePath.DEQUANT_MATMUL_ONLY)
+    return not any(_serves(offer.paths, request, path) for path in asked) and any(
+        _serves(offer.sound, attrs.evolve(request, precision=precision), path)
+        for path in ComputePath
+        for precision in ActivationPrecision
+    )
