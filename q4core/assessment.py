@@ -31,6 +31,8 @@ KINDS = {
 }
 _EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
+_TABLE_STEPS = 126
+"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
 
 
 @attrs.frozen
@@ -109,6 +111,22 @@ def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
     return adapted, verdict
 
 
+def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
+    """Judge the table by which a path approximates the codebook, once, against the format."""
+    if path.codebook is None:
+        return None
+    wanted = request.format.codebook
+    if Feature.CUSTOM_CODEBOOK in request.features or len(path.codebook) != len(wanted):
+        message = f"path {path.name} declares a codebook of {len(path.codebook)} values, which is not the weight's"
+        return Reason(ReasonCode.PROBE_FAILED, message)
+    distance = max(abs(own - value) for own, value in zip(path.codebook, wanted, strict=True))
+    peak = max(map(abs, wanted))
+    if distance <= peak / _TABLE_STEPS:
+        return None
+    message = f"path {path.name} declares a codebook up to {distance / peak:.3g} of its peak from the format's"
+    return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / _TABLE_STEPS:.3g} is allowed")
+
+
 def _at_fault(message: str, native_state: str) -> Verdict:
     return Verdict.refuse([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
 
@@ -148,7 +166,7 @@ def assess(
     sound: list[KernelPath] = []
     faults: list[Reason] = []
     for path in verdict.paths:
-        fault = history.disqualified(backend.name, path, adapted)
+        fault = _fault_of_table(path, adapted) or history.disqualified(backend.name, path, adapted)
         if fault is None:
             sound.append(path)
         elif fault not in faults:

@@ -187,10 +187,17 @@ def _checked(prepared: object, device: torch.device) -> Prepared:
     if not prepared.tensors:
         raise TypeError("Prepared.tensors must hold at least one tensor, got none")
     for tensor in prepared.tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.device != device:
-            got = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise TypeError(f"Prepared.tensors must be strided tensors on {device}, got {got}")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"Prepared.tensors must be tensors, got {type(tensor).__name__}")
+        is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if not is_plain or tensor.device != device:
+            raise TypeError(
+                f"Prepared.tensors must be plain strided ones on {device}, got {tensor.layout} {tensor.device}"
+            )
     hash(prepared.meta)
+    repr(prepared.meta)
+    if prepared.meta != prepared.meta:  # plans are found by comparing it
+        raise TypeError("Prepared.meta must equal itself")
     return prepared
 
 

@@ -9,7 +9,7 @@ import torch
 
 from q4core.backend import Reason, Request
 from q4core.dispatch import select_backend
-from q4core.errors import ConfigError
+from q4core.errors import ConfigError, PolicyConflictError
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.proving import probe_book
 from q4core.selection import ProbeHistory, Selection
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from q4core.registry import Registry
     from q4core.weight import PackedWeight
 
-__all__ = ["layer_request", "resolve_device", "select_for"]
+__all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
 
 _CACHE_LIMIT = 4096
 
@@ -47,7 +47,11 @@ def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.
     """
     if config.device in {None, "auto"}:
         return weight_device
-    device = torch.device(str(config.device))
+    return _there(torch.device(str(config.device)))
+
+
+def _there(device: torch.device) -> torch.device:
+    """Return a device that this machine has, with its index."""
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -60,6 +64,38 @@ def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.
             )
         return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
     return device
+
+
+def wished_request(request: Request, config: SessionConfig) -> Request:
+    """Return a request with the wishes of a resolved configuration, as a layer would make it.
+
+    Raises:
+        ConfigError: The device of either is not there.
+        PolicyConflictError: The two say different things.
+    """
+    wish = config.activation_precision or ActivationPrecision.AUTO
+    if wish is not request.precision and wish is not ActivationPrecision.AUTO:
+        if request.precision is not ActivationPrecision.AUTO:
+            raise _conflict("precision", wish.value, request.precision.value)
+        request = attrs.evolve(request, precision=wish)
+    if config.gradients and not request.gradients:
+        request = attrs.evolve(request, gradients=True)
+    if config.compute_dtype is not None and config.compute_dtype is not request.dtype:
+        raise _conflict("dtype", str(config.compute_dtype), str(request.dtype))
+    if config.device not in {None, "auto"}:
+        device = resolve_device(config, request.device)
+        if device != request.device:
+            if request.device.type != "cpu":  # a weight on the CPU moves to where the session computes
+                raise _conflict("device", str(device), str(request.device))
+            request = attrs.evolve(request, device=device)
+    if request.device.type == "cuda":
+        request = attrs.evolve(request, device=_there(request.device))
+    return request
+
+
+def _conflict(name: str, wanted: str, asked: str) -> PolicyConflictError:
+    hint = f"Give Request.for_weight({name}=…), or leave it to the configuration."
+    return PolicyConflictError("q4.select", name=name, rule=f"{wanted}, as configured", value=asked, hint=hint)
 
 
 def layer_request(

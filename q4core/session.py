@@ -16,7 +16,7 @@ from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.linear import Q4Linear
 from q4core.policy import SessionConfig, resolve_config
 from q4core.registry import Registry, default_registry
-from q4core.selecting import select_for
+from q4core.selecting import select_for, wished_request
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -218,12 +218,14 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
 
     Args:
         request: What is asked; see ``Request.for_weight``.
-        config: Wishes; unset fields ask the context, the environment and the default.
+        config: Wishes; unset fields ask the context, the environment and the default. Its device, precision and
+            gradients join the request, as they would for a layer.
         registry: The plugins to choose among; the process's unless told.
 
     Raises:
-        ConfigError: ``request`` is no ``Request``.
-        UnknownBackendError, PolicyConflictError, BackendUnavailableError: See ``select_backend``.
+        ConfigError: ``request`` is no ``Request``, or its device is not there.
+        PolicyConflictError: Request and configuration contradict each other, or an override and its policy do.
+        UnknownBackendError, BackendUnavailableError: See ``select_backend``.
     """
     if not isinstance(request, Request):
         raise ConfigError(
@@ -233,7 +235,8 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
             value=type(request).__name__,
             hint="Use q4.Request.for_weight(weight).",
         )
-    return select_for(request, resolve_config(config), registry or default_registry())
+    resolved = resolve_config(config)
+    return select_for(wished_request(request, resolved), resolved, registry or default_registry())
 
 
 def explain(what: torch.nn.Module | Session) -> Report:

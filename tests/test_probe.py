@@ -137,10 +137,11 @@ def test_an_approximated_codebook_is_judged_against_its_own_table() -> None:
             weight = attrs.evolve(prepared.meta.build(prepared.tensors), codebook=torch.tensor(table))
             out.copy_(x.to(torch.float32) @ q4.dequantize(weight, torch.float32).T)
 
-    honest = Table("honest", paths=(attrs.evolve(KERNEL_PATH, codebook=table),))
+    path = attrs.evolve(KERNEL_PATH, precision=q4.Precision.W4A8)
+    honest = Table("honest", paths=(attrs.evolve(path, codebook=table),))
     assert q4.Session(registry=registry(honest)).linear(_weight()).diagnostics().backend == "honest"
     with pytest.warns(q4.Q4ProbeWarning):
-        layer = q4.Session(registry=registry(Table("silent"))).linear(_weight())
+        layer = q4.Session(registry=registry(Table("silent", paths=(path,)))).linear(_weight())
     assert layer.diagnostics().backend == "dequant-fallback"
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from q4core.backend.verdict import is_row_range
 from q4core.errors import ConfigError
 from q4core.formats import BlockOrder, Format, ScaleKind
 from q4core.policy import ActivationPrecision
@@ -21,14 +22,20 @@ __all__ = ["Features", "Request"]
 Features = frozenset[Feature]
 
 
-def _is_range(m: object) -> bool:
-    match m:
-        case (int(low), int(high)):
-            return 1 <= low <= high
-        case (int(low), None):
-            return low >= 1
-        case _:
-            return False
+def _to_device(value: torch.device | str) -> torch.device:
+    try:
+        device: torch.device = torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ConfigError("request", name="device", rule="a torch device", value=value) from None
+    return device
+
+
+def _to_precision(value: ActivationPrecision | str) -> ActivationPrecision:
+    try:
+        return ActivationPrecision(value)
+    except ValueError:
+        legal = ", ".join(repr(member.value) for member in ActivationPrecision)
+        raise ConfigError("request", name="precision", rule=f"one of {legal}", value=value) from None
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -64,17 +71,20 @@ class Request:
     features: Features = frozenset()
     out_features: int
     in_features: int
-    device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
+    device: torch.device = attrs.field(default=torch.device("cpu"), converter=_to_device)
     dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = attrs.field(default=attrs.Factory(lambda self: self.dtype, takes_self=True))
-    precision: ActivationPrecision = ActivationPrecision.AUTO
+    precision: ActivationPrecision = attrs.field(default=ActivationPrecision.AUTO, converter=_to_precision)
     gradients: bool = False
     m: tuple[int, int | None] = (1, None)
 
     def __attrs_post_init__(self) -> None:
-        """Check op and M range."""
-        if not _is_range(self.m):
+        """Check op, dtypes and M range."""
+        if not is_row_range(self.m):
             raise ConfigError("request", name="m", rule="(low >= 1, high >= low or None)", value=self.m)
+        for name in ("dtype", "out_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise ConfigError("request", name=name, rule="a torch dtype", value=getattr(self, name))
         if self.op not in {"linear", "quantize"}:
             raise ConfigError("request", name="op", rule="'linear' or 'quantize'", value=self.op)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING
 
 import attrs
@@ -12,7 +13,7 @@ from q4core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Tier", "Verdict"]
+__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Tier", "Verdict", "is_row_range"]
 
 
 class PathKind(enum.Enum):
@@ -92,12 +93,33 @@ _DOMAINS = {
 }
 
 
+def _require(condition: bool, what: str, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
+    if not condition:
+        raise ConfigError(what, name=name, rule=rule, value=value)
+
+
+def is_row_range(m: object) -> bool:
+    """Return whether ``m`` is (lowest, highest or None) of at least one row."""
+    match m:
+        case (int(low), int(high)):
+            return 1 <= low <= high
+        case (int(low), None):
+            return low >= 1
+        case _:
+            return False
+
+
 @attrs.frozen
 class Reason:
     """One reason why not: a stable code, and a sentence for people."""
 
     code: ReasonCode
     message: str
+
+    def __attrs_post_init__(self) -> None:
+        """Check the types, because a plugin makes this."""
+        _require(isinstance(self.code, ReasonCode), "reason", "code", "a ReasonCode", self.code)
+        _require(isinstance(self.message, str) and bool(self.message), "reason", "message", "a sentence", self.message)
 
     def __str__(self) -> str:
         """Return ``code: message``."""
@@ -114,11 +136,12 @@ class KernelPath:
         kind: What it does with the weight.
         precision: Weights by activations.
         tier: How good it claims to be; see ``Tier``.
-        codebook: The values that the path really uses, where it approximates the format's codebook by a table (NF4 in
-            int8, say). The probe and the kit judge the path against it, and it once against the format.
+        codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
+            table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
+            the format: at most 1/126 of the largest value away, half a step of a table of ±63.
 
     Raises:
-        ConfigError: The range is empty or starts below 1.
+        ConfigError: A value is not legal.
     """
 
     name: str
@@ -129,10 +152,19 @@ class KernelPath:
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Check the range."""
-        low, high = self.m
-        if low < 1 or (high is not None and high < low):
-            raise ConfigError(f"path {self.name!r}", name="m", rule="(low >= 1, high >= low or None)", value=self.m)
+        """Check every value, because a plugin makes this."""
+        what = f"path {self.name!r}"
+        _require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
+        _require(is_row_range(self.m), what, "m", "(low >= 1, high >= low or None)", self.m)
+        _require(isinstance(self.kind, PathKind), what, "kind", "a PathKind", self.kind)
+        _require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
+        is_finite = isinstance(self.tier, (int, float)) and math.isfinite(self.tier)
+        _require(is_finite, what, "tier", "a number", self.tier)
+        if self.codebook is not None:
+            rounded = self.precision in {Precision.W4A8, Precision.W4A4}
+            _require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
+            numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
+            _require(numbers, what, "codebook", "of finite numbers", self.codebook)
 
     def covers(self, rows: int) -> bool:
         """Return whether the path may run with that many rows."""
@@ -171,7 +203,12 @@ class Verdict:
     reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_reasons)
 
     def __attrs_post_init__(self) -> None:
-        """Check that exactly one of paths and reasons is there."""
+        """Check the types, and that exactly one of paths and reasons is there."""
+        _require(isinstance(self.native_state, str), "verdict", "native_state", "a text", self.native_state)
+        are_paths = all(isinstance(path, KernelPath) for path in self.paths)
+        _require(are_paths, "verdict", "paths", "of KernelPath", self.paths)
+        are_reasons = all(isinstance(reason, Reason) for reason in self.reasons)
+        _require(are_reasons, "verdict", "reasons", "of Reason", self.reasons)
         if bool(self.paths) == bool(self.reasons):
             raise ConfigError("verdict", name="paths, reasons", rule="given as exactly one of the two", value=self)
 
