@@ -1,4 +1,4 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [selection]``."""
+"""Run every benchmark, or those named: ``python -m benchmarks [overhead]``."""
 
 from __future__ import annotations
 

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import q4core as q4
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import __doc__ as USAGE
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 COMMANDS = sorted({found.group(1) for found in re.finditer(r"^q4 (\w+)", README, re.MULTILINE)})
@@ -33,3 +37,20 @@ def test_commands_are_there() -> None:
     command = [sys.executable, "-m", "q4core.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", done.stdout)] == []
+
+
+@pytest.mark.parametrize("dialect", [item for item in q4.dialects() if item.formats], ids=lambda item: item.name)
+def test_table_names_the_dialects_of_each_format(dialect: q4.Dialect) -> None:
+    """The row of each format that a dialect holds names the library that the dialect is of."""
+    family = dialect.name.split("-", maxsplit=1)[0]
+    words = {"simple": "`weight/absmax/quant_map`" if "nf4" in dialect.formats else "`qdata/scale`"}
+    words["compressed"] = "compressed-tensors"
+    for name in dialect.formats:
+        row = re.search(rf"^\|[^|]*\b{name}\b[^|]*\|([^|]*)\|", README, re.IGNORECASE | re.MULTILINE)
+        assert row is not None, name
+        assert words.get(family, family).lower() in row.group(1).lower(), name
+
+
+def test_benchmarks_that_are_named_are_there() -> None:
+    """``python -m benchmarks`` names just the benchmarks that it has."""
+    assert re.findall(r"\[(\w+)\]", USAGE or "") == list(BENCHMARKS)
