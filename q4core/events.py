@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from q4core.errors import ConfigError
+from q4core.errors import PLUGIN_FAULTS, ConfigError, Q4PluginWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -31,24 +32,28 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 _FORMATS = {"json", "console"}
 
 Observer = "Callable[[str, dict[str, Any]], None]"
-_observers: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
+_observers: tuple[tuple[int, Callable[[str, dict[str, Any]], None]], ...] = ()
+_numbers = itertools.count()
 _lock = threading.Lock()
 _muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
 _warned: set[tuple[type[Warning], object]] = set()
 
 
 def observe(observer: Callable[[str, dict[str, Any]], None]) -> None:
-    """Call ``observer(event, fields)`` for every event from now on."""
+    """Call ``observer(event, fields)`` for every event from now on, each time with fields of its own.
+
+    What it raises is told once for each kind of error, as a ``Q4PluginWarning``; it is called again all the same.
+    """
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     with _lock:
-        _observers = (*_observers, observer)
+        _observers = (*_observers, (next(_numbers), observer))
 
 
 def unobserve(observer: Callable[[str, dict[str, Any]], None]) -> None:
     """Stop calling ``observer``; unknown ones are ignored."""
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     with _lock:
-        _observers = tuple(item for item in _observers if item is not observer)
+        _observers = tuple(item for item in _observers if item[1] != observer)
 
 
 @contextlib.contextmanager
@@ -65,10 +70,20 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     """Send one event, such as ``"q4.select"``, with its fields."""
     if _muted.get():
         return
-    for observer in _observers:
-        observer(event, fields)
+    faults: list[tuple[int, object, BaseException]] = []
+    for number, observer in _observers:
+        try:
+            observer(event, dict(fields))
+        except PLUGIN_FAULTS as error:
+            faults.append((number, observer, error))
     if _standard_logger().isEnabledFor(level):
         _logger().log(level, event, **fields)
+    # Last, when everybody has heard the event: where the application makes warnings errors, this raises.
+    for number, broken, fault in faults:
+        if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
+            raise fault
+        message = f"event observer {broken!r} raised {type(fault).__name__}: {fault}"
+        warn_once((number, type(fault)), Q4PluginWarning, message)
 
 
 def warn_once(key: object, category: type[Q4Warning], message: str) -> None:

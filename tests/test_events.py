@@ -9,6 +9,8 @@ import sys
 import warnings
 
 import pytest
+import torch
+from fakes import registry
 
 import q4core as q4
 from q4core import events
@@ -97,3 +99,70 @@ def test_a_warning_comes_once_per_key_at_the_users_line() -> None:
             events.warn_once(key, q4.Q4FallbackWarning, "message")
     assert len(caught) == 2
     assert caught[0].filename == __file__
+
+
+def test_observers_share_nothing() -> None:
+    """Each observer has fields of its own: one that empties them takes nothing from the others, or from the log."""
+    seen: list[dict[str, object]] = []
+
+    def thief(_: str, fields: dict[str, object]) -> None:
+        fields.clear()
+
+    def witness(_: str, fields: dict[str, object]) -> None:
+        seen.append(fields)
+
+    events.observe(thief)
+    events.observe(witness)
+    try:
+        events.emit("q4.one", layer="up")
+    finally:
+        events.unobserve(thief)
+        events.unobserve(witness)
+    assert seen == [{"layer": "up"}]
+
+
+@pytest.mark.parametrize("fault", [ValueError, SystemExit])
+def test_an_observer_that_raises_is_told_once_and_called_again(fault: type[BaseException]) -> None:
+    """An observer's error stays out of what it observes: the layer is made, later observers hear, one warning comes."""
+    calls: list[str] = []
+    heard: list[str] = []
+
+    def broken(event: str, _: dict[str, object]) -> None:
+        calls.append(event)
+        raise fault("broken")
+
+    def witness(event: str, _: dict[str, object]) -> None:
+        heard.append(event)
+
+    weight = q4.quantize(torch.ones(8, 64), "nf4")
+    events.observe(broken)
+    events.observe(witness)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer = q4.Session(registry=registry()).linear(weight)
+    finally:
+        events.unobserve(broken)
+        events.unobserve(witness)
+    assert layer.is_prepared
+    assert len(calls) > 1
+    assert calls == heard
+    (warning,) = caught
+    assert warning.category is q4.Q4PluginWarning
+    assert f"{fault.__name__}: broken" in str(warning.message)
+    assert "broken" in str(warning.message)
+
+
+def test_an_observer_hears_events_where_warnings_are_errors() -> None:
+    """Where the application makes warnings errors, the caller of q4core gets the warning about the observer, typed."""
+
+    def broken(_event: str, _: dict[str, object]) -> None:
+        raise ValueError("told as an error")
+
+    events.observe(broken)
+    try:
+        with pytest.raises(q4.Q4PluginWarning, match="told as an error"):
+            events.emit("q4.one")
+        events.emit("q4.two")
+    finally:
+        events.unobserve(broken)

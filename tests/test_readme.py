@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import q4core as q4
-from benchmarks.__main__ import BENCHMARKS
-from benchmarks.__main__ import __doc__ as USAGE
+from benchmarks import __main__ as benchmarks
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -53,4 +52,4 @@ def test_table_names_the_dialects_of_each_format(dialect: q4.Dialect) -> None:
 
 def test_benchmarks_that_are_named_are_there() -> None:
     """``python -m benchmarks`` names just the benchmarks that it has."""
-    assert re.findall(r"\[(\w+)\]", USAGE or "") == list(BENCHMARKS)
+    assert re.findall(r"\[(\w+)\]", benchmarks.__doc__ or "") == list(benchmarks.BENCHMARKS)
