@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ class PluginRecord:
     Args:
         name: Entry-point name, or module name for ``Q4_PLUGIN_MODULES``.
         source: Distribution and version, or where else it came from.
-        state: ``loaded``, ``failed`` or ``disabled``.
+        state: ``loaded``, ``failed``, ``disabled``, or ``unknown``: a variable names it, but there is none.
         errors: Everything that went wrong, in the order in which it was found.
     """
 
@@ -73,6 +74,7 @@ def discover(given: Sequence[tuple[str, object]] | None, environment: Mapping[st
     faults: list[tuple[PluginRecord, str]] = []
     for found in _candidates(given, environment):
         faults.extend(_register(manager, records, found, environment))
+    faults.extend(_strangers(records, environment))
     return Discovered(manager, records, tuple(faults))
 
 
@@ -100,8 +102,21 @@ def _candidates(given: Sequence[tuple[str, object]] | None, environment: Mapping
 def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> bool:
     if name in _names(environment.get("Q4_DISABLE_PLUGINS")):
         return False
-    wanted = environment.get("Q4_PLUGINS")
-    return wanted is None or by_module or name == REFERENCE_PLUGIN or name in _names(wanted)
+    wanted = _names(environment.get("Q4_PLUGINS"))
+    return not wanted or by_module or name == REFERENCE_PLUGIN or name in wanted
+
+
+def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str]) -> Iterator[tuple[PluginRecord, str]]:
+    """Record the names in the environment that are no plugin's, and yield what is wrong with each."""
+    known = sorted(records)
+    for variable in ("Q4_PLUGINS", "Q4_DISABLE_PLUGINS"):
+        for name in dict.fromkeys(_names(environment.get(variable))):
+            if name in known:
+                continue
+            record = records.setdefault(name, PluginRecord(name, variable, "unknown"))
+            close = difflib.get_close_matches(name, known, n=1)
+            there = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+            yield record, f"{variable} names {name!r}, and there is no such plugin; {there}"
 
 
 def _register(

@@ -101,3 +101,15 @@ def test_survey_gives_paths_or_every_reason() -> None:
     assert (none.serves, [reason["code"] for reason in none.reasons]) == ("none", ["arch", "not_built"])
     assert verdicts["nf4-only", "nf4"].serves == "all"
     assert [reason["code"] for reason in verdicts["nf4-only", "fp4"].reasons] == ["format"]
+
+
+@pytest.mark.slow
+def test_doctor_tells_plugin_names_that_fit_nothing() -> None:
+    """A typo in Q4_PLUGINS, which leaves plugins out, is a problem that the doctor shows with the closest name."""
+    record = json.loads(process("doctor", "--json", variables={"Q4_PLUGINS": "dialectz"}).stdout)
+    assert any("dialectz" in problem and "'dialects'" in problem for problem in record["problems"])
+    told = process("doctor", "--strict", variables={"Q4_PLUGINS": "dialectz"})
+    assert told.returncode == 1
+    assert "unknown" in told.stdout
+    assert "No problems" not in told.stdout
+    assert "Traceback" not in told.stderr

@@ -202,3 +202,49 @@ def test_allow_list_keeps_the_reference(tmp_path: Path) -> None:
     assert _run(code, tmp_path, Q4_PLUGINS="gguf") == str(["dequant-fallback", "gguf"])
     assert "gguf" not in _run(code, tmp_path, Q4_DISABLE_PLUGINS="gguf")
     assert _run(BACKENDS, tmp_path, Q4_DISABLE_PLUGINS="dequant-fallback") == ""
+
+
+def test_an_allow_list_without_names_is_none(tmp_path: Path) -> None:
+    """Q4_PLUGINS that is empty, or blank, leaves every plugin in, as if it were not there."""
+    code = "import q4core as q4; print([r.name for r in q4.default_registry().records() if r.state == 'loaded'])"
+    everything = _run(code, tmp_path)
+    assert "gguf" in everything
+    for value in ("", " ", ","):
+        assert _run(code, tmp_path, Q4_PLUGINS=value) == everything
+
+
+@pytest.mark.parametrize("variable", ["Q4_PLUGINS", "Q4_DISABLE_PLUGINS"])
+@pytest.mark.parametrize(("wrong", "closest"), [("dialectz", "dialects"), ("Quite-Other", None)])
+def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: str | None) -> None:
+    """A name in the environment that fits nothing is a record and one warning, with the closest name there is."""
+    plugins = [("dialects", types.ModuleType("a")), ("gguf", types.ModuleType("b"))]
+    registry = q4.Registry(plugins, environment={variable: f"gguf, {wrong}"})
+    with pytest.warns(q4.Q4PluginWarning) as caught:
+        records = {record.name: record for record in registry.records()}
+    assert len(caught) == 1
+    assert records[wrong].state == "unknown"
+    assert records[wrong].source == variable
+    (error,) = records[wrong].errors
+    assert variable in error
+    assert ("did you mean 'dialects'" in error) == (closest is not None)
+    assert error in str(caught[0].message)
+    assert records["gguf"].state == ("loaded" if variable == "Q4_PLUGINS" else "disabled")
+    assert registry.refused_backends() == ()
+
+
+def test_a_name_that_both_variables_have_wrong_is_told_for_each() -> None:
+    """One record holds what is wrong with a name in Q4_PLUGINS and in Q4_DISABLE_PLUGINS."""
+    variables = {"Q4_PLUGINS": "x,x", "Q4_DISABLE_PLUGINS": "x"}
+    registry = q4.Registry([("gguf", types.ModuleType("b"))], environment=variables)
+    with pytest.warns(q4.Q4PluginWarning):
+        (record,) = [item for item in registry.records() if item.name == "x"]
+    assert len(record.errors) == 2
+    assert "Q4_PLUGINS" in record.errors[0]
+    assert "Q4_DISABLE_PLUGINS" in record.errors[1]
+
+
+def test_modules_and_the_reference_may_be_named() -> None:
+    """Names of plugins that are there, of modules, and of the reference are right in either variable."""
+    variables = {"Q4_PLUGINS": "dequant-fallback,nn,json", "Q4_DISABLE_PLUGINS": "gguf", "Q4_PLUGIN_MODULES": "json"}
+    registry = q4.Registry(environment=variables)
+    assert [record.name for record in registry.records() if record.errors] == []

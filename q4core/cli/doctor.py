@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _LABEL = 18
-_STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow"}
+_STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow", "unknown": "red"}
 _WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no", "red")}
 
 
