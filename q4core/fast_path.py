@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.plan import raise_broken_call
@@ -61,6 +62,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
             or dispatch_modes()
             or function_modes()
             or transforms() is not None
+            or forward_ad._current_level >= 0  # noqa: SLF001  # any tensor may carry a tangent
             or not x.is_contiguous()
         ):
             return None

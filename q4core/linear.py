@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from q4core.codec import dequantize
+from q4core.derivatives import is_forward_mode, is_transformed, linear_function
 from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError
+from q4core.formats import BlockOrder
 from q4core.linear_input import check_index, check_out, fits_as_bias, refuse_bias, refuse_input
 from q4core.memory import apply_input_policy
 from q4core.packed_module import PackedModule
+from q4core.plan import UNTRACEABLE_PLAN
 from q4core.policy import UnifiedMemoryPolicy
 from q4core.preparation import tell_memory
 from q4core.registry import default_registry
@@ -72,7 +75,8 @@ class Q4Linear(PackedModule):
             return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
         flat = flat.to(self.device, torch.int64)
         with torch.no_grad():
-            if ready.plan.source is None:
+            # Blocks that straddle rows can't be exported by rows.
+            if ready.plan.source is None and self._spec.blocks is BlockOrder.ROW:
                 dense = dequantize(ready.plan.weight(self._own_buffers(), flat), wanted)
             else:
                 dense = dequantize(ready.plan.weight(self._own_buffers()), wanted, rows=flat)
@@ -107,7 +111,7 @@ class Q4Linear(PackedModule):
 
         Args:
             x: [..., K] of the layer's dtype, on its device.
-            out_dtype: dtype of the result; the layer's own unless told.
+            out_dtype: dtype to convert the result to, which is rounded to the layer's own first.
             out: [..., N] to write to; no gradient flows through it.
 
         Returns:
@@ -146,7 +150,11 @@ class Q4Linear(PackedModule):
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
         if not tracing and (
-            x.dtype is not self._dtype or x.dim() < 1 or x.shape[-1] != self.in_features or x.device != self._device
+            x.dtype is not self._dtype
+            or x.layout is not torch.strided
+            or x.dim() < 1
+            or x.shape[-1] != self.in_features
+            or x.device != self._device
         ):
             refuse_input(self, x)
         if not tracing and bias is not None and not fits_as_bias(self, bias):
@@ -154,6 +162,8 @@ class Q4Linear(PackedModule):
         if out is not None or out_dtype is not None:
             check_out(self, x, out, out_dtype)
         if self._managed:
+            if tracing:
+                return self._call(x, bias, out_dtype, out)
             return self._forward_managed(x, bias, out_dtype, out)
         return self._call(x, bias, out_dtype, out)
 
@@ -161,11 +171,19 @@ class Q4Linear(PackedModule):
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         buffers = self._own_buffers()
+        tracing = _is_tracing()
+        plan = self._traced_plan() if tracing else self._plan_key
+        by_function = not tracing and is_transformed()
         if out is None:
-            y: torch.Tensor = _LINEAR(x, buffers, bias, self._plan_key)
+            call = linear_function if by_function else _LINEAR
+            y: torch.Tensor = call(x, buffers, bias, plan)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
-        if out.dtype is not self._dtype or _is_tracing():
-            out.copy_(_LINEAR(x, buffers, bias, self._plan_key))
+        if not tracing and (by_function or is_forward_mode()):
+            raise InputError(
+                f"layer {self.name!r}", name="out", rule="None under torch.func and in forward mode", value="a tensor"
+            )
+        if out.dtype is not self._dtype or tracing:
+            out.copy_(_LINEAR(x, buffers, bias, plan))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             raise InputError(
@@ -185,8 +203,12 @@ class Q4Linear(PackedModule):
         providers = (self._registry or default_registry()).memory_providers()
         policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
         placed, decision = apply_input_policy(x, policy, device=self.device, providers=providers)
-        if not _is_tracing():
-            line = f"{decision.action}: {decision.reason}"
-            self._input_memory[line] = self._input_memory.get(line, 0) + 1
-            tell_memory(decision, "activation", self._config)
+        line = f"{decision.action}: {decision.reason}"
+        self._input_memory[line] = self._input_memory.get(line, 0) + 1
+        tell_memory(decision, "activation", self._config)
         return self._call(placed, bias, out_dtype, out)  # a temporary goes with its last reference
+
+    def _traced_plan(self) -> str:
+        """Name the plan for a graph, which leaves x where it is, as PREFER_UNIFIED says; under REQUIRE it can't."""
+        is_required = self._config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED
+        return UNTRACEABLE_PLAN if is_required else self._plan_key

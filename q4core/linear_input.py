@@ -22,6 +22,8 @@ def refuse_input(layer: PackedModule, x: Any) -> NoReturn:
     label = f"layer {layer.name!r}"
     if not isinstance(x, torch.Tensor):
         raise InputError(label, name="x", rule="a tensor", value=type(x).__name__)
+    if x.layout is not torch.strided:
+        raise InputError(label, name="x", rule="a strided tensor", value=x.layout, hint="Use x.to_dense().")
     if x.dim() < 1 or x.shape[-1] != layer.in_features:
         rule = f"of shape [..., {layer.in_features}]"
         raise InputError(
@@ -100,6 +102,8 @@ def check_out(layer: PackedModule, x: torch.Tensor, out: torch.Tensor | None, ou
             rule=f"{wanted} {list(expected)} on {x.device}",
             value=f"{out.dtype} {list(out.shape)} on {out.device}",
         )
+    if any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
+        raise InputError(label, name="out", rule="one place in memory for each element", value="an expanded tensor")
     if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
         raise InputError(label, name="out", rule="a tensor that does not require gradients", value="requires_grad=True")
     if not torch.compiler.is_compiling() and out.numel() and _overlap(x, out):

@@ -1,4 +1,4 @@
-"""The registered torch ops, their fake kernels and autograd: written once, here, for every backend.
+"""The registered torch ops and their fake kernels: written once, here, for every backend.
 
 ``q4core::linear(x, buffers, bias, plan)`` and ``q4core::linear_out`` compute y; ``q4core::linear_input_grad`` is their
 exact gradient to x, and ``q4core::linear_exact`` that one's own gradient. ``buffers`` are the layer's uint8 buffers:
@@ -8,22 +8,22 @@ which layer ran.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
 from q4core.codec import dequantize
-from q4core.errors import PLUGIN_FAULTS, InputError
+from q4core.errors import PLUGIN_FAULTS, InputError, LifecycleError
 from q4core.plan import plan_by_key, raise_broken_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from q4core.backend import Prepared
     from q4core.plan import Plan
 
-__all__ = ["LiveLayer", "forget_layer", "input_gradient", "register_layer", "run_plan"]
+__all__ = ["LIBRARY", "LiveLayer", "forget_layer", "input_gradient", "register_layer", "run_op", "run_plan"]
 
 _GRADIENT_ROWS_BYTES = 16 << 20
 
@@ -157,16 +157,24 @@ def _row_chunks(plan: Plan) -> Iterator[tuple[int, int]]:
 
 # -- registration
 
-_LIBRARY = torch.library.Library("q4core", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor[] buffers, Tensor? bias, str plan) -> Tensor")
-_LIBRARY.define("linear_out(Tensor x, Tensor[] buffers, Tensor? bias, str plan, Tensor(a!) out) -> ()")
-_LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Tensor")
-_LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
+LIBRARY = torch.library.Library("q4core", "DEF")
+LIBRARY.define("linear(Tensor x, Tensor[] buffers, Tensor? bias, str plan) -> Tensor")
+LIBRARY.define("linear_out(Tensor x, Tensor[] buffers, Tensor? bias, str plan, Tensor(a!) out) -> ()")
+LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Tensor")
+LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
 
 
-def _run(
+def _closed(plan: str) -> LifecycleError:
+    hint = "Make it again from its weight, and compile that."
+    return LifecycleError("q4core::linear", name="layer", rule="open", value=f"closed ({plan})", hint=hint)
+
+
+def run_op(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None
 ) -> torch.Tensor:
+    """Run the op's own kernel: find the plan, allocate y where there is no ``out``, call the backend, count."""
+    if not buffers:
+        raise _closed(key)
     live = _LIVE.get(buffers[-1].data_ptr())
     if live is not None and live.plan.key == key and live.addresses == [buffer.data_ptr() for buffer in buffers[:-1]]:
         plan, prepared = live.plan, live.prepared
@@ -185,13 +193,13 @@ def _run(
 
 
 def _linear(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
-    return _run(x, buffers, bias, plan, None)
+    return run_op(x, buffers, bias, plan, None)
 
 
 def _linear_out(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
 ) -> None:
-    _run(x, buffers, bias, plan, out)
+    run_op(x, buffers, bias, plan, out)
 
 
 def _linear_input_grad(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
@@ -209,7 +217,7 @@ for _name, _function in (
     ("linear_exact", _linear_exact),
 ):
     for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _function, _key)
+        LIBRARY.impl(_name, _function, _key)
 
 
 def _linear_fake(
@@ -218,6 +226,8 @@ def _linear_fake(
     bias: torch.Tensor | None,
     plan: str,
 ) -> torch.Tensor:
+    if not buffers:
+        raise _closed(plan)
     call = plan_by_key(plan)
     device = buffers[0].device
     if x.dim() < 1 or x.shape[-1] != call.in_features or x.dtype != call.dtype or x.device != device:
@@ -257,102 +267,7 @@ def _linear_exact_fake(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) 
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
 
-torch.library.register_fake("q4core::linear", _linear_fake, lib=_LIBRARY)
-torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=_LIBRARY)
-torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=_LIBRARY)
-torch.library.register_fake("q4core::linear_exact", _linear_exact_fake, lib=_LIBRARY)
-
-
-class _LinearFunction(torch.autograd.Function):
-    """The op with its backward: exact dequantised weights for x, a sum for the bias."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, bias: torch.Tensor | None, plan: str, *buffers: torch.Tensor) -> torch.Tensor:
-        with _below_autograd():
-            y: torch.Tensor = torch.ops.q4core.linear.default(x, list(buffers), bias, plan)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        del output
-        _, bias, ctx.plan, *buffers = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(*buffers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        buffers = list(ctx.saved_tensors)
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.ops.q4core.linear_input_grad.default(grad, buffers, ctx.plan)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return (grad_x, grad_bias, None, *([None] * len(buffers)))
-
-
-def _linear_autograd(
-    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str
-) -> torch.Tensor:
-    """Record a backward only where one is needed.
-
-    ``register_autograd`` would cost 6 µs more per call. With plain tensors and nothing that watches dispatch, the
-    kernel below is called straight away, which saves a second round through the dispatcher (5 µs).
-    """
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        call: Any = _LinearFunction.apply
-        recorded: torch.Tensor = call(x, bias, plan, *buffers)
-        return recorded
-    if type(x) is torch.Tensor and not _dispatch_modes() and _transforms() is None and not x.is_meta:
-        return _run(x, buffers, bias, plan, None)
-    with _below_autograd():
-        y: torch.Tensor = torch.ops.q4core.linear.default(x, buffers, bias, plan)
-    return y
-
-
-# There are no public ways to go below autograd, or to ask who watches dispatch.
-_below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-_LIBRARY.impl("linear", _linear_autograd, "Autograd")
-
-
-class _ExactFunction(torch.autograd.Function):
-    """``linear_input_grad`` and ``linear_exact``, each the other's gradient, so that backward can be differentiated."""
-
-    @staticmethod
-    def forward(tensor: torch.Tensor, plan: str, to_input: bool, *buffers: torch.Tensor) -> torch.Tensor:  # noqa: FBT001  # autograd passes arguments by position
-        with _below_autograd():
-            result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        del output
-        _, ctx.plan, ctx.to_input, *buffers = inputs
-        ctx.save_for_backward(*buffers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        buffers = list(ctx.saved_tensors)
-        return (_exact_op(not ctx.to_input)(grad, buffers, ctx.plan), None, None, *([None] * len(buffers)))
-
-
-def _exact_op(to_input: bool) -> Any:  # noqa: FBT001  # one of two ops
-    return torch.ops.q4core.linear_input_grad.default if to_input else torch.ops.q4core.linear_exact.default
-
-
-def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor], str], torch.Tensor]:  # noqa: FBT001  # as above
-    def run(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            call: Any = _ExactFunction.apply
-            recorded: torch.Tensor = call(tensor, plan, to_input, *buffers)
-            return recorded
-        with _below_autograd():
-            result: torch.Tensor = _exact_op(to_input)(tensor, buffers, plan)
-        return result
-
-    return run
-
-
-_LIBRARY.impl("linear_input_grad", _exact_autograd(to_input=True), "Autograd")
-_LIBRARY.impl("linear_exact", _exact_autograd(to_input=False), "Autograd")
+torch.library.register_fake("q4core::linear", _linear_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_exact", _linear_exact_fake, lib=LIBRARY)

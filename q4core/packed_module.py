@@ -100,7 +100,8 @@ class PackedModule(nn.Module):
             wanted = dtype or config.compute_dtype or weight.dtype
             tensors = tuple(as_bytes(tensor) for _, tensor in weight.tensors())
             return _Content(WeightSpec.of(weight), origin, config, wanted, weight.device, tensors, None)
-        prepared = prepare_layer(weight, config, self._registry or default_registry(), m=self._m, dtype=dtype)
+        registry = self._registry or default_registry()
+        prepared = prepare_layer(weight, config, registry, m=self._m, dtype=dtype, name=self.name)
         device = prepared.selection.request.device
         return _Content(WeightSpec.of(weight), origin, config, prepared.plan.dtype, device, prepared.buffers, prepared)
 
@@ -267,6 +268,8 @@ class PackedModule(nn.Module):
         except Q4Error as error:  # nothing is loaded, the bias neither
             error_msgs.append(f"{prefix}weight: {error}")
             return
+        if own and content is None:
+            return  # part of the weight is missing: the load will be refused, and the bias stays as it is
         faults: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, faults)
         error_msgs.extend(faults)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend
     from q4core.selection import Segment, Selection
 
-__all__ = ["Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
+__all__ = ["UNTRACEABLE_PLAN", "Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,6 +136,8 @@ def raise_broken_call(error: BaseException, backend: Backend, path: str) -> NoRe
     ) from error
 
 
+UNTRACEABLE_PLAN = "require_unified"
+"""Named by a layer that can't be traced, because an error of our own can be raised below a trace and not in it."""
 _plans: dict[str, Plan] = {}
 """Every plan made so far, one per kind of layer; kept, because a compiled graph or a pending backward may name it."""
 _lock = threading.Lock()
@@ -205,6 +207,14 @@ def plan_by_key(key: str) -> Plan:
     Raises:
         LifecycleError: No layer of this process was prepared under that plan.
     """
+    if key == UNTRACEABLE_PLAN:
+        raise LifecycleError(
+            "q4core::linear",
+            name="unified_memory",
+            rule="other than REQUIRE_UNIFIED in a compiled graph, which can't place activations",
+            value="require_unified",
+            hint="Ask for PREFER_UNIFIED, and give the graph activations in managed memory.",
+        )
     try:
         return _plans[key]
     except KeyError:

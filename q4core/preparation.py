@@ -54,13 +54,14 @@ class PreparedLayer:
     source_bytes: int = 0
 
 
-def prepare_layer(
+def prepare_layer(  # noqa: PLR0913  # one argument per fact
     weight: PackedWeight,
     config: SessionConfig,
     registry: Registry,
     *,
     m: tuple[int, int | None] = (1, None),
     dtype: torch.dtype | None = None,
+    name: str | None = None,
 ) -> PreparedLayer:
     """Select, prepare and prove a weight; every decision is sent as an event unless the configuration says no.
 
@@ -70,6 +71,7 @@ def prepare_layer(
         registry: The plugins to choose among.
         m: Rows of x that must be served.
         dtype: dtype of x; the configuration's, else the weight's own.
+        name: The layer's name, for events and messages; the weight's own unless told.
 
     Returns:
         The prepared layer. A path that computes wrong numbers is disqualified, loudly, and the next one is asked.
@@ -81,7 +83,9 @@ def prepare_layer(
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
     with muted() if config.diagnostics is False else contextlib.nullcontext():
-        return _prepare_layer(weight, config, registry, m, dtype)
+        # The name goes with the weight, because everything below tells of it.
+        told = weight if name is None else attrs.evolve(weight, name=name)
+        return _prepare_layer(told, config, registry, m, dtype)
 
 
 def _prepare_layer(

@@ -19,6 +19,7 @@ import torch
 
 from q4core import codec
 from q4core.backend import Request
+from q4core.derivatives import is_forward_mode
 from q4core.dispatch import select_backend
 from q4core.errors import PLUGIN_FAULTS, BackendUnavailableError, InputError, Q4ProbeWarning
 from q4core.events import emit, warn_once
@@ -186,6 +187,11 @@ class _StraightThrough(torch.autograd.Function):
         del ctx
         return grad, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        del ctx
+        return tangent.clone()
+
 
 def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Tensor:  # noqa: A002  # the contract's name
     """Return the quantised weight as a dense tensor whose gradient goes to ``master`` unchanged.
@@ -203,7 +209,7 @@ def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Te
     """
     _check_master(master)
     kind = _find(format)
-    if torch.is_grad_enabled() and master.requires_grad:
+    if is_forward_mode() or (torch.is_grad_enabled() and master.requires_grad):
         call: Any = _StraightThrough.apply
         dense: torch.Tensor = call(master, kind)
         return dense

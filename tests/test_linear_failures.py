@@ -300,3 +300,70 @@ def test_diagnostics_off_sends_no_events() -> None:
     assert layer.diagnostics().proven
     q4.Session(registry=plugins).linear(_weight())
     assert "q4.select" in heard
+
+
+def test_a_strict_load_without_a_key_of_the_weight_keeps_the_bias() -> None:
+    """A state dict that lacks part of the weight is refused whole: the bias stays, too."""
+    for absent in ("weight.qdata", "weight.spec"):
+        layer = _layer(torch.zeros(N))
+        state = _layer(torch.ones(N)).state_dict()
+        del state[absent]
+        with pytest.raises(RuntimeError, match=absent):
+            layer.load_state_dict(state)
+        assert layer.bias is not None
+        assert torch.equal(layer.bias, torch.zeros(N))
+    layer.load_state_dict({"bias": torch.ones(N)}, strict=False)
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, torch.ones(N))
+
+
+def test_rows_of_a_flat_weight() -> None:
+    """Row look-up works where blocks straddle rows."""
+    weight = q4.quantize(torch.randn(31, 33, generator=torch.Generator().manual_seed(1)), "nf4")
+    assert weight.blocks is q4.BlockOrder.FLAT
+    index = torch.tensor([[3, 0], [30, 3]])
+    rows = q4.Session(registry=registry()).linear(weight).rows(index)
+    assert torch.equal(rows, q4.dequantize(weight)[index])
+
+
+def test_a_compiled_layer_that_was_closed_says_so() -> None:
+    """Later use of a closed layer's graph is the LifecycleError that eager use is."""
+    layer = _layer()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled(X)
+    layer.close()
+    with pytest.raises(Exception, match="closed"):
+        compiled(X)
+
+
+def test_a_layer_under_prefer_unified_compiles() -> None:
+    """A graph leaves activations where they are, as PREFER_UNIFIED says; REQUIRE_UNIFIED is refused by name."""
+    layer = _layer(unified_memory=q4.UnifiedMemoryPolicy.PREFER_UNIFIED)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(X), layer(X))
+    layer._config = attrs.evolve(layer._config, unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
+    with pytest.raises(Exception, match="REQUIRE_UNIFIED"):
+        torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(5, K))
+
+
+def test_events_carry_the_layers_name() -> None:
+    """What is sent about a layer has the name that its record has."""
+    heard: dict[str, Any] = {}
+
+    def q4_event(event: str, fields: dict[str, Any]) -> None:
+        heard[event] = fields.get("layer")
+
+    import q4_dequant_fallback  # noqa: PLC0415  # found like any plugin; named here for tests only
+
+    plugins = q4.Registry([("a", plugin(q4_event=q4_event)), ("dequant-fallback", q4_dequant_fallback)])
+    layer = q4.Session(registry=plugins).linear(_weight(), name="proj")
+    assert heard["q4.prepare"] == heard["q4.select"] == layer.diagnostics().layer == "proj"
+    assert layer.packed_weight().name is None
+
+
+def test_inputs_that_are_no_plain_memory_are_refused() -> None:
+    """A sparse x, and an out whose elements share memory, are refused by name."""
+    layer = _layer()
+    with pytest.raises(q4.InputError, match="strided"):
+        layer(X.to_sparse())
+    with pytest.raises(q4.InputError, match="out"):
+        layer(X, out=torch.zeros(1, N).expand(2, N))
