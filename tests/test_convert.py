@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from fakes import registry
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as old_weight_norm
 
 import q4core as q4
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def _session() -> q4.Session:
-    return q4.Session(registry=registry())
+
+def _session(**wishes: Any) -> q4.Session:
+    return q4.Session(q4.SessionConfig(**wishes), registry=registry())
+
+
+def _closed() -> q4.Session:
+    session = _session()
+    session.close()
+    return session
 
 
 def _model() -> nn.Sequential:
@@ -85,7 +96,7 @@ def test_a_bare_linear_and_an_unknown_format_are_refused() -> None:
     with pytest.raises(q4.InputError):
         q4.convert_linears_(nn.Linear(64, 64), format="nf4", session=_session())
     with pytest.raises(q4.FormatError, match="nf4"):
-        q4.convert_linears_(_model(), format="nf5", session=_session(), strict=True)
+        q4.convert_linears_(_model(), format="nf5", session=_session())
 
 
 def test_a_converted_model_saves_and_loads() -> None:
@@ -99,3 +110,156 @@ def test_a_converted_model_saves_and_loads() -> None:
     second.load_state_dict(first.state_dict(), strict=True)
     x = torch.randn(2, 64)
     assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ({"format": "nf5"}, q4.FormatError, "format"),
+        ({"format": 4}, q4.FormatError, "format"),
+        ({"format": "nf4", "block_size": 48}, q4.FormatError, "block_size"),
+        ({"format": "nf4", "block_size": "64"}, q4.FormatError, "block_size"),
+        ({"session": _closed}, q4.LifecycleError, "session"),
+        ({"session": lambda: "mine"}, q4.InputError, "session"),
+        ({"session": lambda: _session(backend="dequant-falback")}, q4.UnknownBackendError, "backend"),
+        (
+            {"session": lambda: _session(backend="dequant-fallback", compute_path="kernel_only")},
+            q4.PolicyConflictError,
+            "backend",
+        ),
+        ({"skip": 3}, q4.ConfigError, "skip"),
+        ({"skip": ["0", 3]}, q4.ConfigError, "skip"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_wish_that_is_wrong_for_the_whole_call_is_an_error(
+    arguments: dict[str, Any], error: type[q4.Q4Error], name: str, *, strict: bool
+) -> None:
+    """Format, block size, session and override are looked at first: no table full of failures, and no layer changed."""
+    session = arguments.get("session", _session)()
+    model = _model()
+    with pytest.raises(error) as caught:
+        q4.convert_linears_(model, **{"format": "nf4", **arguments, "session": session, "strict": strict})
+    assert caught.value.name == name
+    assert not any(isinstance(layer, q4.Q4Linear) for layer in model.modules())
+
+
+def test_a_format_is_looked_at_even_where_there_is_no_layer() -> None:
+    """A model without linear layers does not hide that nobody has the format."""
+    with pytest.raises(q4.FormatError):
+        q4.convert_linears_(nn.Sequential(nn.ReLU()), format="nf5", session=_session())
+
+
+@pytest.mark.parametrize("skip", [["lm_haed"], ["0", "3.*"], "2"])
+def test_a_pattern_that_matches_nothing_is_an_error(skip: Any) -> None:
+    """A typo in ``skip`` converts nothing: the pattern is named, with the closest name; so is a container's name."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 64)))
+    model.add_module("lm_head", nn.Linear(64, 64))
+    with pytest.raises(q4.ConfigError) as caught:
+        q4.convert_linears_(model, format="nf4", skip=skip, session=_session())
+    assert caught.value.name == "skip"
+    assert caught.value.value in ("lm_haed", "3.*", "2")
+    if skip == ["lm_haed"]:
+        assert "'lm_head'" in str(caught.value)
+    if skip == "2":
+        assert "'2.*'" in str(caught.value)
+    assert not any(isinstance(layer, q4.Q4Linear) for layer in model.modules())
+
+
+def test_a_pattern_may_match_what_is_no_linear_layer() -> None:
+    """A pattern that names an embedding, or a layer that is four-bit already, is no typo."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(32, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
+    q4.convert_linears_(model, format="nf4", skip=["down"], session=_session())
+    table = q4.convert_linears_(model, format="nf4", skip=["embedding", "up"], session=_session())
+    assert [(row.name, row.action) for row in table.rows] == [("down", "converted")]
+
+
+_HOOKS: dict[str, Callable[[nn.Linear], object]] = {
+    "forward": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "forward pre": lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
+    "state dict": lambda layer: layer.register_state_dict_post_hook(lambda *_: None),
+    "state dict pre": lambda layer: layer.register_state_dict_pre_hook(lambda *_: None),
+    "load state dict pre": lambda layer: layer.register_load_state_dict_pre_hook(lambda *_: None),
+    "load state dict post": lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None),
+    "gradient": lambda layer: layer.weight.register_hook(lambda _: None),
+    "accumulated gradient": lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("kind", _HOOKS)
+def test_a_layer_with_hooks_is_left_alone(kind: str) -> None:
+    """Hooks would be lost with the layer that they are on: it is skipped, and the table says which hooks."""
+    model = _model()
+    first: Any = model[0]
+    _HOOKS[kind](first)
+    row = q4.convert_linears_(model, format="nf4", session=_session()).rows[0]
+    assert model[0] is first
+    assert row.action == "skipped"
+    assert "hook" in row.reason
+
+
+def _with_forward(layer: nn.Linear) -> nn.Linear:
+    layer.forward = lambda x: x  # type: ignore[method-assign]  # as libraries do that wrap a layer
+    return layer
+
+
+def _with_child(layer: nn.Linear) -> nn.Linear:
+    layer.add_module("adapter", nn.Linear(64, 64))
+    return layer
+
+
+def _with_buffer(layer: nn.Linear) -> nn.Linear:
+    layer.register_buffer("mask", torch.ones(64, 64))
+    return layer
+
+
+class _Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
+        return 2 * super().forward(input)
+
+
+_SPECIAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(64, 64)), "parametrized"),
+    "spectral_norm": (lambda: parametrizations.spectral_norm(nn.Linear(64, 64)), "parametrized"),
+    "forward": (lambda: _with_forward(nn.Linear(64, 64)), "forward"),
+    "child": (lambda: _with_child(nn.Linear(64, 64)), "adapter"),
+    "buffer": (lambda: _with_buffer(nn.Linear(64, 64)), "mask"),
+    "subclass": (lambda: _Scaled(64, 64), "_Scaled"),
+    "lazy": (lambda: nn.LazyLinear(64), "LazyLinear"),
+}
+
+
+@pytest.mark.parametrize("kind", _SPECIAL)
+def test_a_layer_that_does_more_than_a_linear_is_left_alone(kind: str) -> None:
+    """What computes its weight, adds to it, or is no plain ``nn.Linear`` is skipped, and the table says why."""
+    make, reason = _SPECIAL[kind]
+    layer = make()
+    model = nn.ModuleDict({"special": layer, "plain": nn.Linear(64, 64)})
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items() if kind != "lazy"}
+    table = q4.convert_linears_(model, format="nf4", session=_session())
+    rows = {row.name: row for row in table.rows}
+    assert model["special"] is layer
+    assert (rows["special"].action, rows["plain"].action) == ("skipped", "converted")
+    assert reason in rows["special"].reason
+    assert all(torch.equal(layer.state_dict()[name], tensor) for name, tensor in before.items())
+    assert "special" in str(table)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_layer_with_the_old_weight_norm_is_left_alone() -> None:
+    """torch's older weight normalisation, which is a hook and two parameters, is skipped too."""
+    layer = old_weight_norm(nn.Linear(64, 64))
+    model = nn.ModuleDict({"special": layer})
+    (row,) = q4.convert_linears_(model, format="nf4", session=_session()).rows
+    assert model["special"] is layer
+    assert row.action == "skipped"
+    assert row.bytes_before == (64 * 64 + 64) * 4
+
+
+def test_attention_keeps_its_projection_and_says_so() -> None:
+    """The output projection of ``nn.MultiheadAttention``, a subclass that it multiplies by itself, is in the table."""
+    (row,) = q4.convert_linears_(nn.MultiheadAttention(64, 4), format="nf4", session=_session()).rows
+    assert (row.name, row.action) == ("out_proj", "skipped")
+    assert "NonDynamicallyQuantizableLinear" in row.reason

@@ -1,0 +1,8 @@
+"""``convert_linears_``: quantise the linear layers of any ``nn.Module``, in place."""
+
+from __future__ import annotations
+
+from q4core.convert.replacing import convert_linears_
+from q4core.convert.table import Conversion, ConversionTable
+
+__all__ = ["Conversion", "ConversionTable", "convert_linears_"]

@@ -1,0 +1,177 @@
+"""``convert_linears_``: one layer after another, after a look at what is wrong for all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import nn
+
+from q4core.codec import dequantize, quantize
+from q4core.convert.candidates import Wishes, find_candidates, reason_against, stored_bytes
+from q4core.convert.table import Conversion, ConversionTable
+from q4core.errors import BackendUnavailableError, InputError, PolicyConflictError, Q4Error
+from q4core.formats import find_format
+from q4core.policy import resolve_config
+from q4core.selecting import layer_request, select_for
+from q4core.session import Session, default_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from q4core.backend import Request
+    from q4core.formats import Format
+    from q4core.policy import SessionConfig
+
+__all__ = ["convert_linears_"]
+
+
+def convert_linears_(  # noqa: PLR0913  # one argument per wish
+    model: nn.Module,
+    *,
+    format: str | Format,  # noqa: A002  # the contract's name
+    skip: Sequence[str] | Callable[[str, nn.Linear], bool] = (),
+    session: Session | None = None,
+    block_size: int | None = None,
+    strict: bool = False,
+) -> ConversionTable:
+    """Replace the ``nn.Linear`` layers of a model by ``Q4Linear`` ones, in place.
+
+    A layer stays as it is, with the reason in the table, where more would be lost than its weight is rounded: a weight
+    that another module shares (a tied head), hooks, parametrizations, subclasses of ``nn.Linear`` and what is inside
+    them. So does a layer whose shape the format or the backends can't take; nothing is half-converted. What is wrong
+    for all layers alike is an error before the first is touched.
+
+    Args:
+        model: Any module but an ``nn.Linear`` itself, which can't replace itself.
+        format: Name of the format, or a ``Format``.
+        skip: Names or glob patterns (matched against the full name and its last part), each of which must match some
+            layer; or a function of name and layer.
+        session: Whose policy; the default session unless told.
+        block_size: In-features per scale; the format's default unless told.
+        strict: Raise at the first layer that can't be converted, before it is touched.
+
+    Returns:
+        A table of what was done.
+
+    Raises:
+        InputError: ``model`` is no module, or a bare ``nn.Linear``, or ``session`` is no session.
+        ConfigError: A pattern of ``skip`` matches nothing, or the session's device is not there.
+        FormatError: The format is unknown, or the block size is not legal for it.
+        LifecycleError: The session is closed.
+        UnknownBackendError, PolicyConflictError: The session asks for a backend that is not there, or that its policy
+            rules out for every layer.
+        Q4Error: With ``strict``, whatever made a layer impossible to convert.
+    """
+    if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
+        raise InputError(
+            "convert_linears_",
+            name="model",
+            rule="a module that contains nn.Linear layers",
+            value=f"{type(model).__module__}.{type(model).__name__}",
+            hint="Use session.linear(q4.quantize(layer.weight, format=…), layer.bias).",
+        )
+    if session is not None and not isinstance(session, Session):
+        raise InputError("convert_linears_", name="session", rule="a Session or None", value=type(session).__name__)
+    owner = default_session() if session is None else session
+    wishes = Wishes.of(skip)
+    candidates = find_candidates(model)
+    wishes.check(model, candidates)
+    shared = _shared_parameters(model)
+    reasons = [wishes.against(item.name, item.layer) or reason_against(item, shared) for item in candidates]
+    left = [item.layer for item, reason in zip(candidates, reasons, strict=True) if reason is None]
+    _check_call(owner, format, block_size, left)
+    rows = []
+    for candidate, reason in zip(candidates, reasons, strict=True):
+        name, layer = candidate.name, candidate.layer
+        if reason is not None:
+            rows.append(_row(name, layer, "skipped", reason))
+            continue
+        try:
+            weight = quantize(layer.weight.detach(), format, block_size=block_size, name=name)
+            replacement = owner.linear(weight, layer.bias, name=name)
+        except Q4Error as error:
+            if strict:
+                raise
+            rows.append(_row(name, layer, "failed", str(error)))
+            continue
+        replacement.train(layer.training)
+        setattr(candidate.parent, candidate.attribute, replacement)
+        dense = layer.weight.detach().to(torch.float32)
+        error_norm = float(torch.linalg.vector_norm(dense - dequantize(weight, torch.float32)))
+        norm = float(torch.linalg.vector_norm(dense))
+        rows.append(
+            attrs.evolve(
+                _row(name, layer, "converted", ""),
+                bytes_after=weight.nbytes,
+                relative_error=error_norm / norm if norm else 0.0,
+                backend=replacement.diagnostics().backend,
+            )
+        )
+    return ConversionTable(rows)
+
+
+def _check_call(
+    owner: Session,
+    format: str | Format,  # noqa: A002  # as the caller wrote it
+    block_size: int | None,
+    layers: Sequence[nn.Linear],
+) -> None:
+    """Refuse what is wrong for every layer alike, so that it is one error and not a table full of failures.
+
+    Raises:
+        LifecycleError, FormatError, ConfigError, UnknownBackendError, PolicyConflictError: One of session, format and
+            block size, or the session's wishes.
+    """
+    owner._require_open()  # noqa: SLF001  # the session's own check, for a call that makes its layers one by one
+    kind = find_format(format)
+    is_legal = isinstance(block_size, int) and block_size in kind.block_sizes
+    columns = block_size if is_legal and block_size is not None else kind.block_size
+    sample = quantize(torch.zeros(1, columns), format, block_size=block_size)
+    config = resolve_config(owner.config)
+    asked = layer_request(sample, config, (1, None))
+    requests = dict.fromkeys(
+        attrs.evolve(asked, out_features=layer.out_features, in_features=layer.in_features) for layer in layers
+    )
+    conflict = None
+    for request in requests or {asked: None}:
+        conflict = _conflict_of(request, owner, config)
+        if conflict is None:
+            return
+    if conflict is not None:
+        raise conflict
+
+
+def _conflict_of(request: Request, owner: Session, config: SessionConfig) -> PolicyConflictError | None:
+    """Return how the session's override and its policy contradict each other for a layer, or None.
+
+    Raises:
+        UnknownBackendError: The override names no backend.
+    """
+    try:
+        select_for(request, config, owner.registry)
+    except PolicyConflictError as error:
+        return error
+    except BackendUnavailableError:
+        return None  # the layer's own fault, as far as can be told: it stands in the table
+    return None
+
+
+def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return {key: names for key, names in owners.items() if len(names) > 1}
+
+
+def _row(name: str, layer: nn.Linear, action: str, reason: str) -> Conversion:
+    size = stored_bytes(layer)
+    return Conversion(
+        name=name,
+        action=action,
+        reason=reason,
+        shape=(layer.out_features, layer.in_features),
+        bytes_before=size,
+        bytes_after=size,
+    )
