@@ -66,12 +66,14 @@ def load_weight(  # noqa: PLR0913  # the facts of one load
         WeightError: The spec or a tensor is not legal, or is that of a layer of another shape.
     """
     entries = dict(own)
-    spec_tensor = entries.pop(prefix + _SPEC, None)
-    if spec_tensor is None:
+    if prefix + _SPEC not in entries:
         missing_keys.append(prefix + _SPEC)
         unexpected_keys.extend(key for key in entries)
         return None
-    text = bytes(spec_tensor.to("cpu", torch.uint8).reshape(-1).tolist()).decode("utf-8", errors="replace")
+    stored = _checked(prefix + _SPEC, entries.pop(prefix + _SPEC), needs_data=True)
+    if stored.dtype != torch.uint8:
+        raise WeightError("load_state_dict", name=prefix + _SPEC, rule="of dtype uint8", value=stored.dtype)
+    text = bytes(stored.cpu().reshape(-1).tolist()).decode("utf-8", errors="replace")
     spec = WeightSpec.from_json(text, formats=formats, where=prefix + _SPEC)
     if (spec.out_features, spec.in_features) != shape:
         raise WeightError(
@@ -86,7 +88,21 @@ def load_weight(  # noqa: PLR0913  # the facts of one load
     unexpected_keys.extend(key for key in entries if key not in expected)
     if absent:
         return None
-    tensors = [entries[key].detach() for key in expected]
+    tensors = [_checked(key, entries[key], needs_data=device is not None).detach() for key in expected]
     # Copies: a caller's later writes to the state dict must not reach the layer.
     owned = [tensor.to(device or tensor.device).clone(memory_format=torch.contiguous_format) for tensor in tensors]
     return spec.build(owned, name=prefix.rstrip(".") or None)
+
+
+def _checked(key: str, value: object, *, needs_data: bool) -> torch.Tensor:
+    """Return an entry, once it is known to be a strided tensor, with data where that is needed.
+
+    Raises:
+        WeightError: It is something else.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise WeightError("load_state_dict", name=key, rule="a tensor", value=value)
+    if value.layout is not torch.strided or (needs_data and value.is_meta):
+        rule = "a strided tensor with data" if needs_data else "a strided tensor"
+        raise WeightError("load_state_dict", name=key, rule=rule, value=f"{value.layout} on {value.device}")
+    return value

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["WeightSpec"]
 
 _VERSION = 1
+_ALWAYS = ("qdata", "scale")
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -95,10 +96,10 @@ class WeightSpec:
                     "weight spec", name="version", rule=f"{_VERSION}", value=facts["version"], where=where
                 )
             fields = tuple(facts["fields"])
-            if not set(fields) <= set(TENSOR_FIELDS):
-                raise WeightError(
-                    "weight spec", name="fields", rule="names of tensor fields", value=fields, where=where
-                )
+            is_whole = set(_ALWAYS) <= set(fields) <= set(TENSOR_FIELDS)
+            if not is_whole or len(set(fields)) != len(fields):
+                rule = f"names of tensor fields, each once, {' and '.join(_ALWAYS)} among them"
+                raise WeightError("weight spec", name="fields", rule=rule, value=fields, where=where)
             dtype = getattr(torch, facts["dtype"])
             if not isinstance(dtype, torch.dtype):
                 raise WeightError("weight spec", name="dtype", rule="a torch dtype", value=facts["dtype"], where=where)
@@ -114,7 +115,7 @@ class WeightSpec:
                 dtype=dtype,
                 fields=fields,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             if isinstance(error, WeightError):
                 raise
             raise WeightError(

@@ -33,6 +33,7 @@ def _refused(kind: type[q4.Q4Error], dense: Any, format: Any = "nf4", **options:
         (torch.zeros(2, 64, dtype=torch.complex64), "dense", torch.complex64),
         (torch.zeros(2, 64, dtype=torch.float8_e4m3fn), "dense", torch.float8_e4m3fn),
         (torch.zeros(2, 64, device="meta"), "dense", "meta"),
+        (torch.eye(64).to_sparse(), "dense", torch.sparse_coo),
         (torch.zeros(0, 64), "N", 0),
         (torch.zeros(4, 0), "K", 0),
         (torch.zeros(1).expand(2**31, 64), "N", 2**31),

@@ -32,9 +32,12 @@ def test_round_trip_through_json(format_: str) -> None:
         ("packing", "sideways"),
         ("fields", ["qdata", "__class__"]),
         ("fields", 3),
+        ("fields", ["qdata"]),
+        ("fields", ["qdata", "scale", "scale"]),
         ("dtype", "Tensor"),
         ("dtype", "nonsense"),
         ("out_features", "many"),
+        ("out_features", float("inf")),
         ("packing_group", 7),
     ],
 )
@@ -46,7 +49,9 @@ def test_what_it_did_not_write_is_refused(change: str, value: object) -> None:
         q4.WeightSpec.from_json(json.dumps(facts))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"version": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", '{"version": 1}', "[" * 100_000], ids=lambda text: text[:4]
+)
 def test_no_spec_at_all_is_refused(text: str) -> None:
     """Text that is no spec is a WeightError that shows it."""
     with pytest.raises(q4.WeightError):

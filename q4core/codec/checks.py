@@ -37,6 +37,9 @@ def check_dense(dense: torch.Tensor, where: str | None) -> None:
         rule = f"of dtype {', '.join(map(str, _DTYPES))}"
         hint = "Convert it with .to(torch.float32)." if dense.is_floating_point() else None
         raise InputError("quantize", name="dense", rule=rule, value=dense.dtype, where=where, hint=hint)
+    if dense.layout is not torch.strided:
+        hint = "Convert it with .to_dense()."
+        raise InputError("quantize", name="dense", rule="a dense tensor", value=dense.layout, where=where, hint=hint)
     if dense.is_meta:
         hint = "Load the weight first."
         raise InputError(
