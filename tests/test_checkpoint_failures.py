@@ -177,3 +177,51 @@ def test_unknown_dialect_is_refused_when_saving(tmp_path: Path) -> None:
     with pytest.raises(q4.DialectError, match="simple-nf4"):
         save_checkpoint(tmp_path / "x", packed(1), dialect="simple-nf")
     assert visible(tmp_path) == []
+
+
+_BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no weights": ({"weights": None}, "weights"),
+    "weights as a list": ({"weights": [1]}, "weights"),
+    "a number as weight": ({"weights": {"a": 3}}, "weights['a']"),
+    "a tensor as weight": ({"weights": {"a": torch.ones(4, 64)}}, "weights['a']"),
+    "a number as name": ({"weights": {3: packed(1)["m.0"]}}, "weights"),
+    "a name that UTF-8 lacks": ({"weights": {"a\ud800": packed(1)["m.0"]}}, "weights"),
+    "an empty name": ({"weights": {"": packed(1)["m.0"]}}, "weights"),
+    "dense as a number": ({"dense": 3}, "dense"),
+    "a number as tensor": ({"dense": {"x": 3}}, "dense['x']"),
+    "a number as tensor's name": ({"dense": {3: torch.ones(1)}}, "dense"),
+    "a tensor's name that UTF-8 lacks": ({"dense": {"\udfff": torch.ones(1)}}, "dense"),
+    "metadata as a number": ({"metadata": 3}, "metadata"),
+    "a number in metadata": ({"metadata": {"x": 3}}, "metadata['x']"),
+    "a number as metadata's name": ({"metadata": {3: "x"}}, "metadata"),
+    "metadata that UTF-8 lacks": ({"metadata": {"x": "\ud800"}}, "metadata['x']"),
+    "a path as a number": ({"path": 3}, "path"),
+    "a path with NUL": ({"path": "a\0.safetensors"}, "path"),
+    "a text as shard size": ({"path": "folder", "max_shard_bytes": "1"}, "max_shard_bytes"),
+    "config as a list": ({"path": "folder", "config": [1]}, "config"),
+    "config that is no JSON": ({"path": "folder", "config": {"x": {1}}}, "config"),
+}
+
+
+@pytest.mark.parametrize("case", _BAD_ARGUMENTS)
+def test_arguments_of_a_wrong_kind_are_named(case: str, tmp_path: Path) -> None:
+    """Each argument that is not what it must be is an error with its name, rule and value; nothing is written."""
+    changes, name = _BAD_ARGUMENTS[case]
+    arguments: dict[str, Any] = {"path": "x.safetensors", "weights": packed(1), "dialect": "simple-nf4", **changes}
+    path = arguments.pop("path")
+    weights = arguments.pop("weights")
+    with pytest.raises(q4.CheckpointError) as caught:
+        save_checkpoint(tmp_path / path if isinstance(path, str) else path, weights, **arguments)
+    assert caught.value.name == name
+    assert caught.value.rule is not None
+    assert caught.value.has_value
+    assert str(caught.value).encode("utf-8", "backslashreplace")
+    assert visible(tmp_path) == []
+
+
+@pytest.mark.parametrize("dialect", [3, None, ["simple-nf4"]])
+def test_a_dialect_that_is_no_name_is_refused(dialect: Any, tmp_path: Path) -> None:
+    """Something else than a text as the dialect is the error that lists the dialects."""
+    with pytest.raises(q4.DialectError, match="simple-nf4"):
+        save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect=dialect)
+    assert visible(tmp_path) == []

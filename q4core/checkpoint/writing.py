@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from q4core.checkpoint.arguments import (
+    checked_path,
+    checked_tensor,
+    checked_weight,
+    require_config,
+    require_names,
+    require_texts,
+)
 from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_index, read_object
 from q4core.checkpoint.shard import Shard, StagedText, sync_folder
 from q4core.dialect import Catalogue, find_dialect
@@ -20,6 +27,7 @@ from q4core.weight_spec import WeightSpec
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
 
     import torch
 
@@ -68,16 +76,22 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
     Raises:
         DialectError: The dialect is unknown, or can't express a weight; the message names what.
         WeightError: A weight holds illegal numbers.
-        CheckpointError: Names collide, or the files can't be written. Nothing has changed then.
+        CheckpointError: An argument is not what it must be, names collide, or the files can't be written. Nothing has
+            changed then.
     """
     known = tuple(dialects)
-    target = _Target.at(Path(path), config=config, max_shard_bytes=max_shard_bytes)
+    place = checked_path(path)
+    for argument, given in (("weights", weights), ("dense", dense or {})):
+        require_names(argument, given)
+    require_texts("metadata", metadata or {})
+    require_config(config or {})
+    target = _Target.at(place, config=config, max_shard_bytes=max_shard_bytes)
     writer = _Writer(target, find_dialect(dialect, known), dict(metadata or {}), lossy=lossy)
     try:
         for module in weights:
-            writer.add_layer(module, weights[module])
+            writer.add_layer(module, checked_weight(module, weights[module]))
         for name in dense or {}:
-            writer.add_dense(name, (dense or {})[name])
+            writer.add_dense(name, checked_tensor(name, (dense or {})[name]))
         writer.finish(known)
         return writer.publish()
     except OSError as error:
@@ -102,8 +116,8 @@ class _Target:
         def fail(name: str, rule: str, value: object) -> NoReturn:
             raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, where=str(path))
 
-        if max_shard_bytes is not None and max_shard_bytes < 1:
-            fail("max_shard_bytes", "positive", max_shard_bytes)
+        if max_shard_bytes is not None and not (isinstance(max_shard_bytes, int) and max_shard_bytes > 0):
+            fail("max_shard_bytes", "a positive integer", max_shard_bytes)
         if path.is_dir() or (
             not path.name.endswith(SUFFIX) and path.suffix not in _FILE_SUFFIXES and not path.exists()
         ):

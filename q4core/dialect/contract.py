@@ -188,7 +188,7 @@ def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
         DialectError: No such dialect; the message lists the ones there are, and the closest.
     """
     known = {dialect.name: dialect for dialect in dialects if dialect.formats}
-    if name in known:
+    if isinstance(name, str) and name in known:
         return known[name]
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
     hint = f"Did you mean {close[0]!r}?" if close else None
