@@ -18,7 +18,7 @@ from q4core.packing import Packing
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4"]
 
@@ -53,6 +53,7 @@ class SimpleNf4(Dialect):
     name: ClassVar[str] = "simple-nf4"
     formats: ClassVar[frozenset[str]] = frozenset({"nf4", "fp4"})
     options: ClassVar[frozenset[str]] = frozenset({"nibble_order"})
+    numbers: ClassVar[Mapping[str, str]] = {"scale": "finite and not negative", "codebook": "finite"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with the trio, or with codes and one of the other two."""
@@ -181,6 +182,7 @@ class SimpleNvfp4(Dialect):
 
     name: ClassVar[str] = "simple-nvfp4"
     formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
+    numbers: ClassVar[Mapping[str, str]] = {"scale": "finite and not negative"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with codes."""
@@ -212,6 +214,13 @@ class SimpleNvfp4(Dialect):
         blocks = None if columns is None else columns // _BLOCK
         legal = {torch.uint8, torch.float8_e4m3fn, torch.float16}
         yield from self.expect(catalogue, layer.keys["scale"], dtypes=legal, shape=(rows, blocks))
+
+    def stored_numbers(
+        self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
+    ) -> torch.Tensor | None:
+        """Return the numbers of a tensor; bytes are e4m3."""
+        numbers = stored.view(torch.float8_e4m3fn) if stored.dtype == torch.uint8 else stored
+        return super().stored_numbers(layer, role, numbers, catalogue)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight."""

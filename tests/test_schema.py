@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+import types
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import q4core as q4
 from q4core.dialects_simple import SIMPLE_DIALECTS
@@ -14,6 +16,7 @@ from q4core.schema import MARKER, Schema, detect, detect_all, detect_or_fail, va
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 NF4 = torch.tensor(q4.BUILTIN_FORMATS["nf4"].codebook)
 
@@ -278,3 +281,172 @@ def test_schema_is_a_value() -> None:
     layer = detect_or_fail(_pair()).layers["proj"]
     assert Schema(layers={"proj": layer}, dense=["x"]) == Schema(layers={"proj": layer}, dense=("x",))
     assert attrs.evolve(layer, notes=["a"]).notes == ("a",)
+
+
+_BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], type[q4.Q4Error], str]] = {
+    "None": (None, {}, q4.SchemaError, "tensors"),
+    "a list": ([1], {}, q4.SchemaError, "tensors"),
+    "a number as tensor": ({**_trio(), "a.weight": 3}, {}, q4.SchemaError, "tensors['a.weight']"),
+    "None as tensor": ({"a.weight": None}, {}, q4.SchemaError, "tensors['a.weight']"),
+    "another library's array": (
+        {"a.weight": types.SimpleNamespace(dtype="uint8", shape=(1,))},
+        {},
+        q4.SchemaError,
+        "tensors['a.weight']",
+    ),
+    "a number as name": ({3: torch.ones(1)}, {}, q4.SchemaError, "tensors"),
+    "metadata as a number": (_trio(), {"metadata": 3}, q4.ConfigError, "metadata"),
+    "a number in metadata": (_trio(), {"metadata": {"x": 3}}, q4.ConfigError, "metadata['x']"),
+    "config as a list": (_trio(), {"config": [1]}, q4.ConfigError, "config"),
+    "config with a number as name": (_trio(), {"config": {1: 1}}, q4.ConfigError, "config"),
+    "options as a text": (_trio(), {"options": "nibble_order"}, q4.ConfigError, "options"),
+    "load as a dict": (_trio(), {"load": {}}, q4.ConfigError, "load"),
+}
+
+
+@pytest.mark.parametrize("case", _BAD_ARGUMENTS)
+def test_arguments_of_a_wrong_kind_are_named(case: str) -> None:
+    """What is no mapping, no tensor or no text is an error with name, rule and value, in each of the four functions."""
+    tensors, arguments, kind, name = _BAD_ARGUMENTS[case]
+    schema = detect_or_fail(_trio())
+    calls: list[Callable[[], object]] = [
+        lambda: detect(tensors, **arguments),
+        lambda: detect_all(tensors, **arguments),
+        lambda: detect_or_fail(tensors, **arguments),
+        lambda: validate(schema, tensors, **arguments),
+    ]
+    for call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value.name == name
+        assert caught.value.rule is not None
+        assert caught.value.has_value
+
+
+@pytest.mark.parametrize("schema", [None, (), {"proj": 1}])
+def test_a_schema_of_another_kind_is_named(schema: Any) -> None:
+    """``validate`` takes what ``detect`` gives, and None is what it gives where there is nothing."""
+    with pytest.raises(q4.SchemaError) as caught:
+        validate(schema, _trio())
+    assert (caught.value.name, caught.value.value) == ("schema", type(schema).__name__)
+
+
+@pytest.mark.parametrize("config", [[1], 3])
+def test_opening_with_a_config_of_another_kind_is_named(config: Any, tmp_path: Path) -> None:
+    """The same holds for a file."""
+    q4.save_checkpoint(tmp_path / "x.safetensors", {"a": q4.quantize(torch.ones(4, 64), "nf4")}, dialect="simple-nf4")
+    with pytest.raises(q4.ConfigError) as caught:
+        q4.open(tmp_path / "x.safetensors", config=config)
+    assert caught.value.name == "config"
+    with pytest.raises(q4.ConfigError) as caught:
+        q4.open(tmp_path / "x.safetensors", options=config)
+    assert caught.value.name == "options"
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"proj.absmax": torch.ones(5)}, {"proj.absmax"}),
+        ({"proj.weight": torch.zeros(7, 9, dtype=torch.uint8)}, {"proj.absmax"}),
+        ({"proj.absmax2": torch.ones(2)}, {"proj.absmax2"}),
+        ({"proj.quant_map": torch.linspace(-0.5, 1, 16)}, {"proj.quant_map"}),
+        ({"proj.absmax": torch.ones(5), "proj.absmax2": torch.ones(2)}, {"proj.absmax", "proj.absmax2"}),
+    ],
+)
+def test_validate_looks_at_the_tensors_it_is_given(changes: dict[str, torch.Tensor], keys: set[str]) -> None:
+    """What a schema says of shapes and keys is looked at anew, so that other tensors are judged by what they are."""
+    schema = detect_or_fail(_trio())
+    tensors = {**_trio(), **changes}
+    assert {problem.key for problem in validate(schema, tensors)} == keys
+    with pytest.raises(q4.SchemaError) as caught:
+        detect_or_fail(tensors)
+    assert set(caught.value.problems) == set(validate(schema, tensors))
+
+
+def test_other_sizes_under_the_same_names_are_fine() -> None:
+    """A schema serves another model of the same names, whose layers have other shapes."""
+    schema = detect_or_fail({**_trio("a"), **_pair("b")})
+    other = {
+        "a.weight": torch.zeros(8, 32, dtype=torch.uint8),
+        "a.absmax": torch.ones(4),
+        "a.quant_map": NF4.clone(),
+        "b.qdata": torch.zeros(2, 16, dtype=torch.uint8),
+        "b.scale": torch.zeros(2, 2, dtype=torch.float8_e4m3fn),
+    }
+    assert detect_or_fail(other)
+    assert validate(schema, other) == ()
+
+
+def test_validate_tells_of_layers_that_the_schema_lacks() -> None:
+    """A broken layer beside those of the schema is told by both functions; a sound one by neither."""
+    schema = detect_or_fail(_trio("a"))
+    assert validate(schema, {**_trio("a"), **_pair("b")}) == ()
+    tensors = {**_trio("a"), **_pair("b"), "b.scale": torch.zeros(3)}
+    with pytest.raises(q4.SchemaError) as caught:
+        detect_or_fail(tensors)
+    assert set(validate(schema, tensors)) == set(caught.value.problems) != set()
+
+
+def test_an_open_question_stays_open() -> None:
+    """A layer that several dialects claim is ambiguous for ``validate`` too, until metadata tell."""
+    dialects = [Twin("one"), Twin("two")]
+    schema = detect(TWIN, dialects=dialects)
+    assert schema is not None
+    assert _facts(validate(schema, TWIN, dialects=dialects)) == [("ambiguous", "proj")]
+    assert validate(schema, TWIN, metadata={MARKER: "two"}, dialects=dialects) == ()
+
+
+def test_sparse_tensors_are_a_problem_where_a_layer_needs_them() -> None:
+    """A side tensor that is sparse can't be read, and is told; a sparse tensor of no layer is nobody's problem."""
+    tensors = {**_trio(), "proj.absmax": torch.ones(12).to_sparse(), "other.weight": torch.eye(3).to_sparse()}
+    with pytest.raises(q4.SchemaError) as caught:
+        detect_or_fail(tensors)
+    assert _facts(caught.value.problems) == [("value", "proj.absmax")]
+
+
+def test_tensors_of_torchs_fake_mode_are_metadata() -> None:
+    """Fake tensors have no numbers: they are judged like meta tensors."""
+    mode = FakeTensorMode()
+    tensors = {name: mode.from_tensor(tensor) for name, tensor in _trio().items()}
+    assert list(detect_or_fail(tensors).layers) == ["proj"]
+
+
+class Reader(Twin):
+    """Reads a weight, or raises."""
+
+    def __init__(self, result: q4.PackedWeight | Exception) -> None:
+        super().__init__("reader")
+        self.result = result
+
+    def read(self, layer: q4.LayerSchema, load: Callable[[str], torch.Tensor]) -> q4.PackedWeight:
+        """Give what it was told to."""
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_values_of_any_dialect_are_looked_at_as_a_weight() -> None:
+    """A dialect that says nothing of numbers has them looked at by reading, where its tensors are at hand."""
+    weight = q4.quantize(torch.ones(4, 64), "nf4")
+    assert detect_or_fail(TWIN, dialects=[Reader(weight)])
+    weight.scale[2] = float("nan")
+    with pytest.raises(q4.SchemaError) as caught:
+        detect_or_fail(TWIN, dialects=[Reader(weight)])
+    assert _facts(caught.value.problems) == [("value", "proj")]
+    assert "nan at [2, 0]" in str(caught.value)
+    bare = {"proj.twin": q4.TensorInfo(torch.uint8, (4,))}
+    assert detect_or_fail(bare, dialects=[Reader(weight)], load=TWIN.__getitem__)
+
+
+def test_a_dialect_that_fails_to_read_is_told_of_once() -> None:
+    """A plugin's own error while it reads is a warning that names dialect and layer, and no verdict on the tensors."""
+    with pytest.warns(q4.Q4PluginWarning, match=r"'reader' raised ZeroDivisionError as it read 'proj'"):
+        assert detect_or_fail(TWIN, dialects=[Reader(ZeroDivisionError())])
+
+
+def test_problems_compare_by_what_they_show() -> None:
+    """Two problems of one NaN are equal, so that sets of problems can be compared."""
+    first, second = (q4.Problem("value", "a", "finite", float("nan")) for _ in range(2))
+    assert first == second
+    assert first != q4.Problem("value", "a", "finite", 1.0)
+    assert len({first, second}) == 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from q4core.checkpoint.access import open_regular, require_regular
 from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, FileSet, find_files, read_config
 from q4core.checkpoint.opened import Checkpoint
-from q4core.dialect import Problem, find_dialect
+from q4core.dialect import Problem, find_dialect, require_arguments
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
 from q4core.schema import Schema, detect_in, make_catalogue, problems_error, validate_in
@@ -133,9 +133,11 @@ def open_checkpoint(  # noqa: PLR0913  # the contract's arguments
         CheckpointError: No reader knows the file, or it is missing or malformed.
         SchemaError: Something is wrong with the layers; ``problems`` has everything at once.
         DialectError: The dialect's name, or an option's, is unknown.
+        ConfigError: ``config`` or ``options`` is no mapping.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError("checkpoint", name="path", rule="a path", value=path)
+    require_arguments({}, config=config, options=options)
     target = Path(path)
     known = tuple(dialects)
     require_regular(target, or_folder=True)  # before readers look: opening a pipe waits for who writes into it

@@ -7,5 +7,18 @@ sees a dialect. The two simplified dialects live in ``dialects_simple.py``; all 
 
 from q4core.dialect.catalogue import Catalogue, LayerSchema, Problem, TensorInfo
 from q4core.dialect.contract import Dialect, WrittenLayer, find_dialect
+from q4core.dialect.given import require_arguments
+from q4core.dialect.values import number_problems, weight_problems
 
-__all__ = ["Catalogue", "Dialect", "LayerSchema", "Problem", "TensorInfo", "WrittenLayer", "find_dialect"]
+__all__ = [
+    "Catalogue",
+    "Dialect",
+    "LayerSchema",
+    "Problem",
+    "TensorInfo",
+    "WrittenLayer",
+    "find_dialect",
+    "number_problems",
+    "require_arguments",
+    "weight_problems",
+]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from q4core.dialect.given import dtype_and_shape, holds_data, require_arguments
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -75,7 +77,7 @@ class Problem:
     code: str
     key: str
     rule: str
-    value: object = attrs.field(default=None, hash=False)
+    value: object = attrs.field(default=None, hash=False, eq=repr)
 
     def __str__(self) -> str:
         """Return one line: key, rule, value, code."""
@@ -128,8 +130,12 @@ class Catalogue:
         tensors: Name → anything with ``dtype`` and ``shape`` (a tensor, a meta tensor, a ``TensorInfo``).
         metadata: Header metadata (text by key).
         config: The model's ``config.json`` as a mapping (its ``quantization_config`` matters).
-        load: Loads a small side tensor by name; None where only metadata is at hand.
+        load: Loads a small side tensor by name; where it is None, the tensors that hold data serve.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
+
+    Raises:
+        SchemaError: ``tensors`` is no such mapping.
+        ConfigError: Another argument is not what it must be.
     """
 
     def __init__(
@@ -141,10 +147,14 @@ class Catalogue:
         load: Callable[[str], torch.Tensor] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tensors: dict[str, TensorInfo] = {
-            name: item if isinstance(item, TensorInfo) else TensorInfo(item.dtype, tuple(item.shape))
-            for name, item in tensors.items()
-        }
+        require_arguments(tensors, metadata=metadata, config=config, load=load, options=options)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._given = tensors
+        self._held: set[str] = set()
+        for name, item in tensors.items():
+            self.tensors[name] = item if isinstance(item, TensorInfo) else TensorInfo(*dtype_and_shape(name, item))
+            if holds_data(item):
+                self._held.add(name)
         self.metadata = dict(metadata or {})
         self.config = dict(config or {})
         self.load = load
@@ -168,6 +178,10 @@ class Catalogue:
     def get(self, name: str) -> TensorInfo | None:
         """Return dtype and shape of a tensor, or None."""
         return self.tensors.get(name)
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Return a tensor that was given with its data; None where only metadata, or a loader, is at hand."""
+        return self._given[name] if name in self._held else None
 
     def children(self, module: str) -> dict[str, str]:
         """Return suffix → key for every tensor at most three names below a module.
@@ -204,9 +218,12 @@ class Catalogue:
     def load_small(self, name: str) -> torch.Tensor | None:
         """Return a side tensor of at most 64 KiB, or None where there is none, or only metadata is at hand."""
         info = self.tensors.get(name)
-        if self.load is None or info is None or info.nbytes > _MAX_SIDE_BYTES:
+        if info is None or info.nbytes > _MAX_SIDE_BYTES:
             return None
-        return self.load(name)
+        if self.load is not None:
+            return self.load(name)
+        held = self.held(name)
+        return held if held is not None and held.layout is torch.strided else None
 
     @property
     def quantization_config(self) -> Mapping[str, Any]:

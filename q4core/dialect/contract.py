@@ -46,6 +46,9 @@ class Dialect(abc.ABC):
     """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
     metadata_spans_shards: ClassVar[bool] = False
     """The dialect's own readers want the metadata of the whole checkpoint in every shard."""
+    numbers: ClassVar[Mapping[str, str]] = {}
+    """Role → what its numbers must be: "finite", "finite and not negative" or "finite and positive". They are looked at
+    where the tensors are at hand, whatever else is wrong. What is not told here is looked at as a weight."""
 
     @abc.abstractmethod
     def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
@@ -57,7 +60,41 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
-        """Yield *every* problem of dtype and shape (``layer.problems`` are added by the caller)."""
+        """Yield *every* problem of dtype and shape (``layer.problems``, and those of values, are the caller's)."""
+
+    def stored_numbers(
+        self,
+        layer: LayerSchema,
+        role: str,
+        stored: torch.Tensor,
+        catalogue: Catalogue,  # noqa: ARG002  # a default
+    ) -> torch.Tensor | None:
+        """Return the numbers that a stored tensor of one of the ``numbers`` holds; None where it holds others.
+
+        Args:
+            layer: A layer, complete or not.
+            role: The tensor's role.
+            stored: The tensor, of whatever dtype and shape.
+            catalogue: Where the others are.
+        """
+        del layer, role
+        return stored if stored.is_floating_point() else None
+
+    def recall(
+        self,
+        layer: LayerSchema,
+        earlier: LayerSchema,
+        catalogue: Catalogue,  # noqa: ARG002  # a default
+    ) -> LayerSchema:
+        """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
+
+        Args:
+            layer: What ``find`` gave for the catalogue.
+            earlier: What it gave for another one, where the same keys were this layer's.
+            catalogue: Where to look.
+        """
+        del earlier
+        return layer
 
     @abc.abstractmethod
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:

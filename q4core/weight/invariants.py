@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["check_permutation", "check_structure", "check_values"]
+__all__ = ["check_permutation", "check_structure", "check_values", "first_illegal"]
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ZERO_DTYPES = _FLOATS | {torch.uint8, torch.int8, torch.int32}
@@ -198,19 +198,36 @@ def check_values(weight: PackedWeight) -> None:
             ``input_permutation`` is not a permutation. The message names the field and the first bad value.
     """
     for name, tensor, rule in _numbers(weight):
-        for start, piece in _pieces(tensor):
-            bad = None if _is_surely_legal(piece, rule) else _first_illegal(piece, rule)
-            if bad is not None:
-                position, value = bad
-                raise WeightError(
-                    weight.label("weight"),
-                    name=f"{name}{[first + place for first, place in zip(start, position, strict=True)]}",
-                    rule=rule,
-                    value=value,
-                    where=weight.dialect,
-                    hint="The checkpoint is damaged, or it is read in the wrong dialect.",
-                )
+        bad = first_illegal(tensor, rule)
+        if bad is not None:
+            position, value = bad
+            raise WeightError(
+                weight.label("weight"),
+                name=f"{name}{position}",
+                rule=rule,
+                value=value,
+                where=weight.dialect,
+                hint="The checkpoint is damaged, or it is read in the wrong dialect.",
+            )
     check_permutation(weight)
+
+
+def first_illegal(tensor: torch.Tensor, rule: str) -> tuple[list[int], float] | None:
+    """Return position and value of the first number that breaks a rule, or None.
+
+    Args:
+        tensor: float32, float16, bfloat16, float64, e4m3 or e8m0, of any shape and strides.
+        rule: ``"finite"``, ``"finite and not negative"`` or ``"finite and positive"``.
+    """
+    if tensor.dim() > 2:  # noqa: PLR2004  # experts: one matrix after another
+        found = ((index, first_illegal(part, rule)) for index, part in enumerate(tensor))
+        return next((([index, *bad[0]], bad[1]) for index, bad in found if bad is not None), None)
+    for start, piece in _pieces(tensor):
+        bad = None if not piece.numel() or _is_surely_legal(piece, rule) else _first_illegal(piece, rule)
+        if bad is not None:
+            position, value = bad
+            return [first + place for first, place in zip(start, position, strict=True)], value
+    return None
 
 
 def check_permutation(weight: PackedWeight) -> None:

@@ -76,12 +76,15 @@ def test_activation_scale_without_a_divisor_is_refused() -> None:
 
 
 @pytest.mark.parametrize("role", ["weight_global_scale", "input_global_scale"])
-@pytest.mark.parametrize("value", [0.0, -2.0])
+@pytest.mark.parametrize("value", [0.0, -2.0, float("inf")])
 def test_divisor_must_be_positive(role: str, value: float) -> None:
-    """To divide by zero or less is refused when the layer is read, by key and value."""
+    """To divide by zero, less, or infinity is refused when the layer is read, by role and value, and when validated."""
     tensors = {**_layer()[0], f"proj.{role}": torch.tensor([value])}
+    assert _problems(tensors) == {("value", f"proj.{role}")}
+    schema = q4.detect(tensors)
+    assert schema is not None
     with pytest.raises(q4.DialectError) as caught:
-        _read(tensors)
+        DIALECT.read(schema.layers["proj"], tensors.__getitem__)
     assert caught.value.value == value
 
 

@@ -19,6 +19,7 @@ import torch
 from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
+    LEVEL_NUMBERS,
     assumed_dtype,
     codes_problems,
     layer_keys,
@@ -35,7 +36,7 @@ from q4_dialects.shared_keys import (
     has_shared_keys,
     stored_scales,
 )
-from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
+from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles, unpadded
 from q4core import (
     Catalogue,
     Dialect,
@@ -69,6 +70,7 @@ class ComfyUiNvfp4(Dialect):
     name: ClassVar[str] = "comfyui-nvfp4"
     formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
     shares_keys: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, str]] = LEVEL_NUMBERS
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module that is marked, and each unmarked one whose shapes fit."""
@@ -116,6 +118,15 @@ class ComfyUiNvfp4(Dialect):
         yield from self.expect(catalogue, keys["scale"], dtypes={E4M3}, shape=shape)
         yield from self.expect(catalogue, keys.get("marker"), dtypes={torch.uint8}, shape=(None,))
         yield from number_problems(layer, catalogue)
+
+    def stored_numbers(
+        self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
+    ) -> torch.Tensor | None:
+        """Return the numbers of a tensor; the padding of swizzled scales holds none."""
+        numbers = super().stored_numbers(layer, role, stored, catalogue)
+        if role != "scale" or numbers is None or layer.shape is None:
+            return numbers
+        return unpadded(numbers, layer.shape[0], layer.shape[1] // BLOCK)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; its scales are put in order, which copies them."""

@@ -10,6 +10,7 @@ Reference:
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -62,6 +63,11 @@ class CompressedTensorsNvfp4(Dialect):
 
     name: ClassVar[str] = "compressed-tensors-nvfp4"
     formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
+    numbers: ClassVar[Mapping[str, str]] = {
+        "scale": "finite and not negative",
+        "global_scale": "finite and positive",
+        "activation_scale": "finite and positive",
+    }
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with a global scale, or with codes as bytes beside e4m3 scales."""
@@ -107,15 +113,16 @@ class CompressedTensorsNvfp4(Dialect):
         """
         tensors = {role: load(key) for role, key in layer.keys.items()}
         for role in ("global_scale", "activation_scale"):
-            if role in tensors and float(tensors[role]) <= 0:
+            divisor = float(tensors[role]) if role in tensors else 1.0
+            if not 0 < divisor < math.inf:
                 raise DialectError(
-                    f"layer {layer.module!r}", name=role, rule="a positive divisor", value=float(tensors[role])
+                    f"layer {layer.module!r}", name=role, rule="a positive, finite divisor", value=divisor
                 )
-        divisor = tensors.get("activation_scale")
+        inputs = tensors.get("activation_scale")
         notes = layer.notes
-        if divisor is not None:
+        if inputs is not None:
             said = "activation_scale is 1 / input_global_scale, which the checkpoint stores as a divisor"
-            notes = (*notes, said, self.stored_fact("input_global_scale", float(divisor)))
+            notes = (*notes, said, self.stored_fact("input_global_scale", float(inputs)))
         return weight_of(
             layer,
             tensors["qdata"],
@@ -123,7 +130,7 @@ class CompressedTensorsNvfp4(Dialect):
             scale_kind=ScaleKind.E4M3_DIV,
             packing=Packing.LOW_FIRST,
             global_scale=tensors["global_scale"],
-            activation_scale=None if divisor is None else 1.0 / divisor,
+            activation_scale=None if inputs is None else 1.0 / inputs,
             dtype=torch.bfloat16,
             notes=notes,
         )

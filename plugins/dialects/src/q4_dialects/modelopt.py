@@ -17,6 +17,7 @@ from q4_dialects.modelopt_experts import expert_keys, expert_problems, key_probl
 from q4_dialects.nvfp4 import (
     BLOCK,
     FLOATS,
+    LEVEL_NUMBERS,
     assumed_dtype,
     codes_problems,
     layer_keys,
@@ -67,6 +68,7 @@ class ModelOptNvfp4(Dialect):
     name: ClassVar[str] = "modelopt-nvfp4"
     formats: ClassVar[frozenset[str]] = frozenset({"nvfp4"})
     shares_keys: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, str]] = {**LEVEL_NUMBERS, "input_channel_scale": "finite"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with these keys, but for those that ComfyUI marked or whose shapes are ComfyUI's."""

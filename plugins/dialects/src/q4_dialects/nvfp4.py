@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK",
     "E4M3",
     "FLOATS",
+    "LEVEL_NUMBERS",
     "as_float8",
     "assumed_dtype",
     "codes_problems",
@@ -38,6 +39,8 @@ __all__ = [
 BLOCK = 16
 E4M3 = torch.float8_e4m3fn
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+LEVEL_NUMBERS = dict.fromkeys(("scale", "global_scale", "activation_scale"), "finite and not negative")
+"""What the numbers of scales that multiply must be."""
 
 
 def layer_keys(

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["linear_from_swizzled", "swizzled_from_linear", "tiles"]
+__all__ = ["linear_from_swizzled", "swizzled_from_linear", "tiles", "unpadded"]
+
+
+_TILE = 128 * 4
 
 
 def tiles(rows: int, columns: int) -> tuple[int, int]:
@@ -34,6 +37,13 @@ def linear_from_swizzled(stored: torch.Tensor, rows: int, columns: int, start: i
     linear = blocks.permute(0, 3, 2, 1, 4).reshape((last - first) * 128, wide * 4)
     skipped = start - first * 128
     return linear[skipped : skipped + rows, :columns].contiguous().view(stored.dtype)
+
+
+def unpadded(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return scales [rows, columns] of one byte each in order, or all as stored where they don't fill the tiles."""
+    high, wide = tiles(rows, columns)
+    fits = stored.element_size() == 1 and rows and columns and stored.numel() == high * wide * _TILE
+    return linear_from_swizzled(stored, rows, columns) if fits else stored
 
 
 def swizzled_from_linear(scale: torch.Tensor) -> torch.Tensor:

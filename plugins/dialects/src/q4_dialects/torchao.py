@@ -14,6 +14,7 @@ Reference:
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -22,13 +23,14 @@ import torch
 from q4_dialects.experts import expert_layers, expert_of, has_experts, own_number
 from q4_dialects.nvfp4 import (
     E4M3,
+    LEVEL_NUMBERS,
     assumed_dtype,
     multiplied_levels,
     number_problems,
     weight_of,
     with_multiplied_levels,
 )
-from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles
+from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles, unpadded
 from q4_dialects.torchao_entries import (
     DTYPES,
     FP4,
@@ -67,6 +69,7 @@ class _Torchao(Dialect):
 
     # transformers lets the metadata of one shard replace another's, and looks for every name in what is left.
     metadata_spans_shards: ClassVar[bool] = True
+    numbers: ClassVar[Mapping[str, str]] = LEVEL_NUMBERS
     tensor_type: ClassVar[str]
     is_swizzled: ClassVar[bool]
     format_name: ClassVar[str]
@@ -177,8 +180,8 @@ class _Torchao(Dialect):
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
         keys = layer.keys
-        codes = catalogue.get(keys["qdata"])
-        experts = codes.shape[:1] if codes is not None and has_experts(catalogue, keys["qdata"]) else ()
+        first = keys["qdata"] if keys["qdata"] in catalogue else keys["scale"]
+        experts = catalogue.tensors[first].shape[:1] if has_experts(catalogue, first) else ()
         yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(*experts, None, None))
         shape: tuple[int | None, int | None] = (None, None)
         if layer.shape is not None:
@@ -193,6 +196,17 @@ class _Torchao(Dialect):
             shape = self.scale_shape(rows, columns, swizzled=self.is_swizzled)
         yield from self.expect(catalogue, keys["scale"], dtypes={self.scale_dtype}, shape=(*experts, *shape))
         yield from number_problems(layer, catalogue, experts=(*experts, 1, 1) if experts else None)
+
+    def stored_numbers(
+        self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
+    ) -> torch.Tensor | None:
+        """Return the numbers of a tensor; the padding of swizzled scales holds none."""
+        numbers = super().stored_numbers(layer, role, stored, catalogue)
+        codes = catalogue.get(layer.keys["qdata"])
+        if role != "scale" or not self.is_swizzled or numbers is None or layer.shape is None or codes is None:
+            return numbers
+        rows, columns = math.prod(codes.shape[:-1]), layer.shape[1]
+        return unpadded(numbers, rows, columns // self.block)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; swizzled scales are put in order, which copies them."""

@@ -1,8 +1,4 @@
-"""Which layers a mapping of names to tensors holds, in which dialects, and everything that is wrong with them.
-
-Metadata is enough: tensors may be meta tensors or ``TensorInfo``. Each module is decided by itself, never the whole
-file.
-"""
+"""Which layers a mapping of names to tensors holds, and in which dialects."""
 
 from __future__ import annotations
 
@@ -10,30 +6,22 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import torch
 
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning, SchemaError
+from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "MARKER",
-    "Schema",
-    "detect",
-    "detect_all",
-    "detect_in",
-    "detect_or_fail",
-    "make_catalogue",
-    "problems_error",
-    "validate",
-    "validate_in",
-]
+    import torch
+
+__all__ = ["AMBIGUOUS", "MARKER", "Schema", "choose", "detect", "detect_all", "detect_in", "make_catalogue", "readings"]
 
 MARKER = "q4core.dialect"
 """Header metadata key under which a file of ours names its dialect, where other dialects use the same keys."""
+AMBIGUOUS = "told apart by metadata, config.json or dialect=..., as its keys fit several dialects alike"
+"""The rule that a layer breaks of which several readings count."""
 
 
 def _as_dict(items: Mapping[str, LayerSchema]) -> dict[str, LayerSchema]:
@@ -78,19 +66,21 @@ def detect(  # noqa: PLR0913  # the contract's arguments
 ) -> Schema | None:
     """Return what a mapping of names to tensors holds, or None where nothing in it is 4-bit.
 
-    Layers may carry problems; ``validate`` and ``detect_or_fail`` say all of them.
+    Layers may carry problems; ``validate`` and ``detect_or_fail`` say all of them, those of values too.
 
     Args:
         tensors: Name → tensor, meta tensor or ``TensorInfo``.
         metadata: Header metadata (text by key).
         config: The model's ``config.json``.
         dialect: Name of the dialect to prefer wherever the keys allow several.
-        load: Loads a small side tensor by name; the tensors themselves serve where they hold data.
+        load: Loads a small side tensor by name; None takes them from the tensors that hold data.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
         dialects: The dialects to look for.
 
     Raises:
         DialectError: The dialect's name, or an option's, is unknown.
+        SchemaError: ``tensors`` is no mapping of names to tensors.
+        ConfigError: Another argument is not what it must be.
     """
     known = tuple(dialects)
     return detect_in(make_catalogue(tensors, metadata, config, load, options, known), known, dialect)
@@ -110,91 +100,22 @@ def detect_all(  # noqa: PLR0913  # the contract's arguments
     Arguments and errors are those of ``detect``.
     """
     known = tuple(dialects)
-    readings = _readings(make_catalogue(tensors, metadata, config, load, options, known), known)
-    return tuple(layer for group in readings.values() for layer in _countable(group))
-
-
-def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    dialect: str | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
-) -> Schema:
-    """Return what a mapping of names to tensors holds, once nothing is wrong with it.
-
-    Arguments are those of ``detect``.
-
-    Raises:
-        SchemaError: No layer can be read, or something is wrong; ``problems`` has everything at once.
-        DialectError: The dialect's name, or an option's, is unknown.
-    """
-    known = tuple(dialects)
-    catalogue = make_catalogue(tensors, metadata, config, load, options, known)
-    schema = detect_in(catalogue, known, dialect)
-    if schema is None:
-        names = ", ".join(sorted(item.name for item in known))
-        raise SchemaError(
-            "schema",
-            name="tensors",
-            rule=f"a checkpoint with at least one layer in a known dialect ({names})",
-            value=f"{len(tensors)} tensors without one",
-        )
-    problems = validate_in(schema, catalogue, known)
-    if problems or not schema.layers:
-        raise problems_error("schema", problems or schema.unsupported)
-    return schema
-
-
-def problems_error(what: str, problems: Sequence[Problem], where: str | None = None) -> SchemaError:
-    """Return the error that says how many problems there are, and each of them."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return SchemaError(f"{what}: {count}", problems=problems, where=where)
-
-
-def validate(  # noqa: PLR0913  # the contract's arguments
-    schema: Schema,
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
-) -> tuple[Problem, ...]:
-    """Return every problem of a schema over tensors, or () when all is well.
-
-    Args:
-        schema: What ``detect`` gave, for these tensors or for others with the same names.
-        tensors: Name → tensor, meta tensor or ``TensorInfo``.
-        metadata: As for ``detect``.
-        config: As for ``detect``.
-        load: As for ``detect``.
-        options: As for ``detect``.
-        dialects: As for ``detect``.
-
-    Raises:
-        DialectError: The schema names a dialect that is not among the dialects.
-    """
-    known = tuple(dialects)
-    return validate_in(schema, make_catalogue(tensors, metadata, config, load, options, known), known)
+    found = readings(make_catalogue(tensors, metadata, config, load, options, known), known)
+    return tuple(layer for group in found.values() for layer in _countable(group))
 
 
 def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | None = None) -> Schema | None:
     """Do what ``detect`` does, over a catalogue."""
     if wanted is not None:
         find_dialect(wanted, dialects)
-    readings = _readings(catalogue, dialects)
-    if not readings:
+    found = readings(catalogue, dialects)
+    if not found:
         return None
     layers: dict[str, LayerSchema] = {}
     unsupported: list[Problem] = []
     used: set[str] = set()
-    for module, candidates in readings.items():
-        layer = _choose(candidates, wanted, catalogue.metadata.get(MARKER))
+    for module, candidates in found.items():
+        layer = choose(candidates, wanted, catalogue.metadata.get(MARKER))
         used.update(key for candidate in candidates for key in candidate.keys.values())
         refused = [problem for problem in layer.problems if problem.code == "unsupported"]
         if refused:
@@ -205,30 +126,14 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
             layers[module] = attrs.evolve(layer, nbytes=total if layer.nbytes is None else layer.nbytes)
     problems: list[Problem] = []
     if wanted is not None and not any(layer.dialect == wanted for layer in layers.values()):
-        found = ", ".join(sorted({item.dialect for group in readings.values() for item in group}))
-        problems.append(Problem("dialect", "dialect", f"one that the keys allow ({found})", wanted))
+        names = ", ".join(sorted({item.dialect for group in found.values() for item in group}))
+        problems.append(Problem("dialect", "dialect", f"one that the keys allow ({names})", wanted))
     return Schema(
         layers=layers,
         dense=[name for name in catalogue.tensors if name not in used],
         problems=problems,
         unsupported=unsupported,
     )
-
-
-def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> tuple[Problem, ...]:
-    """Do what ``validate`` does, over a catalogue."""
-    problems = list(schema.problems)
-    for layer in schema.layers.values():
-        problems += layer.problems
-        told = {problem.key for problem in layer.problems}
-        problems += [
-            Problem("missing_key", key, f"there, as the {role} of {layer.module!r} in {layer.dialect}")
-            for role, key in layer.keys.items()
-            if key not in catalogue and key not in told
-        ]
-        if not any(problem.code == "ambiguous" for problem in layer.problems):
-            problems += find_dialect(layer.dialect, dialects).validate(layer, catalogue)
-    return tuple(dict.fromkeys(problems))
 
 
 def make_catalogue(  # noqa: PLR0913  # the contract's arguments, without their defaults
@@ -240,38 +145,27 @@ def make_catalogue(  # noqa: PLR0913  # the contract's arguments, without their 
     dialects: Sequence[Dialect],
 ) -> Catalogue:
     """Index tensors, after a look at the options' names; arguments and errors are those of ``detect``."""
+    catalogue = Catalogue(tensors, metadata=metadata, config=config, load=load, options=options)
     legal = sorted({name for dialect in dialects for name in dialect.options})
-    for name in options or {}:
+    for name in catalogue.options:
         if name not in legal:
             raise DialectError("options", name="option", rule=f"one of {', '.join(legal) or 'none'}", value=name)
-
-    def load_given(name: str) -> torch.Tensor:
-        tensor: torch.Tensor = tensors[name]
-        return tensor
-
-    holds_data = all(isinstance(item, torch.Tensor) and not item.is_meta for item in tensors.values())
-    return Catalogue(
-        tensors,
-        metadata=metadata,
-        config=config,
-        load=load or (load_given if holds_data else None),
-        options=options,
-    )
+    return catalogue
 
 
-def _readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, list[LayerSchema]]:
+def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, list[LayerSchema]]:
     """Return module → its readings, by the dialects' names, modules in the order in which the file has their codes."""
-    readings: dict[str, list[LayerSchema]] = {}
+    found: dict[str, list[LayerSchema]] = {}
     for dialect in sorted(dialects, key=lambda item: item.name):
         for layer in _found(dialect, catalogue):
-            readings.setdefault(layer.module, []).append(layer)
+            found.setdefault(layer.module, []).append(layer)
     place = {name: index for index, name in enumerate(catalogue.tensors)}
 
     def first(module: str) -> int:
-        keys = [key for layer in readings[module] for key in layer.keys.values()]
+        keys = [key for layer in found[module] for key in layer.keys.values()]
         return min((place[key] for key in keys if key in place), default=len(place))
 
-    return {module: readings[module] for module in sorted(readings, key=first)}
+    return {module: found[module] for module in sorted(found, key=first)}
 
 
 def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
@@ -286,12 +180,12 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
         return []
 
 
-def _countable(candidates: list[LayerSchema]) -> list[LayerSchema]:
+def _countable(candidates: Sequence[LayerSchema]) -> Sequence[LayerSchema]:
     """Return the readings that metadata or config.json name, if there are any, else all."""
     return [layer for layer in candidates if layer.named] or candidates
 
 
-def _choose(candidates: list[LayerSchema], wanted: str | None, marked: str | None) -> LayerSchema:
+def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | None) -> LayerSchema:
     """Return the one reading that counts, or the first one with the problem that several do."""
     for name in (wanted, marked):
         told = [layer for layer in candidates if name is not None and layer.dialect == name]
@@ -303,7 +197,7 @@ def _choose(candidates: list[LayerSchema], wanted: str | None, marked: str | Non
     problem = Problem(
         "ambiguous",
         left[0].module,
-        "told apart by metadata, config.json or dialect=..., as its keys fit several dialects alike",
+        AMBIGUOUS,
         " or ".join(layer.dialect for layer in left),
     )
     return attrs.evolve(left[0], problems=(*left[0].problems, problem))
