@@ -232,6 +232,12 @@ def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: s
     assert registry.refused_backends() == ()
 
 
+def test_the_processs_variables_are_not_held_against_given_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test gives its plugins, names of installed ones in the process's own variables are no typos."""
+    monkeypatch.setenv("Q4_PLUGINS", "gguf,nn")
+    assert [record.name for record in q4.Registry([("gguf", types.ModuleType("b"))]).records()] == ["gguf"]
+
+
 def test_a_name_that_both_variables_have_wrong_is_told_for_each() -> None:
     """One record holds what is wrong with a name in Q4_PLUGINS and in Q4_DISABLE_PLUGINS."""
     variables = {"Q4_PLUGINS": "x,x", "Q4_DISABLE_PLUGINS": "x"}
