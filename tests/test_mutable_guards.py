@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from sharing import LONG, Held, content_of, failing_block, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, MutableTensor
+from q4core.mutable.exclusion import HERE
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -259,7 +259,7 @@ def test_device_work_is_done_before_a_block_ends(mode: MutableMode, monkeypatch:
     state = MutableTensor(torch.zeros(4), mode=mode)
     content = state._content
     seen: list[tuple[int, bool, bool]] = []
-    thread = threading.get_ident()
+    thread = HERE.thread
 
     def synchronise() -> None:
         seen.append((content.version, content.gate.is_writing(thread), content.gate.is_reading(thread)))

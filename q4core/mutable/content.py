@@ -13,10 +13,9 @@ import torch
 
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import detached_copy
-from q4core.mutable.exclusion import Exclusion, Ticket
+from q4core.mutable.exclusion import HERE, Exclusion, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -69,8 +68,8 @@ class ReadView(Ticket):
     version: int
 
     def __init__(self, content: Content, timeout: float | None) -> None:
-        self.thread = 0
         self.is_admitted = False
+        self.thread = None
         self._content = content
         self._alias: torch.Tensor | None = None
         self.timeout = timeout
@@ -95,7 +94,7 @@ class ReadView(Ticket):
         """Begin to read."""
         if self.thread:
             _refuse_again(self._content.label)
-        self.thread = threading.get_ident()
+        self.thread = HERE.thread
         self._alias = self._content.begin_read(self)
         return self
 
@@ -106,6 +105,11 @@ class ReadView(Ticket):
         self._alias = None
         if self.is_admitted:
             self._content.end_read(self, error)
+
+    def __del__(self) -> None:
+        """Leave word that nobody will end this read."""
+        if self.is_admitted:
+            self._content.gate.lost_reads.append(self.thread)
 
 
 class WriteBlock(Ticket):
@@ -124,8 +128,8 @@ class WriteBlock(Ticket):
         source: torch.Tensor | None = None,
         healing: bool = False,  # noqa: FBT001, FBT002  # as above
     ) -> None:
-        self.thread = 0
         self.is_admitted = False
+        self.thread = None
         self._content = content
         self.wait = wait
         self.timeout = timeout
@@ -136,7 +140,7 @@ class WriteBlock(Ticket):
         """Begin to write."""
         if self.thread:
             _refuse_again(self._content.label)
-        self.thread = threading.get_ident()
+        self.thread = HERE.thread
         return self._content.begin_write(self)
 
     def __exit__(
@@ -146,9 +150,22 @@ class WriteBlock(Ticket):
         if self.is_admitted:
             self._content.end_write(self, error)
 
+    def __del__(self) -> None:
+        """Leave word that nobody will end this update."""
+        if self.is_admitted:
+            self._content.gate.lost_writes.append(self.thread)
+
 
 def _refuse_again(label: str) -> NoReturn:
     raise LifecycleError(label, name="with block", rule="entered once", hint="Call read() or write() each time.")
+
+
+def _refuse_late(label: str, error: BaseException | None) -> None:
+    """Complain about a block that was put out before it was left, unless it is left by an error of its own."""
+    if error is not None:
+        return
+    hint = "Leave it in the thread that entered it. Its update is dropped, or what it read may be torn: begin anew."
+    raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
 
 
 def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -174,8 +191,26 @@ class Content:
         self.version = 0
         self.poison: str | None = None
         self.is_closed = False
+        self.is_unsettled = False
         self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
         self.bytes_copied = 0
+
+    # -- places that nobody leaves
+
+    def reclaim(self) -> None:
+        """Take back what can't be left any more: a reader's place, and an update, which has failed."""
+        is_any_out, cause = self.gate.reclaim()
+        if is_any_out:
+            self.is_unsettled = self.is_in_place
+        if cause is not None:
+            self.note_failure(cause)
+
+    def note_failure(self, cause: str | None) -> None:
+        """Count an update that does not take effect; with a cause, ``IN_PLACE`` content is unknown from now on."""
+        self.failures += 1
+        self.is_unsettled = self.is_in_place
+        if self.is_in_place and cause is not None and self.poison is None:
+            self.set_poison(cause)
 
     # -- complaints
 
@@ -193,8 +228,15 @@ class Content:
                 version=self.version,
             )
 
+    def check_waiting(self) -> None:
+        """Look whether who is waited for can still leave, and raise if it is closed or poisoned."""
+        self.reclaim()
+        if self.is_closed or self.poison is not None:
+            self.check()
+
     def check_healing(self) -> None:
         """Raise if there is nothing that ``reset()`` could heal."""
+        self.reclaim()
         if self.is_closed or self.poison is None:
             rule, got = ("open", "closed") if self.is_closed else ("poisoned", "healthy")
             hint = "Update a healthy tensor with write() or replace(tensor)."
@@ -232,9 +274,12 @@ class Content:
         try:
             with self.lock:
                 gate = self.gate
-                if self.is_in_place and gate.is_writing(view.thread):
-                    self.refuse("read()", "outside this thread's own write()", "inside", "Read what write() gave you.")
-                if not gate.enter_read(view, view.timeout, self.check):
+                if self.is_in_place and gate.writer is view.thread:
+                    self.check_waiting()
+                    if gate.writer is view.thread:
+                        hint = "Read what write() gave you."
+                        self.refuse("read()", "outside this thread's own write()", "inside", hint)
+                if not gate.enter_read(view, view.timeout, self.check_waiting):
                     self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
                 if self.is_closed or self.poison is not None:
                     self.check()
@@ -244,20 +289,25 @@ class Content:
                 view.base, view.mark, view.version = base, mark, self.version
             return base.detach()
         except BaseException:
-            with self.lock:
-                self.gate.leave_read(view)
+            if view.is_admitted:
+                with self.lock:
+                    view.is_admitted = False
+                    self.gate.end_read(view.thread)
             raise
 
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
         base, version = view.base, view.version
+        is_late = False
         del view.base  # an old version goes with its last reader
         try:
             if self.is_asynchronous:  # before the memory is written again, or goes
                 self.synchronise()
         finally:
             with self.lock:
-                is_touched = _mark_of(base) != view.mark
+                view.is_admitted = False
+                is_late = not self.gate.end_read(view.thread) and self.is_in_place
+                is_touched = _mark_of(base) != view.mark and not is_late
                 if is_copied:
                     self.snapshots += 1
                     self.copies += 1
@@ -270,13 +320,13 @@ class Content:
                 except PoisonedError:
                     if error is None:
                         raise
-                finally:
-                    self.gate.leave_read(view)
+        if is_late:
+            _refuse_late(self.label, error)
 
     def snapshot(self, timeout: float | None) -> Snapshot:
         """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
         view = ReadView(self, timeout)
-        view.thread = threading.get_ident()
+        view.thread = HERE.thread
         self.begin_read(view)
         error: BaseException | None = None
         try:
@@ -292,27 +342,34 @@ class Content:
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change."""
-        check = self.check_healing if block.healing else self.check
         try:
             with self.lock:
-                check()
+                if block.healing:
+                    self.check_healing()
+                elif self.is_closed or self.poison is not None:
+                    self.check()
                 if not self.gate.try_write(block):
-                    self.enter_write(block, check)
-                    check()
+                    self.enter_write(block)
                 base, mark = self.tensor, self.mark
                 if _mark_of(base) != mark and not block.healing:
                     self.refuse_touched(base, self.version)
             block.work = work = self.working_copy(block, base, mark)
             block.alias = alias = work.detach()
         except BaseException:
-            with self.lock:
-                self.gate.leave_write(block)
+            if block.is_admitted:
+                with self.lock:
+                    block.is_admitted = False
+                    self.gate.end_write()
             raise
         return alias
 
-    def enter_write(self, block: WriteBlock, check: Callable[[], object]) -> None:
+    def enter_write(self, block: WriteBlock) -> None:
         """Let the block in when its turn comes, or refuse it."""
         gate = self.gate
+        check = self.check_healing if block.healing else self.check_waiting
+        check()
+        if gate.try_write(block):
+            return
         if gate.is_writing(block.thread) or gate.is_reading(block.thread):
             inside = "write()" if gate.is_writing(block.thread) else "read()"
             self.refuse("write()", f"outside this thread's own {inside}", "inside", "Leave the outer block first.")
@@ -320,9 +377,12 @@ class Content:
             self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
         if not gate.enter_write(block, block.timeout, check):
             self.refuse("write()", f"let in within {block.timeout} s", "others", "Wait longer, or hold blocks shorter.")
+        check()
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
         """Return what the writer changes: the content itself, or a copy of it (or of what replaces it)."""
+        if self.is_asynchronous and self.is_unsettled:
+            self.settle()
         if block.healing:
             if self.is_in_place and base.data_ptr() == mark[1]:
                 return base
@@ -349,6 +409,10 @@ class Content:
             except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
                 problem = raised
         with self.lock:
+            block.is_admitted = False
+            if self.gate.writer is not block.thread:  # it was put out, and counted as a failure
+                _refuse_late(self.label, error)
+                return
             try:
                 if not self.is_in_place or block.source is not None:
                     self.copies += 1
@@ -357,11 +421,10 @@ class Content:
                 if problem is None and may_publish:
                     self.publish(work)
                 else:
-                    self.failures += 1
-                    if self.is_in_place and problem is not None and self.poison is None:
-                        self.set_poison(f"a writer failed with {type(problem).__name__}: {problem}")
+                    cause = None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
+                    self.note_failure(cause)
             finally:
-                self.gate.leave_write(block)
+                self.gate.end_write()
         if problem is None and not may_publish:
             self.check()
         if problem is not None and problem is not error:
@@ -392,8 +455,15 @@ class Content:
         self.version += 1
         self.poison = None
         self.writes += 1
+        if self.gate.lost_reads:  # else nobody might ever look
+            self.reclaim()
         if self.waiting:
             self.grown.notify_all()
+
+    def settle(self) -> None:
+        """Wait for whatever a block that failed or was put out has queued, nobody knows on which stream."""
+        torch.cuda.synchronize(self.device)
+        self.is_unsettled = False
 
     def synchronise(self) -> None:
         """Wait for what this thread has queued on the device's current stream."""

@@ -10,12 +10,38 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Exclusion", "Ticket"]
+__all__ = ["HERE", "LOOK_INTERVAL_S", "Exclusion", "Thread", "Ticket"]
+
+LOOK_INTERVAL_S = 0.1
+"""How long who waits sleeps before it looks again whether the one it waits for can still leave."""
+
+
+class _Life:
+    """Something that a thread's own storage holds, so that it goes when the thread ends."""
+
+    __slots__ = ("__weakref__",)
+
+
+Thread: TypeAlias = "weakref.ref[_Life]"
+"""A thread, by its life: refers to None once it has ended, and equals no later one, unlike the system's numbers."""
+
+
+class _Here(threading.local):
+    """The calling thread, as ``HERE.thread``."""
+
+    def __init__(self) -> None:
+        self._life = _Life()
+        self.thread: Thread = weakref.ref(self._life)
+        hash(self.thread)  # so that it can be looked up after its end too
+
+
+HERE = _Here()
 
 
 class Ticket:
@@ -23,9 +49,11 @@ class Ticket:
 
     __slots__ = ("is_admitted", "thread")
 
+    thread: Thread | None
+
     def __init__(self) -> None:
-        self.thread = 0
         self.is_admitted = False
+        self.thread = None
 
 
 class Exclusion:
@@ -35,6 +63,9 @@ class Exclusion:
     write all readers that wait by then go first, then the writer that has waited longest. So a stream of readers
     can't starve a writer, nor a stream of writers a reader. A thread that reads already may always read once more.
 
+    Who can't leave any more, because its thread has ended or its block was collected, is put out by whoever looks:
+    ``reclaim``. So it is not the block that is kept here while somebody writes, but the thread.
+
     Args:
         excludes_readers: Whether readers and the writer keep each other out.
     """
@@ -43,8 +74,11 @@ class Exclusion:
         self.lock = threading.RLock()
         self._turn = threading.Condition(self.lock)
         self._excludes_readers = excludes_readers
-        self._writer: Ticket | None = None
-        self._reads_by_thread: dict[int, int] = {}
+        self.writer: Thread | None = None
+        self._reads_by_thread: dict[Thread | None, int] = {}
+        # A finaliser may run in the midst of the bookkeeping, so it only leaves word here, without the lock.
+        self.lost_reads: collections.deque[Thread | None] = collections.deque()
+        self.lost_writes: collections.deque[Thread | None] = collections.deque()
         self._waiting_writers: collections.deque[Ticket] = collections.deque()
         self._waiting_readers: collections.deque[Ticket] = collections.deque()
 
@@ -53,13 +87,13 @@ class Exclusion:
     @property
     def has_writer(self) -> bool:
         """Whether somebody writes, or waits to."""
-        return self._writer is not None or bool(self._waiting_writers)
+        return self.writer is not None or bool(self._waiting_writers)
 
-    def is_writing(self, thread: int) -> bool:
+    def is_writing(self, thread: Thread | None) -> bool:
         """Return whether the thread writes."""
-        return self._writer is not None and self._writer.thread == thread
+        return self.writer is thread
 
-    def is_reading(self, thread: int) -> bool:
+    def is_reading(self, thread: Thread | None) -> bool:
         """Return whether the thread reads."""
         return thread in self._reads_by_thread
 
@@ -69,14 +103,14 @@ class Exclusion:
         Args:
             ticket: A new ticket.
             timeout: Seconds to wait, None for no limit.
-            check: Called before each sleep; raises if waiting has become pointless.
+            check: Called before each sleep; calls ``reclaim``, and raises if waiting has become pointless.
 
         Returns:
             False if the time ran out.
         """
         reads = self._reads_by_thread
         thread = ticket.thread
-        if self._excludes_readers and (self._writer or self._waiting_writers) and thread not in reads:
+        if self._excludes_readers and (self.writer or self._waiting_writers) and thread not in reads:
             return self._wait(ticket, self._waiting_readers, timeout, check)
         ticket.is_admitted = True
         reads[thread] = reads.get(thread, 0) + 1
@@ -92,31 +126,58 @@ class Exclusion:
     def try_write(self, ticket: Ticket) -> bool:
         """Let the ticket write now and return True, or return False; also where its own thread is in the way."""
         reads = self._reads_by_thread
-        if self._writer or self._waiting_writers or (reads and (self._excludes_readers or ticket.thread in reads)):
+        if self.writer or self._waiting_writers or (reads and (self._excludes_readers or ticket.thread in reads)):
             return False
         ticket.is_admitted = True
-        self._writer = ticket
+        self.writer = ticket.thread
         return True
 
-    def leave_read(self, ticket: Ticket) -> None:
-        """End a read, if it was let in."""
-        if ticket.is_admitted:
-            ticket.is_admitted = False
-            reads = self._reads_by_thread.pop(ticket.thread)
-            if reads > 1:
-                self._reads_by_thread[ticket.thread] = reads - 1
-            elif self._waiting_writers:
-                self._hand_over()
+    def end_read(self, thread: Thread | None) -> bool:
+        """End one read of the thread; return False if it has none, since it was put out."""
+        reads = self._reads_by_thread.pop(thread, 0)
+        if reads > 1:
+            self._reads_by_thread[thread] = reads - 1
+        elif self._waiting_writers:
+            self._hand_over()
+        return reads > 0
 
-    def leave_write(self, ticket: Ticket) -> None:
-        """End a write, if it was let in."""
-        if ticket.is_admitted:
-            ticket.is_admitted = False
-            self._writer = None
-            if self._waiting_readers:
-                self._admit_waiting_readers()
-            elif self._waiting_writers:
-                self._hand_over()
+    def end_write(self) -> None:
+        """End the write that is under way."""
+        self.writer = None
+        if self._waiting_readers:
+            self._admit_waiting_readers()
+        elif self._waiting_writers:
+            self._hand_over()
+
+    def reclaim(self) -> tuple[bool, str | None]:
+        """Put out whoever can't leave any more.
+
+        Returns:
+            Whether there was anybody; and why the writer had to go, or None if it didn't.
+        """
+        cause = None
+        writer = self.writer
+        if writer is None and not self._reads_by_thread and not self.lost_reads and not self.lost_writes:
+            return False, None
+        if writer is not None and writer() is None:
+            cause = "a writer's thread ended without leaving its block"
+        while self.lost_writes:
+            if self.lost_writes.popleft() is writer and writer is not None:
+                cause = cause or "a writer's block was collected without leaving it"
+        is_any_out = cause is not None or bool(self.lost_reads)
+        while self.lost_reads:
+            self.end_read(self.lost_reads.popleft())
+        # Copied first, and compared at the end, because a finaliser may leave a block in the midst of this.
+        ended = [thread for thread in tuple(self._reads_by_thread) if thread is None or thread() is None]
+        for thread in ended:
+            self._reads_by_thread.pop(thread, None)
+        if self.writer is not writer:
+            cause = None
+        if cause is not None:
+            self.end_write()
+        elif ended:
+            self._hand_over()
+        return is_any_out or bool(ended), cause
 
     def wake(self) -> None:
         """Let everybody who waits look at ``check`` again."""
@@ -131,13 +192,14 @@ class Exclusion:
 
     def _hand_over(self) -> None:
         """Let the longest waiting writer in if the way is free, or the readers if no writer is left to wait for."""
-        if self._writer is not None:
+        if self.writer is not None:
             return
         if not self._waiting_writers:
             self._admit_waiting_readers()
         elif not (self._excludes_readers and self._reads_by_thread):
-            self._writer = self._waiting_writers.popleft()
-            self._writer.is_admitted = True
+            ticket = self._waiting_writers.popleft()
+            ticket.is_admitted = True
+            self.writer = ticket.thread
             self._turn.notify_all()
 
     def _wait(
@@ -151,9 +213,9 @@ class Exclusion:
         queue.append(ticket)
         try:
             while not ticket.is_admitted:
-                check()
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
+                check()  # which may let it in
+                remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
+                if ticket.is_admitted or remaining <= 0:
                     break
                 self._turn.wait(remaining)
         finally:

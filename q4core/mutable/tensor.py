@@ -12,6 +12,7 @@ import torch
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.memory import detached_copy
 from q4core.mutable.content import Content, MutableStats, ReadView, Snapshot, WriteBlock
+from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -111,6 +112,7 @@ class MutableTensor:
     def is_poisoned(self) -> bool:
         """Whether the content is unknown until ``reset()``."""
         with self._content.lock:
+            self._content.reclaim()
             return self._content.poison is not None
 
     @property
@@ -123,6 +125,7 @@ class MutableTensor:
         """Return what has happened so far; also after ``close()``."""
         content = self._content
         with content.lock:
+            content.reclaim()
             return MutableStats(
                 reads=content.reads,
                 writes=content.writes,
@@ -142,7 +145,8 @@ class MutableTensor:
             timeout: Seconds to wait for the writer, None for no limit. Only ``IN_PLACE`` ever waits.
 
         Raises:
-            LifecycleError: It is closed (on entering, as all that follow).
+            LifecycleError: It is closed (on entering, as all that follow). Or an ``IN_PLACE`` block is left after its
+                thread has ended and its turn was given back.
             PoisonedError: The content is unknown; or (on leaving) somebody changed the version while it was read.
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
             ConfigError: ``timeout`` is not legal.
@@ -173,16 +177,16 @@ class MutableTensor:
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError(content.label, name="version", rule="an integer", value=version)
         deadline = None if timeout is None else time.monotonic() + _to_seconds(content.label, timeout)
-        thread = threading.get_ident()
+        thread = HERE.thread
         with content.lock:
             while True:
-                content.check()
+                content.check_waiting()
                 if content.version >= version:
                     return True
                 if content.gate.is_writing(thread) or (content.is_in_place and content.gate.is_reading(thread)):
                     content.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
+                remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
+                if remaining <= 0:
                     return False
                 content.waiting += 1
                 try:
@@ -195,7 +199,8 @@ class MutableTensor:
     def write(self, *, wait: bool = False, timeout: float | None = None) -> WriteBlock:
         """Return a ``with`` block that gives the tensor to change in place; on success the version grows by one.
 
-        If the block raises, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE`` one is poisoned.
+        If the block raises, or its thread ends inside it, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE``
+        one is poisoned.
 
         Args:
             wait: Whether to wait in turn for another writer, instead of a ``WriteConflictError`` at once.
@@ -204,7 +209,8 @@ class MutableTensor:
         Raises:
             WriteConflictError: Another writer is there or waits; the time ran out; or this thread holds a block of
                 this tensor already (on entering, as all that follow).
-            LifecycleError: It is closed; also on leaving, and then the update is dropped.
+            LifecycleError: It is closed; also on leaving, and then the update is dropped. Or the block is left after
+                its thread has ended and its turn was given back.
             PoisonedError: The content is unknown.
             InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
             ConfigError: ``timeout`` is not legal.
