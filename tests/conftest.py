@@ -27,6 +27,15 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.fixture
+def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave out whatever kernels happen to be installed, so that the process's registry has the reference alone."""
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn")
+    q4.reset_registry()
+    yield
+    q4.reset_registry()
+
+
+@pytest.fixture
 def dense_file(tmp_path: Path) -> Path:
     """Return a small dense model: two layers that can be packed, one that can't, and what always stays dense."""
     generator = torch.Generator().manual_seed(7)

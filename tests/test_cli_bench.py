@@ -14,6 +14,7 @@ from q4core.cli.timing import Timing, copies_for, require_right, time_calls
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_bench_measures_and_checks(capsys: pytest.CaptureFixture[str]) -> None:
     """Each M has its samples, and every number that is shown follows from them."""
     words = ["bench", "--shape", "64x128", "--format", "nf4", "--m", "1,4", "--seconds", "0.02", "--device", "cpu"]

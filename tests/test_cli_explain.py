@@ -11,6 +11,7 @@ import q4core as q4
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_explain_groups_equal_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers with one answer share one block, ``--all`` repeats it, and JSON always has every layer."""
     record = answer(capsys, "explain", MODEL, "--device", "cpu")
@@ -32,6 +33,7 @@ def test_explain_proves_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(item["proven"] for item in record["layers"])
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_explain_tells_why_nobody_may_serve(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no backend may serve, every rejection is told, on one document, and the command ends with 1."""
     record = answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)

@@ -143,6 +143,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("words", BAD, ids=lambda words: words[:60].replace("\0", "NUL"))
+@pytest.mark.usefixtures("reference_alone")
 def test_bad_words_get_one_clean_message(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As text: one message on stderr; as JSON: one object on stdout; the same status; no file is made or changed."""
     status, code = BAD[words]

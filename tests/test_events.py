@@ -26,7 +26,7 @@ print("out")
 def _run(**environment: str) -> tuple[str, str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],
-        env={"PATH": "/usr/bin:/bin", **environment},
+        env={"PATH": "/usr/bin:/bin", "Q4_PLUGINS": "gguf", **environment},
         capture_output=True,
         text=True,
         check=True,

@@ -445,6 +445,7 @@ def _serve(layer: q4.Q4Linear, x: torch.Tensor, threads: int) -> tuple[torch.Ten
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("reference_alone")
 def test_a_spawned_process_gets_the_same_bits() -> None:
     """A layer sent to a spawned process selects there for itself; with as many threads it computes the same bits."""
     layer = q4.Session().linear(_weight("nvfp4"), _x(N))

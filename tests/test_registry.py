@@ -167,7 +167,7 @@ BACKENDS = "import q4core as q4; print(','.join(q4.default_registry().backends()
 def test_modules_from_the_environment_are_loaded_beside_broken_ones(tmp_path: Path) -> None:
     """Q4_PLUGIN_MODULES loads source trees; one that raises or exits at import is a record."""
     modules = "q4_test_broken,q4_test_exits,q4_test_good,q4_test_absent"
-    assert _run(BACKENDS, tmp_path, Q4_PLUGIN_MODULES=modules) == "dequant-fallback,good"
+    assert _run(BACKENDS, tmp_path, Q4_PLUGINS="gguf", Q4_PLUGIN_MODULES=modules) == "dequant-fallback,good"
     states = _run(
         "import q4core as q4; print([(r.name, r.state) for r in q4.default_registry().records() if 'test' in r.name])",
         tmp_path,
@@ -192,7 +192,7 @@ def test_a_failed_plugin_stands_among_the_rejections(tmp_path: Path) -> None:
         "except q4.BackendUnavailableError as error:\n"
         "    print([(r.backend, r.reasons[0].code.value) for r in error.rejections])"
     )
-    told = _run(code, tmp_path, Q4_PLUGIN_MODULES="q4_test_broken")
+    told = _run(code, tmp_path, Q4_PLUGINS="gguf", Q4_PLUGIN_MODULES="q4_test_broken")
     assert told == str([("dequant-fallback", "policy"), ("q4_test_broken", "plugin_error")])
 
 
@@ -201,7 +201,7 @@ def test_allow_list_keeps_the_reference(tmp_path: Path) -> None:
     code = "import q4core as q4; print([r.name for r in q4.default_registry().records() if r.state == 'loaded'])"
     assert _run(code, tmp_path, Q4_PLUGINS="gguf") == str(["dequant-fallback", "gguf"])
     assert "gguf" not in _run(code, tmp_path, Q4_DISABLE_PLUGINS="gguf")
-    assert _run(BACKENDS, tmp_path, Q4_DISABLE_PLUGINS="dequant-fallback") == ""
+    assert _run(BACKENDS, tmp_path, Q4_PLUGINS="gguf", Q4_DISABLE_PLUGINS="dequant-fallback") == ""
 
 
 def test_an_allow_list_without_names_is_none(tmp_path: Path) -> None:

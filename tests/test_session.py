@@ -113,6 +113,7 @@ def test_precedence_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     assert q4.resolve_config().device == "auto"
 
 
+@pytest.mark.usefixtures("reference_alone")
 def test_using_takes_a_session_too() -> None:
     """``with q4.using(session)`` steers what is made inside."""
     session = q4.Session(q4.SessionConfig(compute_path="kernel_only"), registry=registry())

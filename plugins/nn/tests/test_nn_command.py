@@ -37,10 +37,13 @@ def invoke_json(path: Path, *arguments: str) -> Any:
     return json.loads(invoke(path, "--json", *arguments).stdout)
 
 
-def test_text_and_table(tiny_llama: Path) -> None:
+def test_text_and_table(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text comes first and whole, then speed, memory and the paths that ran."""
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn")
+    q4.reset_registry()
     text = invoke_json(tiny_llama, "--prompt", "the thing")["text"]
     result = invoke(tiny_llama, "--prompt", "the thing")
+    q4.reset_registry()
     assert result.exit_code == 0
     assert result.stdout.startswith(printable(text))
     for word in ("tokens/s", "time to first token", "prepared weights", "key-value cache", "dequant-fallback"):

@@ -1,0 +1,94 @@
+/* The C ABI between whoever dispatches and the kernels: plain pointers, sizes and strides; no C++ type crosses it.
+ *
+ * Formulas, for row n of the weight, in-feature k, block b = k / block:
+ *     y[m,n] = sum_k x[m,k] * w[n,k] + bias[n]
+ *     w[n,k] = (scale[n,b] * code_value[q[n,k]] + offset[n,b]) * global[n]        second = OFFSET or NONE
+ *     w[n,k] = (q[n,k] - zero[n,b]) * scale[n,b] * global[n]                      second = ZERO
+ *
+ * Prepared layout: tiles of 16 rows. A tile is its groups one after another; a group holds the scales of `block`
+ * in-features (of two blocks of 16 where block is 16), the second numbers, then its chunks of 32 in-features. A chunk of
+ * 4-bit codes is 4 lines of 64 bytes: byte 4 r + i of line l holds, for row r of the tile, in-feature 8 l + i in its low
+ * nibble and 8 l + 4 + i in its high one. A chunk of 8-bit codes is 8 lines: byte 4 r + i of line l is in-feature 4 l + i.
+ * Rows beyond N have scale 0; in-features beyond K are code 0 and meet activations of 0.
+ */
+#ifndef Q4_CPU_H
+#define Q4_CPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define Q4_CPU_ABI_VERSION 1
+#define Q4_TILE_ROWS 16
+#define Q4_CHUNK 32
+
+typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 } q4_type;
+typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
+typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
+typedef enum { Q4_EXACT, Q4_A8 } q4_family;
+typedef enum { Q4_ISA_NONE, Q4_ISA_AVX2, Q4_ISA_AVX512 } q4_isa;
+
+/* One kind of prepared weight. */
+typedef struct {
+    int64_t rows;             /* N */
+    int64_t columns;          /* K */
+    int64_t block;            /* in-features per scale: 16 or a multiple of 32 */
+    int32_t bits;             /* 4 or 8 */
+    int32_t scale_type;       /* q4_type */
+    int32_t second;           /* q4_second */
+    int32_t second_type;      /* q4_type */
+    float codebook[16];       /* value of each 4-bit code; unused for 8 bits (two's complement) */
+    /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers */
+    uint8_t level[16];
+    float center;
+    float step;
+} q4_matrix;
+
+/* Where codes and numbers of an unprepared weight lie; strides in bytes. */
+typedef struct {
+    const uint8_t *codes;
+    int64_t code_row, code_group, code_byte; /* strides of rows, of groups of `group_bytes` bytes, of bytes in a group */
+    int64_t group_bytes;
+    int32_t order; /* q4_order */
+    int32_t half;  /* codes per half of a HALF_SPLIT group */
+    const uint8_t *scale;
+    int64_t scale_row, scale_block;
+    const uint8_t *second;
+    int64_t second_row, second_block;
+} q4_source;
+
+/* One call; rows of x and y are contiguous along their last axis. */
+typedef struct {
+    const uint8_t *tiles;
+    const float *global_scale; /* NULL, or one number, or N of them; float32 */
+    int64_t global_count;
+    int32_t global_divides;
+    const void *x;
+    int64_t x_rows, x_stride; /* M; elements */
+    int32_t x_type;
+    void *y;
+    int64_t y_stride;
+    int32_t y_type;
+    const void *bias; /* NULL or [N] of y's type */
+    int32_t family;   /* q4_family */
+    int32_t threads;
+} q4_call;
+
+int32_t q4_cpu_abi_version(void);
+/* The best instruction set that was compiled in and that this machine has. */
+int32_t q4_cpu_best_isa(void);
+int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
+/* Fill tiles [prepared_bytes] from a source; each returns 0, or -1 for arguments that make no sense. */
+int32_t q4_cpu_pack(const q4_matrix *matrix, const q4_source *source, uint8_t *tiles, int32_t threads);
+/* The inverse, for rows[count] (NULL: all): codes one per byte [count, K], scale and second as stored, contiguous. */
+int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64_t *rows, int64_t count, uint8_t *codes,
+                      uint8_t *scale, uint8_t *second, int32_t threads);
+int32_t q4_cpu_linear(const q4_matrix *matrix, const q4_call *call, int32_t isa);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

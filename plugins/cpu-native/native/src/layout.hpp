@@ -1,0 +1,55 @@
+// Where everything lies in a prepared weight; see q4_cpu.h for the picture.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "q4_cpu.h"
+
+namespace q4 {
+
+constexpr int kTileRows = Q4_TILE_ROWS;
+constexpr int kChunk = Q4_CHUNK;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int size_of(int32_t type) {
+    switch (type) {
+    case Q4_F32:
+    case Q4_I32: return 4;
+    case Q4_BF16:
+    case Q4_F16: return 2;
+    default: return 1;
+    }
+}
+
+struct Layout {
+    int64_t chunks;         // of 32 in-features, in a row
+    int64_t group_chunks;   // chunks that share one set of numbers
+    int64_t groups;
+    int sets;               // scales per group and row: 2 where a block is 16, else 1
+    int scale_size, second_size;
+    int64_t chunk_bytes;    // codes of 16 rows
+    int64_t head_bytes;     // numbers of 16 rows at the start of a group
+    int64_t tile_bytes, tiles;
+
+    explicit Layout(const q4_matrix& m)
+        : chunks(ceil_div(m.columns, kChunk)), group_chunks(std::max<int64_t>(1, m.block / kChunk)),
+          groups(ceil_div(chunks, group_chunks)), sets(m.block == 16 ? 2 : 1), scale_size(size_of(m.scale_type)),
+          second_size(m.second == Q4_NONE ? 0 : size_of(m.second_type)), chunk_bytes(kTileRows * kChunk * m.bits / 8),
+          head_bytes(int64_t{kTileRows} * sets * (scale_size + second_size)),
+          tile_bytes(groups * head_bytes + chunks * chunk_bytes), tiles(ceil_div(m.rows, kTileRows)) {}
+
+    int64_t group_offset(int64_t group) const { return group * (head_bytes + group_chunks * chunk_bytes); }
+    int64_t scale_offset(int set, int row) const { return (int64_t{set} * kTileRows + row) * scale_size; }
+    int64_t second_offset(int set, int row) const {
+        return int64_t{sets} * kTileRows * scale_size + (int64_t{set} * kTileRows + row) * second_size;
+    }
+};
+
+inline bool is_sound(const q4_matrix& m) {
+    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
+           (m.block == 16 || m.block % kChunk == 0);
+}
+
+}  // namespace q4

@@ -1,0 +1,99 @@
+// The Python face of the C ABI: addresses come as integers, because a call must cost less than a microsecond.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "layout.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+// Below this much work a call is over sooner than another thread could take the lock and give it back (see README).
+constexpr double kReleaseWork = 6e6;
+
+class Matrix {
+  public:
+    Matrix(int64_t rows, int64_t columns, int64_t block, int bits, int scale_type, int second, int second_type,
+           const std::vector<float>& codebook, const std::vector<int>& level, float center, float step) {
+        matrix_ = q4_matrix{};
+        matrix_.rows = rows, matrix_.columns = columns, matrix_.block = block, matrix_.bits = bits;
+        matrix_.scale_type = scale_type, matrix_.second = second, matrix_.second_type = second_type;
+        if (codebook.size() != 16 || level.size() != 16) throw std::invalid_argument("tables must be 16 long");
+        for (int i = 0; i < 16; ++i) {
+            matrix_.codebook[i] = codebook[static_cast<size_t>(i)];
+            matrix_.level[i] = static_cast<uint8_t>(level[static_cast<size_t>(i)]);
+        }
+        matrix_.center = center, matrix_.step = step;
+        bytes_ = q4_cpu_prepared_bytes(&matrix_);
+        if (bytes_ < 0) throw std::invalid_argument("the matrix makes no sense");
+    }
+
+    int64_t prepared_bytes() const { return bytes_; }
+
+    void pack(uintptr_t codes, int64_t code_row, int64_t code_group, int64_t code_byte, int64_t group_bytes, int order,
+              int half, uintptr_t scale, int64_t scale_row, int64_t scale_block, uintptr_t second, int64_t second_row,
+              int64_t second_block, uintptr_t tiles, int threads) const {
+        const q4_source source{at<const uint8_t>(codes), code_row, code_group, code_byte, group_bytes, order, half,
+                               at<const uint8_t>(scale), scale_row, scale_block, at<const uint8_t>(second), second_row,
+                               second_block};
+        nb::gil_scoped_release release;
+        check(q4_cpu_pack(&matrix_, &source, at<uint8_t>(tiles), threads));
+    }
+
+    void unpack(uintptr_t tiles, uintptr_t rows, int64_t count, uintptr_t codes, uintptr_t scale, uintptr_t second,
+                int threads) const {
+        nb::gil_scoped_release release;
+        check(q4_cpu_unpack(&matrix_, at<const uint8_t>(tiles), at<const int64_t>(rows), count, at<uint8_t>(codes),
+                            at<uint8_t>(scale), at<uint8_t>(second), threads));
+    }
+
+    void linear(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t x_rows,
+                int64_t x_stride, uintptr_t y, int64_t y_stride, uintptr_t bias, int type, int family, int threads,
+                int isa) const {
+        q4_call call{};
+        call.tiles = at<const uint8_t>(tiles);
+        call.global_scale = at<const float>(global), call.global_count = global_count, call.global_divides = divides;
+        call.x = at<const void>(x), call.x_rows = x_rows, call.x_stride = x_stride, call.x_type = type;
+        call.y = at<void>(y), call.y_stride = y_stride, call.y_type = type, call.bias = at<const void>(bias);
+        call.family = family, call.threads = threads;
+        const double work = static_cast<double>(bytes_) +
+                            static_cast<double>(x_rows) * static_cast<double>(matrix_.rows) *
+                                static_cast<double>(matrix_.columns) / 8;
+        if (work > kReleaseWork) {
+            nb::gil_scoped_release release;
+            check(q4_cpu_linear(&matrix_, &call, isa));
+        } else {
+            check(q4_cpu_linear(&matrix_, &call, isa));
+        }
+    }
+
+  private:
+    static void check(int32_t status) {
+        if (status != 0) throw std::invalid_argument("the native call was refused");
+    }
+    q4_matrix matrix_;
+    int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // descriptions are cached for the life of the process
+    module.attr("ABI_VERSION") = q4_cpu_abi_version();
+    module.def("best_isa", &q4_cpu_best_isa, "The best instruction set compiled in that this machine has.");
+    nb::class_<Matrix>(module, "Matrix")
+        .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int, const std::vector<float>&, const std::vector<int>&,
+                      float, float>())
+        .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
+        .def("pack", &Matrix::pack)
+        .def("unpack", &Matrix::unpack)
+        .def("linear", &Matrix::linear);
+}

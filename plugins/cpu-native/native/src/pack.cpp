@@ -1,0 +1,130 @@
+// Between a source's own order and tiles: one pass, each byte of the source read once.
+#include <cstring>
+#include <vector>
+
+#include "layout.hpp"
+#include "threads.hpp"
+
+namespace q4 {
+namespace {
+
+// The codes of one row, one per byte, in the order of in-features.
+void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, std::vector<uint8_t>& bytes, uint8_t* codes) {
+    const int64_t count = m.bits == 8 ? m.columns : s.order == Q4_HALF_SPLIT
+                              ? ceil_div(m.columns, 2 * int64_t{s.half}) * s.half
+                              : ceil_div(m.columns, 2);
+    for (int64_t first = 0; first < count; first += s.group_bytes) {
+        const uint8_t* group = row + first / s.group_bytes * s.code_group;
+        const int64_t length = std::min(s.group_bytes, count - first);
+        if (s.code_byte == 1)
+            std::memcpy(bytes.data() + first, group, static_cast<size_t>(length));
+        else
+            for (int64_t j = 0; j < length; ++j) bytes[static_cast<size_t>(first + j)] = group[j * s.code_byte];
+    }
+    const uint8_t* in = bytes.data();
+    switch (s.order) {
+    case Q4_BYTES: std::memcpy(codes, in, static_cast<size_t>(m.columns)); break;
+    case Q4_LOW_FIRST:
+        for (int64_t j = 0; j < count; ++j) codes[2 * j] = in[j] & 15, codes[2 * j + 1] = in[j] >> 4;
+        break;
+    case Q4_HIGH_FIRST:
+        for (int64_t j = 0; j < count; ++j) codes[2 * j] = in[j] >> 4, codes[2 * j + 1] = in[j] & 15;
+        break;
+    default:
+        for (int64_t first = 0; first < count; first += s.half, in += s.half, codes += 2 * s.half)
+            for (int j = 0; j < s.half; ++j) codes[j] = in[j] & 15, codes[s.half + j] = in[j] >> 4;
+    }
+}
+
+void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t tile, uint8_t* out,
+               std::vector<uint8_t>& bytes, std::vector<uint8_t>& codes) {
+    std::memset(out, 0, static_cast<size_t>(at.tile_bytes));
+    const int64_t first = tile * kTileRows;
+    const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m.rows - first));
+    const int64_t blocks = ceil_div(m.columns, m.block);
+    for (int r = 0; r < rows; ++r) {
+        read_row(m, s, s.codes + (first + r) * s.code_row, bytes, codes.data());
+        std::fill(codes.begin() + m.columns, codes.end(), uint8_t{0});  // the padding nibbles of the source
+        for (int64_t g = 0; g < at.groups; ++g) {
+            uint8_t* group = out + at.group_offset(g);
+            for (int set = 0; set < at.sets; ++set) {
+                const int64_t b = g * at.sets + set;
+                if (b >= blocks) continue;  // a short last group
+                std::memcpy(group + at.scale_offset(set, r), s.scale + (first + r) * s.scale_row + b * s.scale_block,
+                            static_cast<size_t>(at.scale_size));
+                if (m.second != Q4_NONE)
+                    std::memcpy(group + at.second_offset(set, r),
+                                s.second + (first + r) * s.second_row + b * s.second_block,
+                                static_cast<size_t>(at.second_size));
+            }
+            const int64_t last = std::min(at.chunks, (g + 1) * at.group_chunks);
+            for (int64_t chunk = g * at.group_chunks; chunk < last; ++chunk) {
+                const uint8_t* from = codes.data() + chunk * kChunk;
+                uint8_t* data = group + at.head_bytes + (chunk - g * at.group_chunks) * at.chunk_bytes + r * 4;
+                if (m.bits == 8)
+                    for (int line = 0; line < 8; ++line) std::memcpy(data + 64 * line, from + 4 * line, 4);
+                else
+                    for (int line = 0; line < 4; ++line)
+                        for (int i = 0; i < 4; ++i)
+                            data[64 * line + i] = static_cast<uint8_t>(from[8 * line + i] | from[8 * line + 4 + i] << 4);
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace q4
+
+extern "C" int64_t q4_cpu_prepared_bytes(const q4_matrix* matrix) {
+    if (!q4::is_sound(*matrix)) return -1;
+    const q4::Layout at(*matrix);
+    return at.tiles * at.tile_bytes;
+}
+
+extern "C" int32_t q4_cpu_pack(const q4_matrix* matrix, const q4_source* source, uint8_t* tiles, int32_t threads) {
+    if (!q4::is_sound(*matrix)) return -1;
+    const q4::Layout at(*matrix);
+    q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int) {
+        const auto padded = static_cast<size_t>(at.chunks * q4::kChunk + 2 * std::max(source->half, 1));
+        std::vector<uint8_t> bytes(padded), codes(padded);
+        for (int64_t tile = from; tile < to; ++tile)
+            q4::pack_tile(*matrix, at, *source, tile, tiles + tile * at.tile_bytes, bytes, codes);
+    });
+    return 0;
+}
+
+extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, const int64_t* rows, int64_t count,
+                                 uint8_t* codes, uint8_t* scale, uint8_t* second, int32_t threads) {
+    if (!q4::is_sound(*matrix)) return -1;
+    const q4_matrix& m = *matrix;
+    const q4::Layout at(m);
+    const int64_t blocks = q4::ceil_div(m.columns, m.block);
+    q4::parallel(count, threads, [&](int64_t from, int64_t to, int) {
+        for (int64_t i = from; i < to; ++i) {
+            const int64_t n = rows ? rows[i] : i;
+            const int r = static_cast<int>(n % q4::kTileRows);
+            const uint8_t* tile = tiles + n / q4::kTileRows * at.tile_bytes;
+            for (int64_t b = 0; b < blocks; ++b) {
+                const uint8_t* group = tile + at.group_offset(b / at.sets);
+                const int set = static_cast<int>(b % at.sets);
+                std::memcpy(scale + (i * blocks + b) * at.scale_size, group + at.scale_offset(set, r),
+                            static_cast<size_t>(at.scale_size));
+                if (m.second != Q4_NONE)
+                    std::memcpy(second + (i * blocks + b) * at.second_size, group + at.second_offset(set, r),
+                                static_cast<size_t>(at.second_size));
+            }
+            for (int64_t k = 0; k < m.columns; ++k) {
+                const int64_t chunk = k / q4::kChunk, j = k % q4::kChunk;
+                const uint8_t* data = tile + at.group_offset(chunk / at.group_chunks) + at.head_bytes +
+                                      chunk % at.group_chunks * at.chunk_bytes;
+                uint8_t code;
+                if (m.bits == 8)
+                    code = data[j / 4 * 64 + r * 4 + j % 4];
+                else
+                    code = data[j / 8 * 64 + r * 4 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15;
+                codes[i * m.columns + k] = code;
+            }
+        }
+    });
+    return 0;
+}

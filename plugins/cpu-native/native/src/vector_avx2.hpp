@@ -1,0 +1,99 @@
+// 8 rows at once: AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "layout.hpp"
+
+namespace q4 {
+
+struct Avx2 {
+    static constexpr int kLanes = 8;
+    static constexpr int kMostRows = 4;  // 16 registers: more rows of x would spill
+    using Floats = __m256;
+    using Ints = __m256i;
+
+    static Floats zero() { return _mm256_setzero_ps(); }
+    static Floats splat(float v) { return _mm256_set1_ps(v); }
+    static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+    static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+    static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+    static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
+    static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static __m128i eight_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
+    static __m128i eight_halves(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+
+    // -- numbers of 8 blocks
+    static Floats f32(const uint8_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+    static Floats f16(const uint8_t* p) { return _mm256_cvtph_ps(eight_halves(p)); }
+    static Floats bf16(const uint8_t* p) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight_halves(p)), 16));
+    }
+    static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
+        const __m128i wide = _mm_cvtepu8_epi16(eight_bytes(p));
+        const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+        const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
+        return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+    }
+    static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
+        const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));
+        return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_slli_epi32(wide, 23), _mm256_set1_epi32(0x00400000)));
+    }
+    static Floats u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight_bytes(p))); }
+    static Floats i8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p))); }
+    static Floats i32(const uint8_t* p) { return _mm256_cvtepi32_ps(line(p)); }
+
+    // -- exact values of codes
+    struct Codebook {
+        __m256 low, high;
+        explicit Codebook(const float* table) : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
+        // Codes `nibble` (0 … 7) of each lane: a permutation looks at the lowest three bits, a blend at the topmost.
+        template <int Nibble> Floats at(Ints line) const {
+            const __m256i code = _mm256_srli_epi32(line, 4 * Nibble);
+            const __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(line, 28 - 4 * Nibble));
+            return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), top);
+        }
+    };
+    template <int Byte> static Floats signed_byte(Ints line) {
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(line, 24 - 8 * Byte), 24));
+    }
+
+    // -- dot products of unsigned levels with int8 activations, four in-features of each row at once
+    struct Levels {
+        __m256i table;
+        explicit Levels(const uint8_t* level)
+            : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)))) {}
+        Ints low(Ints line) const { return _mm256_shuffle_epi8(table, _mm256_and_si256(line, _mm256_set1_epi8(15))); }
+        Ints high(Ints line) const { return low(_mm256_srli_epi16(line, 4)); }
+    };
+    static Ints byte_levels(Ints line) { return _mm256_xor_si256(line, _mm256_set1_epi8(-128)); }
+    struct Dot {
+        __m256i sum = _mm256_setzero_si256(), sixteen = _mm256_setzero_si256();
+        // Narrow levels are at most 24: four sums of two products stay below 2^15. Wide ones are split into
+        // 2 * (level >> 1) + (level & 1), because two products of up to 255 * 127 would saturate 16 bits.
+        template <bool Narrow> void add(Ints levels, const int8_t* x) {
+            int32_t four;
+            __builtin_memcpy(&four, x, 4);
+            const __m256i wide_x = _mm256_set1_epi32(four);
+            if constexpr (Narrow) {
+                sixteen = _mm256_add_epi16(sixteen, _mm256_maddubs_epi16(levels, wide_x));
+            } else {
+                const __m256i ones = _mm256_set1_epi8(1);
+                const __m256i half = _mm256_and_si256(_mm256_srli_epi16(levels, 1), _mm256_set1_epi8(127));
+                const __m256i twice = _mm256_madd_epi16(_mm256_maddubs_epi16(half, wide_x), _mm256_set1_epi16(2));
+                const __m256i rest = _mm256_maddubs_epi16(_mm256_and_si256(levels, ones), wide_x);
+                sum = _mm256_add_epi32(sum, _mm256_add_epi32(twice, _mm256_madd_epi16(rest, _mm256_set1_epi16(1))));
+            }
+        }
+        // After at most four narrow additions.
+        template <bool Narrow> void half() {
+            if constexpr (Narrow) {
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(sixteen, _mm256_set1_epi16(1)));
+                sixteen = _mm256_setzero_si256();
+            }
+        }
+        Floats floats() const { return _mm256_cvtepi32_ps(sum); }
+    };
+};
+
+}  // namespace q4

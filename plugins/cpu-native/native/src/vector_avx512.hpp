@@ -1,0 +1,85 @@
+// 16 rows at once: AVX-512 F/BW/VL with VNNI.
+#pragma once
+
+#include <immintrin.h>
+
+#include "layout.hpp"
+
+namespace q4 {
+
+struct Avx512 {
+    static constexpr int kLanes = 16;
+    static constexpr int kMostRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
+    using Floats = __m512;
+    using Ints = __m512i;
+
+    static Floats zero() { return _mm512_setzero_ps(); }
+    static Floats splat(float v) { return _mm512_set1_ps(v); }
+    static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+    static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+    static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
+    static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
+
+    // -- numbers of 16 blocks
+    static Floats f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
+    static Floats f16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+    static Floats bf16(const uint8_t* p) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+    static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
+        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+        const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+        return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+    }
+    static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
+        const __m512i wide = u8_ints(p);
+        const __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(wide, 23), _mm512_set1_epi32(0x00400000));
+        return _mm512_castsi512_ps(bits);
+    }
+    static Ints u8_ints(const uint8_t* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static Floats u8(const uint8_t* p) { return _mm512_cvtepi32_ps(u8_ints(p)); }
+    static Floats i8(const uint8_t* p) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
+    static Floats i32(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+
+    // -- exact values of codes
+    struct Codebook {
+        __m512 values;
+        explicit Codebook(const float* table) : values(_mm512_loadu_ps(table)) {}
+        // Codes `nibble` (0 … 7) of each lane; the permutation looks at the lowest four bits alone.
+        template <int Nibble> Floats at(Ints line) const {
+            return _mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * Nibble), values);
+        }
+    };
+    template <int Byte> static Floats signed_byte(Ints line) {
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * Byte), 24));
+    }
+
+    // -- dot products of unsigned levels with int8 activations, four in-features of each row at once
+    struct Levels {
+        __m512i table;
+        explicit Levels(const uint8_t* level)
+            : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)))) {}
+        Ints low(Ints line) const { return _mm512_shuffle_epi8(table, _mm512_and_si512(line, _mm512_set1_epi8(15))); }
+        Ints high(Ints line) const { return low(_mm512_srli_epi16(line, 4)); }
+    };
+    static Ints byte_levels(Ints line) { return _mm512_xor_si512(line, _mm512_set1_epi8(-128)); }
+    struct Dot {
+        __m512i sum = _mm512_setzero_si512();
+        template <bool Narrow> void add(Ints levels, const int8_t* x) {
+            int32_t four;
+            __builtin_memcpy(&four, x, 4);
+            sum = _mm512_dpbusd_epi32(sum, levels, _mm512_set1_epi32(four));
+        }
+        template <bool Narrow> void half() {}
+        Floats floats() const { return _mm512_cvtepi32_ps(sum); }
+    };
+};
+
+}  // namespace q4

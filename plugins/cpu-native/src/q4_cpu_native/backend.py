@@ -1,0 +1,229 @@
+"""``CpuNative``: exact and w4a8 kernels over tiles of 16 rows."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from q4_cpu_native.layout import TileMeta, matrix_of, source_arguments
+from q4_cpu_native.tables import table_of
+from q4core import (
+    Capabilities,
+    Feature,
+    Form,
+    KernelPath,
+    NibbleOrder,
+    PackedWeight,
+    Packing,
+    PathKind,
+    Precision,
+    PrepareContext,
+    Prepared,
+    Reason,
+    ReasonCode,
+    Request,
+    ScaleKind,
+    Tier,
+    Verdict,
+    pack_codes,
+)
+
+__all__ = ["CpuNative"]
+
+_ISAS = {"avx2": 1, "avx512": 2}
+_NAMES = {number: name for name, number in _ISAS.items()}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_EXACT, _A8 = 0, 1
+_SMALL_BLOCK, _CHUNK = 16, 32
+_FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
+
+
+@functools.cache
+def _native() -> Any:
+    """Return the native module, or the error that loading it gave."""
+    try:
+        from q4_cpu_native import _native as module  # noqa: PLC0415  # missing where it was not built
+    except ImportError as error:
+        return error
+    return module
+
+
+def _choose(wish: str) -> tuple[int, str]:
+    """Return the number of an instruction set, and its name; or 0, and what is wrong."""
+    module = _native()
+    if isinstance(module, ImportError):
+        return 0, f"not built: {module}"
+    best = module.best_isa()
+    if wish and wish not in _ISAS:
+        return 0, f"Q4_CPU_ISA must be one of {', '.join(_ISAS)}, got {wish!r}"
+    if wish and _ISAS[wish] > best:
+        return 0, f"Q4_CPU_ISA asks for {wish}, which this machine has not"
+    chosen = _ISAS[wish] if wish else best
+    return chosen, _NAMES.get(chosen, "this machine has no AVX2 with FMA and F16C")
+
+
+class CpuNative:
+    """Kernels for x86 CPUs with AVX2 (the baseline) or AVX-512 with VNNI.
+
+    Args:
+        isa: ``"avx2"`` or ``"avx512"``; unless told, what ``Q4_CPU_ISA`` says, or else the best that the machine has.
+    """
+
+    name: str = "cpu-native"
+    api_version: tuple[int, int] = (1, 0)
+    capabilities: Capabilities = Capabilities(
+        formats=_FORMATS,
+        scale_kinds={ScaleKind.PLAIN, ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV},
+        devices={"cpu"},
+        dtypes=_TYPES,
+        precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8},
+        features={
+            Feature.OFFSET,
+            Feature.ZERO_POINT,
+            Feature.FLOAT_ZERO_POINT,
+            Feature.TAIL_BLOCK,
+            Feature.ROW_GLOBAL_SCALE,
+            Feature.GRADIENTS,
+        },
+    )
+
+    def __init__(self, isa: str | None = None) -> None:
+        wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
+        self._isa, self._told = _choose(wish.strip().lower())
+
+    @property
+    def isa(self) -> str | None:
+        """Name of the instruction set that runs, or None."""
+        return _NAMES.get(self._isa)
+
+    def check(self, request: Request) -> Verdict:
+        """Offer the exact path and the w4a8 one, or say what is missing."""
+        told = self._told
+        if not self._isa:
+            code = ReasonCode.NOT_BUILT if told.startswith("not built") else ReasonCode.ARCH
+            return Verdict.refuse([Reason(code, told)], native_state=told)
+        reasons = []
+        if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
+            message = f"blocks must be of {_SMALL_BLOCK} or a multiple of {_CHUNK}, got {request.block_size}"
+            reasons.append(Reason(ReasonCode.SHAPE, message))
+        if request.out_dtype != request.dtype:
+            reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
+        if reasons:
+            return Verdict.refuse(reasons, native_state=f"loaded ({told})")
+        wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
+        paths = [KernelPath(f"exact_{told}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
+        values = None
+        if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
+            values = table_of(request.format.codebook).values
+        paths.append(KernelPath(f"w4a8_{told}", (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
+        return Verdict.offer(paths, native_state=f"loaded ({told})")
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        """Lay codes and numbers out in tiles, in one pass over the source."""
+        del request
+        meta = TileMeta.of(weight)
+        matrix = matrix_of(meta)
+        tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
+        arguments, kept = source_arguments(weight, meta)
+        matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
+        del kept
+        sides = [tensor for name, tensor in weight.tensors() if name not in {"qdata", "scale", "offset", "zero"}]
+        own = []
+        for side in sides:
+            copy = context.empty(tuple(side.shape), side.dtype)
+            own.append(copy.copy_(side))
+        return Prepared((tiles, *own), meta)
+
+    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+        """Return the weight, whole or the given rows: codes, scales and second numbers bit for bit."""
+        meta: TileMeta = prepared.meta
+        spec = meta.spec
+        count = spec.out_features if rows is None else rows.numel()
+        codes = torch.empty((count, spec.in_features), dtype=torch.uint8)
+        blocks = -(-spec.in_features // spec.block_size)
+        scale = torch.empty((count, blocks), dtype=meta.scale_dtype)
+        second = None if meta.second_dtype is None else torch.empty((count, blocks), dtype=meta.second_dtype)
+        index = None if rows is None else rows.to("cpu", torch.int64).contiguous()
+        matrix_of(meta).unpack(
+            prepared.tensors[0].data_ptr(),
+            0 if index is None else index.data_ptr(),
+            count,
+            codes.data_ptr(),
+            scale.data_ptr(),
+            0 if second is None else second.data_ptr(),
+            torch.get_num_threads(),
+        )
+        sides = iter(prepared.tensors[1:])
+        fields: dict[str, Any] = {"qdata": _packed(codes, spec.packing), "scale": scale}
+        for name in spec.fields:
+            if name in {"offset", "zero"}:
+                fields[name] = second
+            elif name not in fields:
+                fields[name] = next(sides)
+        if index is not None and "global_scale" in fields and fields["global_scale"].numel() > 1:
+            fields["global_scale"] = fields["global_scale"][index]
+        return PackedWeight(
+            format=spec.format,
+            out_features=count,
+            in_features=spec.in_features,
+            block_size=spec.block_size,
+            scale_kind=spec.scale_kind,
+            packing=spec.packing,
+            blocks=spec.blocks,
+            nested_block_size=spec.nested_block_size,
+            dtype=spec.dtype,
+            **fields,
+        )
+
+    def linear(
+        self,
+        prepared: Prepared,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        path: str,
+    ) -> None:
+        """Run one native call."""
+        meta: TileMeta = prepared.meta
+        tensors = prepared.tensors
+        address = count = 0
+        divides = False
+        if len(tensors) > 1:
+            given = _global_scale(meta, tensors)
+            if given is not None:
+                address, count = given.data_ptr(), given.numel()
+                divides = meta.spec.scale_kind is ScaleKind.E4M3_DIV
+        matrix_of(meta).linear(
+            tensors[0].data_ptr(),
+            address,
+            count,
+            divides,
+            x.data_ptr(),
+            x.shape[0],
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            0 if bias is None else bias.data_ptr(),
+            _TYPES[x.dtype],
+            _A8 if path.startswith("w4a8") else _EXACT,
+            torch.get_num_threads(),
+            self._isa,
+        )
+
+
+def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
+    if packing.order is NibbleOrder.HALF_SPLIT:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % packing.group))
+    return pack_codes(codes, packing)
+
+
+def _global_scale(meta: TileMeta, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """Return the global scale among the side tensors, as float32."""
+    names = [name for name in meta.spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
+    if "global_scale" not in names:
+        return None
+    return tensors[1 + names.index("global_scale")].to(torch.float32)

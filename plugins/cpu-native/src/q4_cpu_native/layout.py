@@ -1,0 +1,116 @@
+"""What is prepared: tiles of 16 rows, and the facts that tell how to read them."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4_cpu_native.tables import table_of
+from q4core import Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
+
+if TYPE_CHECKING:
+    from q4_cpu_native._native import Matrix
+
+__all__ = ["TileMeta", "matrix_of", "source_arguments"]
+
+_TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e8m0fnu: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int32: 7,
+}
+_NONE, _OFFSET, _ZERO = 0, 1, 2
+_ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
+_SYMMETRIC_ZERO = 8.0
+
+
+@attrs.frozen(cache_hash=True)
+class TileMeta:
+    """The layout of one prepared weight: the weight's spec, and the dtypes of its numbers."""
+
+    spec: WeightSpec
+    scale_dtype: torch.dtype
+    second_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> TileMeta:
+        """Return the layout of a weight."""
+        second = weight.offset if weight.offset is not None else weight.zero
+        return cls(WeightSpec.of(weight), weight.scale.dtype, None if second is None else second.dtype)
+
+    @property
+    def second_field(self) -> str | None:
+        """``offset``, ``zero`` or None: the second number of a block."""
+        return next((field for field in ("offset", "zero") if field in self.spec.fields), None)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The value of each 4-bit code, before scale and second number."""
+        if self.spec.format.form is Form.INTEGER:
+            base = _SYMMETRIC_ZERO if self.second_field is None else 0.0
+            return tuple(code - base for code in range(16))
+        return self.spec.format.codebook
+
+
+@functools.lru_cache(maxsize=1024)
+def matrix_of(meta: TileMeta) -> Matrix:
+    """Return the native description of a layout."""
+    from q4_cpu_native import _native  # noqa: PLC0415  # missing where it was not built
+
+    spec = meta.spec
+    is_nibble = spec.format.bits == 4  # noqa: PLR2004  # or 8
+    values = meta.values if is_nibble else tuple([0.0] * 16)
+    table = table_of(values) if is_nibble else table_of([0.0] * 16)
+    kind = spec.scale_kind
+    if kind is ScaleKind.E8M0:
+        scale_type = 4
+    elif kind is ScaleKind.PLAIN:
+        scale_type = _TYPES[meta.scale_dtype]
+    else:
+        scale_type = 3
+    second = {"offset": _OFFSET, "zero": _ZERO, None: _NONE}[meta.second_field]
+    second_type = 0 if meta.second_dtype is None else _TYPES[meta.second_dtype]
+    return _native.Matrix(
+        spec.out_features,
+        spec.in_features,
+        spec.block_size,
+        spec.format.bits,
+        scale_type,
+        second,
+        second_type,
+        list(values),
+        list(table.level),
+        table.center,
+        table.step if is_nibble else 1.0,
+    )
+
+
+def source_arguments(weight: PackedWeight, meta: TileMeta) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+    """Return addresses and strides of a weight as ``Matrix.pack`` takes them, and the tensors that must stay alive."""
+    qdata = weight.qdata
+    if qdata.dim() == 3:  # noqa: PLR2004  # [N, groups, bytes]
+        row, group, byte = qdata.stride()
+        group_bytes = qdata.shape[2]
+    else:
+        (row, byte), group_bytes = qdata.stride(), max(1, qdata.shape[1])
+        group = group_bytes * byte
+    scale = weight.scale
+    second = None if meta.second_field is None else getattr(weight, meta.second_field)
+    size = scale.element_size()
+    numbers = [scale.data_ptr(), scale.stride(0) * size, scale.stride(1) * size]
+    if second is None:
+        numbers += [0, 0, 0]
+    else:
+        size = second.element_size()
+        numbers += [second.data_ptr(), second.stride(0) * size, second.stride(1) * size]
+    packing = weight.packing
+    order, half = _ORDERS[packing.order], packing.group // 2
+    kept = tuple(item for item in (qdata, scale, second) if item is not None)
+    return (qdata.data_ptr(), row, group, byte, group_bytes, order, half, *numbers), kept

@@ -1,0 +1,43 @@
+"""The kernels pass every case of the kit that concerns them, for every format."""
+
+from __future__ import annotations
+
+import pytest
+
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance.subject import BackendSubject
+from q4_cpu_native import CpuNative
+from q4core import ActivationPrecision, Feature
+
+CASES = (*linear_cases(), *backend_cases())
+NOT_SERVED = frozenset(
+    {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
+)
+
+
+ISAS = [isa for isa in ("avx2", "avx512") if CpuNative(isa).isa]
+
+
+@pytest.fixture(scope="module", params=ISAS)
+def subject(request: pytest.FixtureRequest) -> BackendSubject:
+    """The backend with each instruction set that this machine has."""
+    return BackendSubject(CpuNative(request.param))
+
+
+def test_the_baseline_runs_here() -> None:
+    """A machine without AVX2 would leave the cases below empty: then this says so."""
+    assert "avx2" in ISAS
+
+
+def _expected(case: Case) -> Outcome:
+    if case.precision is ActivationPrecision.FP4 or case.weight_recipe.features & NOT_SERVED:
+        return Outcome.NOT_DECLARED
+    return Outcome.PASS
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_case(case: Case, subject: BackendSubject) -> None:
+    """The case passes by a kernel of ours; what is not declared is said to be so."""
+    result = run_case(case, subject)
+    assert result.outcome is _expected(case), result
+    assert not result.is_fallback

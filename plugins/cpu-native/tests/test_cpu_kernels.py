@@ -1,0 +1,253 @@
+"""What the kit does not ask: tables, packings, strides, rows that int8 can't hold, threads, forks, what is missing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import q4core as q4
+from q4_cpu_native import CpuNative
+from q4_cpu_native.tables import table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ISAS = [isa for isa in ("avx2", "avx512") if CpuNative(isa).isa]
+NF4 = q4.BUILTIN_FORMATS["nf4"].codebook
+
+
+@pytest.fixture(params=ISAS)
+def backend(request: pytest.FixtureRequest) -> CpuNative:
+    """Return the backend with each instruction set that this machine has."""
+    return CpuNative(request.param)
+
+
+def _layer(backend: CpuNative, weight: q4.PackedWeight, precision: str, **config: object) -> q4.Q4Linear:
+    class Plugin:
+        @q4.hookimpl
+        def q4_backends(self) -> list[CpuNative]:
+            return [backend]
+
+    registry = q4.Registry([("cpu-native", Plugin())])
+    settings = q4.SessionConfig(activation_precision=precision, **config)  # type: ignore[arg-type]
+    return q4.Session(settings, registry=registry).linear(weight)
+
+
+def _weight(format_: str = "nf4", rows: int = 40, columns: int = 256, seed: int = 1) -> q4.PackedWeight:
+    return q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)), format_)
+
+
+def test_tables_are_exact_where_they_can_be() -> None:
+    """E2M1, Q4_0 and plain numbers stand exactly in 8 bits; NF4 and FP4 within half a step of ±124."""
+    for name in ("nvfp4", "mxfp4", "q4_0", "q4_1"):
+        codebook = q4.BUILTIN_FORMATS[name].codebook
+        table = table_of(codebook)
+        assert table.values is None
+        assert max(table.level) <= 24
+        assert [table.step * (level - table.center) for level in table.level] == list(codebook)
+    for name in ("nf4", "fp4"):
+        codebook = q4.BUILTIN_FORMATS[name].codebook
+        table = table_of(codebook)
+        assert table.values is not None
+        assert max(abs(a - b) for a, b in zip(table.values, codebook, strict=True)) <= 1 / 248
+        assert 0 not in table.level  # −128, whose product with −128 has no place
+    values = np.array(table_of(NF4).values)
+    error = np.mean((values - np.array(NF4)) ** 2) / np.mean(np.array(NF4) ** 2)
+    assert error < 3e-5
+
+
+@pytest.mark.parametrize(
+    "packing", [q4.Packing.LOW_FIRST, q4.Packing.HIGH_FIRST, q4.Packing.half_split(32), q4.Packing.half_split(128)]
+)
+def test_every_packing_is_read_and_given_back(backend: CpuNative, packing: q4.Packing) -> None:
+    """Each nibble order gives the same numbers, and comes back from export byte for byte."""
+    weight = _weight().repack(packing)
+    layer = _layer(backend, weight, "exact")
+    x = torch.randn(3, 256)
+    torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T, rtol=1e-5, atol=1e-5)
+    given = layer.packed_weight()
+    assert given.packing == packing
+    assert torch.equal(given.qdata, weight.qdata)
+    assert torch.equal(given.scale, weight.scale)
+
+
+def test_strided_sources_are_read_in_place(backend: CpuNative) -> None:
+    """Codes and scales that are views (a transposed file, ggml's blocks) are read as they lie."""
+    weight = _weight("q4_0", 40, 256)
+    raw = torch.empty(40, 8, 18, dtype=torch.uint8)  # 2 bytes of scale and 16 of codes in each block
+    raw[:, :, 2:] = weight.qdata.view(40, 8, 16)
+    raw[:, :, :2] = weight.scale.to(torch.float16).view(torch.uint8).view(40, 8, 2)
+    blocks = attrs.evolve(weight, qdata=raw[:, :, 2:], scale=raw.view(torch.float16)[:, :, 0])
+    x = torch.randn(2, 256)
+    same = attrs.evolve(weight, scale=weight.scale.to(torch.float16))
+    assert torch.equal(_layer(backend, blocks, "int8")(x), _layer(backend, same, "int8")(x))
+    turned = attrs.evolve(weight, qdata=weight.qdata.T.contiguous().T, scale=weight.scale.T.contiguous().T)
+    assert torch.equal(_layer(backend, turned, "exact")(x), _layer(backend, weight, "exact")(x))
+
+
+SIZES = [(1, 64), (3, 64), (16, 192), (17, 128), (33, 1088), (160, 320)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("format_", ["q4_0", "q4_1", "q8_0", "mxfp4", "nf4", "nvfp4"])
+def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) -> None:
+    """Prepared bytes are the packed ones, rows filled up to whole tiles of 16 and in-features to chunks of 32."""
+    weight = _weight(format_, *size)
+    record = _layer(backend, weight, "exact").diagnostics()
+    rows, columns = size
+    filled = (-(-rows // 16) * 16 / rows) * (-(-columns // 64) * 64 / columns)
+    assert record.prepared_bytes <= weight.nbytes * filled + 16
+    assert record.source_bytes == 0
+
+
+@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+def test_free_range_error(backend: CpuNative, format_: str) -> None:
+    """On activations of any value the exact path errs by rounding alone, and int8 by its own step."""
+    weight = _weight(format_, 96, 512)
+    x = torch.randn(33, 512, generator=torch.Generator().manual_seed(2))
+    exact = x.double() @ q4.dequantize(weight, torch.float64).T
+    for precision, most in (("exact", 1e-11), ("int8", 1e-4)):
+        y = _layer(backend, weight, precision)(x).double()
+        assert float((y - exact).square().mean() / exact.square().mean()) <= most
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
+def test_rows_that_int8_can_not_hold_are_computed_exactly(backend: CpuNative, value: float) -> None:
+    """A value that is not finite, or too small for a scale, gives its row what the exact path gives, and no other."""
+    weight = _weight("q4_0")
+    x = torch.randn(11, 256)
+    x[4] = 0.0
+    x[4, 7] = value
+    a8, exact = _layer(backend, weight, "int8"), _layer(backend, weight, "exact")
+    got = a8(x)
+    if abs(value) != 3e38:  # which int8 does hold
+        assert torch.equal(got[4].nan_to_num(9.0), exact(x)[4].nan_to_num(9.0))
+    x[4] = 0.0
+    rest = torch.arange(11) != 4
+    assert torch.equal(got[rest], a8(x)[rest])
+
+
+@pytest.mark.parametrize("precision", ["exact", "int8"])
+def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str) -> None:
+    """A row's result depends on that row alone: not on the number of threads, nor on the rows beside it."""
+    layer = _layer(backend, _weight("nvfp4", 320, 1024), precision)
+    x = torch.randn(23, 1024)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([layer(row[None]) for row in x])
+        one = layer(x)
+        torch.set_num_threads(2)
+        two = layer(x)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one, two)
+    assert torch.equal(one, alone)
+
+
+def test_two_sessions_on_two_threads(backend: CpuNative) -> None:
+    """Calls from several threads give the numbers of calls from one."""
+    layers = [_layer(backend, _weight("q4_1", 640, 1024, seed), "int8") for seed in range(2)]
+    x = torch.randn(5, 1024)
+    expected = [layer(x) for layer in layers]
+
+    def work(index: int) -> bool:
+        return all(torch.equal(layers[index](x), expected[index]) for _ in range(60))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(work, range(2)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_forked_child_computes() -> None:
+    """After a fork the OpenMP workers are gone: the child runs alone, at once, and right."""
+    code = """
+import os, sys, torch, q4core as q4
+torch.set_num_threads(2)
+weight = q4.quantize(torch.randn(1024, 1024), "q4_0")
+layer = q4.Session(q4.SessionConfig(backend="cpu-native")).linear(weight)
+x = torch.randn(16, 1024)
+y = layer(x)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(layer(x), y) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_calls_keep_to_their_memory(backend: CpuNative) -> None:
+    """Nothing is written outside y, and nothing read outside x: guard values stay, NaN around x does no harm."""
+    weight = _weight("q4_0", 35, 64)
+    layer = _layer(backend, weight, "int8")
+    for rows in (1, 2, 5, 9):
+        around = torch.full((rows * 64 + 64,), torch.nan)
+        x = around[32:-32].view(rows, 64)
+        x.copy_(torch.randn(rows, 64))
+        guarded = torch.full((rows * 35 + 64,), 7.0)
+        out = guarded[32:-32].view(rows, 35)
+        layer(x, out=out)
+        assert bool((guarded[:32] == 7).all())
+        assert bool((guarded[-32:] == 7).all())
+        assert torch.equal(out, layer(x.clone()))
+
+
+@pytest.fixture
+def _no_wish() -> Iterator[None]:
+    """Start and end without a wish for an instruction set."""
+    before = os.environ.pop("Q4_CPU_ISA", None)
+    yield
+    if before is not None:
+        os.environ["Q4_CPU_ISA"] = before
+
+
+@pytest.mark.usefixtures("_no_wish")
+def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and the fallback serves."""
+    request = q4.Request.for_weight(_weight())
+    monkeypatch.setenv("Q4_CPU_ISA", "avx2")
+    assert [path.name for path in CpuNative().check(request).paths] == ["exact_avx2", "w4a8_avx2"]
+    monkeypatch.setenv("Q4_CPU_ISA", "sse9")
+    verdict = CpuNative().check(request)
+    assert verdict.reasons[0].code is q4.ReasonCode.ARCH
+    assert "sse9" in verdict.reasons[0].message
+
+
+def test_the_installed_plugin_serves_by_default() -> None:
+    """Found by its entry point, it outranks the reference for every built-in format, proven, under AUTO."""
+    registry = q4.Registry(environment={})
+    assert "cpu-native" in registry.backends()
+    with q4.Session(registry=registry) as session:
+        for format_ in q4.BUILTIN_FORMATS:
+            record = session.linear(_weight(format_)).diagnostics()
+            assert record.backend == "cpu-native"
+            assert record.path_name.startswith("w4a8_")
+            assert record.proven
+            assert [item.backend for item in record.rejections] == ["dequant-fallback"]
+
+
+def test_a_compiled_model_is_one_graph() -> None:
+    """torch.compile(fullgraph=True) over layers of these kernels gives one graph and the eager numbers."""
+    registry = q4.Registry(environment={})
+    session = q4.Session(registry=registry)
+    model = torch.nn.Sequential(*[session.linear(_weight(seed=seed, rows=256)) for seed in range(4)])
+    x = torch.randn(3, 256)
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(x), model(x))
+    assert graphs == 1
