@@ -1,12 +1,12 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead]``."""
+"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu]``."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import overhead
+from benchmarks import cpu, overhead
 
-BENCHMARKS = {"overhead": overhead.main}
+BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main}
 
 
 def main() -> int:
