@@ -1,5 +1,7 @@
 """Decode and prefill on this CPU: our kernels, torch's dense products, and the read bandwidth, in one interleaved run.
 
+``Q4_CPU_ISA`` chooses the instruction set, after which the result is named.
+
 Weights rotate through more memory than the last-level cache holds. Every layer's answer is checked before it is timed.
 """
 
@@ -28,6 +30,15 @@ CACHE_BYTES = 96 << 20
 """More than a last-level cache; what rotates is at least as large."""
 _DECODE = {"rounds": 30, "repeats": 8}
 _PREFILL = {"rounds": 9, "repeats": 1}
+
+
+def _isa() -> str:
+    """Return the instruction set that runs, as its path's name has it."""
+    weight = q4.quantize(torch.zeros(16, 64), "q4_0")
+    config = q4.SessionConfig(backend="cpu-native")
+    return (
+        q4.Session(config, registry=q4.Registry(environment={})).linear(weight).diagnostics().path_name.split("_")[-1]
+    )
 
 
 def _layers(format_: str, precision: str, dense: torch.Tensor) -> list[q4.Q4Linear]:
@@ -127,10 +138,11 @@ def draw(calls: dict[str, dict[str, Any]], path: str) -> None:
 
 
 def main() -> None:
-    """Measure, write ``cpu.json`` and ``cpu.png``, and print the table."""
+    """Measure, write ``cpu-<isa>.json`` and its picture, and print the table."""
+    isa = _isa()
     calls = measure()
-    written = record.write("cpu", {"unit": "us", "shape": SHAPE, "calls": calls})
-    draw(calls, "cpu.png")
+    written = record.write(f"cpu-{isa}", {"unit": "us", "shape": SHAPE, "isa": isa, "calls": calls})
+    draw(calls, f"cpu-{isa}.png")
     for name, values in calls.items():
         rate = f"{values['gb_per_s']:7.1f} GB/s" if "gb_per_s" in values else f"{values['gflop_per_s']:7.0f} GFLOP/s"
         print(f"{name:<24} {values['median']:10.1f} µs  {rate}")
