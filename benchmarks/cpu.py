@@ -128,11 +128,13 @@ def draw(calls: dict[str, dict[str, Any]], path: str) -> None:
     left.axvline(calls["read"]["gb_per_s"], color="#cc0000", label="reading a buffer (torch.sum)")
     left.invert_yaxis()
     left.set(xlabel="GB/s of weights", title=f"Decode, {SHAPE[0]}×{SHAPE[1]}, one row")
-    left.legend()
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     for name in ("torch float32", "q4_0 exact", "q4_0 int8", "nvfp4 int8"):
         right.plot(ROWS, [calls[f"{name}, M={rows}"]["gflop_per_s"] for rows in ROWS], marker="o", label=name)
     right.set(xlabel="rows of x", ylabel="GFLOP/s", title="Prefill", xscale="log")
-    right.legend()
+    right.set_xticks(ROWS, [str(rows) for rows in ROWS])
+    right.minorticks_off()
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
     figure.savefig(record.RESULTS / path, dpi=120)
     plt.close(figure)
 
