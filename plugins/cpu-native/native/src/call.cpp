@@ -128,7 +128,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
     const std::vector<Pass> plan = passes(count, kernels.most_rows);
     const bool rounds = c.family == Q4_A8;
     const int64_t width = at.chunks * kChunk;
-    float* values = scratch(t_values, count * width);
+    float* values = rounds ? nullptr : scratch(t_values, count * width);
     int8_t* levels = rounds ? scratch(t_levels, count * width) : nullptr;
     float* scales = rounds ? scratch(t_scales, count * at.chunks) : nullptr;
     float* sums = rounds ? scratch(t_sums, count * at.chunks * 2) : nullptr;
@@ -173,7 +173,8 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
             const Tile tile{m, at, c.tiles + t * at.tile_bytes};
             for (const Pass& pass : plan) {
                 const int64_t place = pass.first * at.chunks;
-                const Activations x{values + place * kChunk, levels + place * kChunk, scales + place, sums + place * 2};
+                const Activations x = rounds ? Activations{nullptr, levels + place * kChunk, scales + place, sums + place * 2}
+                                             : Activations{values + place * kChunk, nullptr, nullptr, nullptr};
                 kernels.tile(m, c.family, pass.rows)(tile, x, out);
                 for (int r = 0; r < pass.rows; ++r) finish(m, c, t, source_row(pass.first + r), out + r * kTileRows);
             }

@@ -122,8 +122,8 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
 
 // -- exact
 
-template <class V, int Rows, int Second, bool Bytes>
-inline void exact_line(typename V::Ints line, const typename V::Codebook& book, typename V::Floats s,
+template <class V, int Rows, int Second, bool Bytes, class Book>
+inline void exact_line(typename V::Ints line, const Book& book, typename V::Floats s,
                        typename V::Floats z, const float* x, typename V::Floats (&sum)[Rows]) {
     const auto add = [&](typename V::Floats w, int k) {
         if constexpr (Second == Q4_ZERO) w = V::sub(w, z);
@@ -147,12 +147,13 @@ inline void exact_line(typename V::Ints line, const typename V::Codebook& book, 
     }
 }
 
-template <class V, int Rows, int Second, bool Bytes> void exact_tile(const Tile& t, const Activations& x, float* y) {
+template <class V, int Rows, int Second, bool Bytes, class Book>
+void exact_tile(const Tile& t, const Activations& x, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     using F = typename V::Floats;
     const q4_matrix& m = t.matrix;
     const Layout& at = t.at;
-    const typename V::Codebook book(m.codebook);
+    const Book book(m.codebook);
     const bool halves = at.sets == 2;
     F sum[kParts][Rows];
     for (auto& part : sum)
@@ -171,15 +172,17 @@ template <class V, int Rows, int Second, bool Bytes> void exact_tile(const Tile&
                 for (F& row : partial) row = V::zero();
                 for (int half = 0; half < 2; ++half) {
                     const int set = halves ? half : 0;
-                    const F s = numbers<V>(m.scale_type,
-                                           head + at.scale_offset(set, 0) + part * V::kLanes * at.scale_size);
+                    // A unit is a power of two, and 1 wherever there is a second number.
+                    const F s = V::mul(numbers<V>(m.scale_type, head + at.scale_offset(set, 0) +
+                                                                    part * V::kLanes * at.scale_size),
+                                       V::splat(Bytes ? 1.0f : book.unit));
                     F z = V::zero();
                     if constexpr (Second != Q4_NONE)
                         z = numbers<V>(m.second_type,
                                        head + at.second_offset(set, 0) + part * V::kLanes * at.second_size);
                     constexpr int kLines = Bytes ? 4 : 2, kStep = Bytes ? 4 : 8;
                     for (int l = 0; l < kLines; ++l)
-                        exact_line<V, Rows, Second, Bytes>(
+                        exact_line<V, Rows, Second, Bytes, Book>(
                             V::line(data + (half * kLines + l) * 64 + part * V::kLanes * 4), book, s, z,
                             values + half * 16 + l * kStep, partial);
                     if (!halves && half == 0) continue;
@@ -200,7 +203,11 @@ template <class V, int Rows, int Second, bool Bytes> void exact_tile(const Tile&
 using TileKernel = void (*)(const Tile&, const Activations&, float*);
 
 template <class V, int Rows, int Second> TileKernel pick(const q4_matrix& m, int32_t family, bool narrow) {
-    if (family == Q4_EXACT) return m.bits == 8 ? exact_tile<V, Rows, Second, true> : exact_tile<V, Rows, Second, false>;
+    if (family == Q4_EXACT) {
+        if (m.bits == 8) return exact_tile<V, Rows, Second, true, typename V::Codebook>;
+        if (whole_unit(m.codebook) > 0.0f) return exact_tile<V, Rows, Second, false, typename V::WholeBook>;
+        return exact_tile<V, Rows, Second, false, typename V::Codebook>;
+    }
     const bool halves = m.block == 16;
     if (m.bits == 8) return halves ? a8_tile<V, Rows, Second, true, false, true> : a8_tile<V, Rows, Second, true, false, false>;
     if (narrow) return halves ? a8_tile<V, Rows, Second, false, true, true> : a8_tile<V, Rows, Second, false, true, false>;

@@ -47,6 +47,19 @@ struct Layout {
     }
 };
 
+// The largest of 1 and 1/2 of which all values are whole multiples within a signed byte; 0 where neither is.
+inline float whole_unit(const float* table) {
+    for (const float unit : {1.0f, 0.5f}) {
+        bool whole = true;
+        for (int i = 0; i < 16; ++i) {
+            const float level = table[i] / unit;
+            whole = whole && level >= -127.0f && level <= 127.0f && level == static_cast<float>(static_cast<int>(level));
+        }
+        if (whole) return unit;
+    }
+    return 0.0f;
+}
+
 inline bool is_sound(const q4_matrix& m) {
     return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
            (m.block == 16 || m.block % kChunk == 0);

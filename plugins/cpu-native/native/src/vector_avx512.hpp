@@ -50,6 +50,7 @@ struct Avx512 {
 
     // -- exact values of codes
     struct Codebook {
+        static constexpr float unit = 1.0f;
         __m512 values;
         explicit Codebook(const float* table) : values(_mm512_loadu_ps(table)) {}
         // Codes `nibble` (0 … 7) of each lane; the permutation looks at the lowest four bits alone.
@@ -57,6 +58,7 @@ struct Avx512 {
             return _mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * Nibble), values);
         }
     };
+    using WholeBook = Codebook;  // one permutation looks sixteen values up: nothing is faster
     template <int Byte> static Floats signed_byte(Ints line) {
         return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * Byte), 24));
     }
