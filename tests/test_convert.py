@@ -201,7 +201,7 @@ def test_a_layer_with_hooks_is_left_alone(kind: str) -> None:
 
 
 def _with_forward(layer: nn.Linear) -> nn.Linear:
-    layer.forward = lambda x: x  # type: ignore[method-assign]  # as libraries do that wrap a layer
+    layer.forward = lambda x: x  # type: ignore[method-assign, assignment]  # as libraries do that wrap a layer
     return layer
 
 

@@ -373,7 +373,7 @@ def test_other_sizes_under_the_same_names_are_fine() -> None:
         "b.qdata": torch.zeros(2, 16, dtype=torch.uint8),
         "b.scale": torch.zeros(2, 2, dtype=torch.float8_e4m3fn),
     }
-    assert detect_or_fail(other)
+    assert detect_or_fail(other).layers
     assert validate(schema, other) == ()
 
 
@@ -428,20 +428,20 @@ class Reader(Twin):
 def test_values_of_any_dialect_are_looked_at_as_a_weight() -> None:
     """A dialect that says nothing of numbers has them looked at by reading, where its tensors are at hand."""
     weight = q4.quantize(torch.ones(4, 64), "nf4")
-    assert detect_or_fail(TWIN, dialects=[Reader(weight)])
+    assert detect_or_fail(TWIN, dialects=[Reader(weight)]).layers
     weight.scale[2] = float("nan")
     with pytest.raises(q4.SchemaError) as caught:
         detect_or_fail(TWIN, dialects=[Reader(weight)])
     assert _facts(caught.value.problems) == [("value", "proj")]
     assert "nan at [2, 0]" in str(caught.value)
     bare = {"proj.twin": q4.TensorInfo(torch.uint8, (4,))}
-    assert detect_or_fail(bare, dialects=[Reader(weight)], load=TWIN.__getitem__)
+    assert detect_or_fail(bare, dialects=[Reader(weight)], load=TWIN.__getitem__).layers
 
 
 def test_a_dialect_that_fails_to_read_is_told_of_once() -> None:
     """A plugin's own error while it reads is a warning that names dialect and layer, and no verdict on the tensors."""
     with pytest.warns(q4.Q4PluginWarning, match=r"'reader' raised ZeroDivisionError as it read 'proj'"):
-        assert detect_or_fail(TWIN, dialects=[Reader(ZeroDivisionError())])
+        assert detect_or_fail(TWIN, dialects=[Reader(ZeroDivisionError())]).layers
 
 
 def test_problems_compare_by_what_they_show() -> None:
