@@ -185,7 +185,7 @@ void exact_tile(const Tile& t, const Activations& x, float* y) {
                         exact_line<V, Rows, Second, Bytes, Book>(
                             V::line(data + (half * kLines + l) * 64 + part * V::kLanes * 4), book, s, z,
                             values + half * 16 + l * kStep, partial);
-                    if (!halves && half == 0) continue;
+                    // Each half is a chain of sums of its own: longer ones leave the units waiting for one another.
                     for (int r = 0; r < Rows; ++r) {
                         sum[part][r] = V::fma(Second == Q4_OFFSET ? V::splat(1.0f) : s, partial[r], sum[part][r]);
                         partial[r] = V::zero();
