@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -86,8 +87,18 @@ def _install_packages(session: nox.Session, *, environment: str = "env") -> None
     """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
     _install(session, "torch", "torch", "numpy", environment=environment)
     _install(session, "builders", *BUILDERS, environment=environment)
-    editables = [item for folder in _distributions() for item in ("--editable", _with_extras(folder))]
+    folders = _distributions()
+    if not _has_compiler():
+        native = [folder for folder in folders if (folder / "CMakeLists.txt").exists()]
+        names = ", ".join(folder.name for folder in native)
+        session.warn(f"there is no C++ compiler here, so {names} is left out, and the reference serves instead")
+        folders = [folder for folder in folders if folder not in native]
+    editables = [item for folder in folders for item in ("--editable", _with_extras(folder))]
     _install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+
+
+def _has_compiler() -> bool:
+    return "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
 
 
 def _with_extras(folder: Path) -> str:
