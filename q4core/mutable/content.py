@@ -1,4 +1,4 @@
-"""What a ``MutableTensor`` is inside: the content with its version, and the blocks in which it is read and written.
+"""What a ``MutableTensor`` is inside: the content with its version, and what the blocks do to it.
 
 ``docs/memory.md`` states the protocol, its invariants, and why no reader sees half an update.
 """
@@ -8,156 +8,18 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
-import attrs
 import torch
 
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import detached_copy
-from q4core.mutable.exclusion import HERE, Exclusion, Ticket
+from q4core.mutable.blocks import ReadView
+from q4core.mutable.exclusion import HERE, Exclusion
+from q4core.mutable.records import Snapshot
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from q4core.mutable.blocks import WriteBlock
 
-    from typing_extensions import Self
-
-__all__ = ["Content", "MutableStats", "ReadView", "Snapshot", "WriteBlock"]
-
-
-@attrs.frozen(eq=False)
-class Snapshot:
-    """The reader's own copy of one version.
-
-    Args:
-        tensor: Contiguous, detached, shared with nobody.
-        version: The version that it is a copy of.
-    """
-
-    tensor: torch.Tensor
-    version: int
-
-
-@attrs.frozen
-class MutableStats:
-    """What has happened since the tensor was made.
-
-    Args:
-        reads: ``read()`` blocks that were let in.
-        writes: Updates that took effect, by ``write()``, ``replace()`` and ``reset()``.
-        snapshots: Snapshots taken.
-        failures: Updates that were let in and did not take effect.
-        conflicts: ``WriteConflictError`` raised.
-        copies: Copies of the whole content.
-        bytes_copied: Bytes of these copies.
-    """
-
-    reads: int
-    writes: int
-    snapshots: int
-    failures: int
-    conflicts: int
-    copies: int
-    bytes_copied: int
-
-
-class ReadView(Ticket):
-    """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
-
-    __slots__ = ("_alias", "_content", "base", "mark", "timeout", "version")
-    base: torch.Tensor
-    mark: tuple[int, int]
-    version: int
-
-    def __init__(self, content: Content, timeout: float | None) -> None:
-        self.is_admitted = False
-        self.thread = None
-        self._content = content
-        self._alias: torch.Tensor | None = None
-        self.timeout = timeout
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The content, by an alias without graph. To be read; see ``docs/memory.md`` for how a change is found out.
-
-        Raises:
-            LifecycleError: The block has ended, or was never entered.
-        """
-        if self._alias is None:
-            raise LifecycleError(
-                f"read view of {self._content.label}",
-                name="view.tensor",
-                rule="used inside its with block",
-                hint="Take a snapshot() for what must last longer.",
-            )
-        return self._alias
-
-    def __enter__(self) -> Self:
-        """Begin to read."""
-        if self.thread:
-            _refuse_again(self._content.label)
-        self.thread = HERE.thread
-        self._alias = self._content.begin_read(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the read, and raise ``PoisonedError`` if this version was changed meanwhile."""
-        self._alias = None
-        if self.is_admitted:
-            self._content.end_read(self, error)
-
-    def __del__(self) -> None:
-        """Leave word that nobody will end this read."""
-        if self.is_admitted:
-            self._content.gate.lost_reads.append(self.thread)
-
-
-class WriteBlock(Ticket):
-    """What ``write()`` gives: the tensor to change, while its ``with`` block lasts."""
-
-    __slots__ = ("_content", "alias", "healing", "source", "timeout", "wait", "work")
-
-    work: torch.Tensor
-    alias: torch.Tensor
-
-    def __init__(
-        self,
-        content: Content,
-        wait: bool,  # noqa: FBT001  # called by position, on the fast path
-        timeout: float | None,
-        source: torch.Tensor | None = None,
-        healing: bool = False,  # noqa: FBT001, FBT002  # as above
-    ) -> None:
-        self.is_admitted = False
-        self.thread = None
-        self._content = content
-        self.wait = wait
-        self.timeout = timeout
-        self.source = source
-        self.healing = healing
-
-    def __enter__(self) -> torch.Tensor:
-        """Begin to write."""
-        if self.thread:
-            _refuse_again(self._content.label)
-        self.thread = HERE.thread
-        return self._content.begin_write(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Publish the update as the next version, or drop it if the block failed."""
-        if self.is_admitted:
-            self._content.end_write(self, error)
-
-    def __del__(self) -> None:
-        """Leave word that nobody will end this update."""
-        if self.is_admitted:
-            self._content.gate.lost_writes.append(self.thread)
-
-
-def _refuse_again(label: str) -> NoReturn:
-    raise LifecycleError(label, name="with block", rule="entered once", hint="Call read() or write() each time.")
+__all__ = ["Content"]
 
 
 def _refuse_late(label: str, error: BaseException | None) -> None:

@@ -11,8 +11,10 @@ import torch
 
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.memory import detached_copy
-from q4core.mutable.content import Content, MutableStats, ReadView, Snapshot, WriteBlock
+from q4core.mutable.blocks import ReadView, WriteBlock
+from q4core.mutable.content import Content
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
+from q4core.mutable.records import MutableStats, Snapshot
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -1,0 +1,119 @@
+"""The ``with`` blocks in which a ``MutableTensor`` is read and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from q4core.errors import LifecycleError
+from q4core.mutable.exclusion import HERE, Ticket
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+    from typing_extensions import Self
+
+    from q4core.mutable.content import Content
+
+__all__ = ["ReadView", "WriteBlock"]
+
+
+class ReadView(Ticket):
+    """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
+
+    __slots__ = ("_alias", "_content", "base", "mark", "timeout", "version")
+    base: torch.Tensor
+    mark: tuple[int, int]
+    version: int
+
+    def __init__(self, content: Content, timeout: float | None) -> None:
+        self.is_admitted = False
+        self.thread = None
+        self._content = content
+        self._alias: torch.Tensor | None = None
+        self.timeout = timeout
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The content, by an alias without graph. To be read; see ``docs/memory.md`` for how a change is found out.
+
+        Raises:
+            LifecycleError: The block has ended, or was never entered.
+        """
+        if self._alias is None:
+            raise LifecycleError(
+                f"read view of {self._content.label}",
+                name="view.tensor",
+                rule="used inside its with block",
+                hint="Take a snapshot() for what must last longer.",
+            )
+        return self._alias
+
+    def __enter__(self) -> Self:
+        """Begin to read."""
+        if self.thread:
+            _refuse_again(self._content.label)
+        self.thread = HERE.thread
+        self._alias = self._content.begin_read(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the read, and raise ``PoisonedError`` if this version was changed meanwhile."""
+        self._alias = None
+        if self.is_admitted:
+            self._content.end_read(self, error)
+
+    def __del__(self) -> None:
+        """Leave word that nobody will end this read."""
+        if self.is_admitted:
+            self._content.gate.lost_reads.append(self.thread)
+
+
+class WriteBlock(Ticket):
+    """What ``write()`` gives: the tensor to change, while its ``with`` block lasts."""
+
+    __slots__ = ("_content", "alias", "healing", "source", "timeout", "wait", "work")
+
+    work: torch.Tensor
+    alias: torch.Tensor
+
+    def __init__(
+        self,
+        content: Content,
+        wait: bool,  # noqa: FBT001  # called by position, on the fast path
+        timeout: float | None,
+        source: torch.Tensor | None = None,
+        healing: bool = False,  # noqa: FBT001, FBT002  # as above
+    ) -> None:
+        self.is_admitted = False
+        self.thread = None
+        self._content = content
+        self.wait = wait
+        self.timeout = timeout
+        self.source = source
+        self.healing = healing
+
+    def __enter__(self) -> torch.Tensor:
+        """Begin to write."""
+        if self.thread:
+            _refuse_again(self._content.label)
+        self.thread = HERE.thread
+        return self._content.begin_write(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Publish the update as the next version, or drop it if the block failed."""
+        if self.is_admitted:
+            self._content.end_write(self, error)
+
+    def __del__(self) -> None:
+        """Leave word that nobody will end this update."""
+        if self.is_admitted:
+            self._content.gate.lost_writes.append(self.thread)
+
+
+def _refuse_again(label: str) -> NoReturn:
+    raise LifecycleError(label, name="with block", rule="entered once", hint="Call read() or write() each time.")

@@ -1,0 +1,48 @@
+"""What a ``MutableTensor`` gives to keep: a copy of one version, and what has happened so far."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MutableStats", "Snapshot"]
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """The reader's own copy of one version.
+
+    Args:
+        tensor: Contiguous, detached, shared with nobody.
+        version: The version that it is a copy of.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+@attrs.frozen
+class MutableStats:
+    """What has happened since the tensor was made.
+
+    Args:
+        reads: ``read()`` blocks that were let in.
+        writes: Updates that took effect, by ``write()``, ``replace()`` and ``reset()``.
+        snapshots: Snapshots taken.
+        failures: Updates that were let in and did not take effect.
+        conflicts: ``WriteConflictError`` raised.
+        copies: Copies of the whole content.
+        bytes_copied: Bytes of these copies.
+    """
+
+    reads: int
+    writes: int
+    snapshots: int
+    failures: int
+    conflicts: int
+    copies: int
+    bytes_copied: int
