@@ -135,6 +135,67 @@ def test_rows_that_int8_can_not_hold_are_computed_exactly(backend: CpuNative, va
     assert torch.equal(got[rest], a8(x)[rest])
 
 
+def test_weights_of_zero_give_zero(backend: CpuNative) -> None:
+    """Where every code stands for zero, y is zero, and not what rounding leaves of two large terms."""
+    zero = torch.full((16, 8), 7, dtype=torch.uint8)
+    codes = torch.full((16, 128), 0x77, dtype=torch.uint8)
+    int4 = q4.PackedWeight(
+        format=q4.BUILTIN_FORMATS["int4"],
+        qdata=codes,
+        scale=torch.full((16, 8), 0.37),
+        zero=zero,
+        out_features=16,
+        in_features=256,
+        block_size=32,
+    )
+    mxfp4 = q4.quantize(torch.zeros(16, 256), "mxfp4")
+    x = torch.rand(3, 256) + 0.1
+    for weight in (int4, mxfp4, q4.quantize(torch.zeros(16, 256), "q4_0")):
+        assert bool((_layer(backend, weight, "int8")(x) == 0).all())
+
+
+def test_scratch_is_bounded() -> None:
+    """A call with very many rows keeps no more than a few megabytes afterwards."""
+    code = """
+import torch, q4core as q4
+def resident():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS:")).split()[1]) // 1024
+weight = q4.quantize(torch.randn(64, 4096), "q4_0")
+configs = [q4.SessionConfig(backend="cpu-native", activation_precision=name) for name in ("int8", "exact")]
+layers = [q4.Session(config).linear(weight) for config in configs]
+x = torch.randn(8192, 4096)
+out = torch.empty(8192, 64)
+for layer in layers: layer(x[:4], out=out[:4])
+before = resident()
+for layer in layers: layer(x, out=out)
+print(resident() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 24  # MB; 128 would be the activations themselves
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+def test_a_child_forked_before_the_first_call_computes() -> None:
+    """The guard stands from the import on: a child may be the first to prepare and to call."""
+    code = """
+import os, sys, torch, q4core as q4
+torch.set_num_threads(2)
+weight = q4.quantize(torch.randn(1024, 1024), "q4_0")
+q4.Session(q4.SessionConfig(backend="cpu-native")).linear(weight)
+weight = q4.quantize(torch.randn(1040, 1024), "q4_0")
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # torch's own operations would hang
+    q4.Session(q4.SessionConfig(backend="cpu-native")).linear(weight)(torch.randn(2, 1024))
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("precision", ["exact", "int8"])
 def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str) -> None:
     """A row's result depends on that row alone: not on the number of threads, nor on the rows beside it."""
@@ -218,7 +279,7 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in CpuNative().check(request).paths] == ["exact_avx2", "w4a8_avx2"]
     monkeypatch.setenv("Q4_CPU_ISA", "sse9")
     verdict = CpuNative().check(request)
-    assert verdict.reasons[0].code is q4.ReasonCode.ARCH
+    assert verdict.reasons[0].code is q4.ReasonCode.POLICY
     assert "sse9" in verdict.reasons[0].message
 
 

@@ -81,7 +81,7 @@ int32_t q4_cpu_abi_version(void);
 /* The best instruction set that was compiled in and that this machine has. */
 int32_t q4_cpu_best_isa(void);
 int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
-/* Fill tiles [prepared_bytes] from a source; each returns 0, or -1 for arguments that make no sense. */
+/* Fill tiles [prepared_bytes] from a source; each returns 0, -1 for arguments that make no sense, -2 without memory. */
 int32_t q4_cpu_pack(const q4_matrix *matrix, const q4_source *source, uint8_t *tiles, int32_t threads);
 /* The inverse, for rows[count] (NULL: all): codes one per byte [count, K], scale and second as stored, contiguous. */
 int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64_t *rows, int64_t count, uint8_t *codes,

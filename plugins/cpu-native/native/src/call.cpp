@@ -1,7 +1,7 @@
 // One call: rows of x to the kernel's order, tiles over threads, sums to y.
 #include <cmath>
 #include <cstring>
-#include <memory>
+#include <numeric>
 #include <vector>
 
 #include "kernel.hpp"
@@ -82,14 +82,14 @@ void write_float(void* to, int64_t index, int32_t type, float value) {
         static_cast<uint16_t*>(to)[index] = type == Q4_BF16 ? float_to_bf16(value) : float_to_half(value);
 }
 
-// Memory that one thread keeps from call to call; as large as the largest call so far.
+// Memory that one thread keeps from call to call: at most kScratchBytes, because rows of x go in batches.
+constexpr int64_t kScratchBytes = 4 << 20;
 template <class T> T* scratch(std::vector<T>& kept, int64_t count) {
-    if (static_cast<int64_t>(kept.size()) < count) kept.resize(static_cast<size_t>(count));
+    if (static_cast<int64_t>(kept.size()) < count) kept = std::vector<T>(static_cast<size_t>(count));
     return kept.data();
 }
 thread_local std::vector<float> t_values, t_scales, t_sums;
 thread_local std::vector<int8_t> t_levels;
-thread_local std::vector<uint8_t> t_odd;
 
 struct Pass {
     int64_t first;
@@ -122,50 +122,50 @@ void finish(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row, con
     }
 }
 
+// Rows of x in one batch: what scratch holds, in whole passes.
+int64_t batch_rows(const Layout& at, int most) {
+    const int64_t row_bytes = at.chunks * (kChunk * 4 + 12);
+    return std::max<int64_t>(1, kScratchBytes / row_bytes / most) * most;
+}
+
+void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
+             const int64_t* rows, float* values, int8_t* levels, float* scales, float* sums, uint8_t* odd) {
+    for (int r = 0; r < pass.rows; ++r) {
+        const int64_t row = rows[pass.first + r];
+        bool is_odd = false;
+        for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
+            const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
+            const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
+            float buffer[kChunk] = {};
+            float* x = levels ? buffer : values + place * kChunk;
+            if (!levels && here < kChunk) std::fill(x + here, x + kChunk, 0.0f);
+            read_floats(c.x, row * c.x_stride + k, here, c.x_type, x);
+            if (!levels) continue;
+            scales[place] = kernels.quantize(x, levels + place * kChunk, sums + place * 2);
+            is_odd |= std::isnan(scales[place]);
+        }
+        odd[pass.first + r] = is_odd;
+    }
+}
+
+// Compute the given rows of x, few enough for scratch; odd[i] tells which of them int8 can't hold.
 void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels,
-         const std::vector<int64_t>* chosen) {
-    const int64_t count = chosen ? static_cast<int64_t>(chosen->size()) : c.x_rows;
+         const std::vector<int64_t>& rows, std::vector<uint8_t>& odd) {
+    const auto count = static_cast<int64_t>(rows.size());
     const std::vector<Pass> plan = passes(count, kernels.most_rows);
     const bool rounds = c.family == Q4_A8;
-    const int64_t width = at.chunks * kChunk;
-    float* values = rounds ? nullptr : scratch(t_values, count * width);
-    int8_t* levels = rounds ? scratch(t_levels, count * width) : nullptr;
-    float* scales = rounds ? scratch(t_scales, count * at.chunks) : nullptr;
-    float* sums = rounds ? scratch(t_sums, count * at.chunks * 2) : nullptr;
-    uint8_t* odd = scratch(t_odd, c.x_rows);
-    const auto source_row = [&](int64_t row) { return chosen ? (*chosen)[static_cast<size_t>(row)] : row; };
-    const int threads_x = count * width < 1 << 16 ? 1 : c.threads;
-    parallel(static_cast<int64_t>(plan.size()), threads_x, [&](int64_t from, int64_t to, int) {
-        std::vector<float> row_values(rounds ? static_cast<size_t>(width) : 0);
-        for (int64_t p = from; p < to; ++p) {
-            const Pass& pass = plan[static_cast<size_t>(p)];
-            for (int r = 0; r < pass.rows; ++r) {
-                const int64_t row = source_row(pass.first + r);
-                if (rounds) {
-                    float* x = row_values.data();
-                    read_floats(c.x, row * c.x_stride, m.columns, c.x_type, x);
-                    std::fill(x + m.columns, x + width, 0.0f);
-                    bool is_odd = false;
-                    for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
-                        const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
-                        const float scale = kernels.quantize(x + chunk * kChunk, levels + place * kChunk, sums + place * 2);
-                        scales[place] = scale;
-                        is_odd |= std::isnan(scale);
-                    }
-                    odd[row] = is_odd;
-                } else {
-                    float buffer[kChunk];
-                    for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
-                        const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
-                        read_floats(c.x, row * c.x_stride + k, here, c.x_type, buffer);
-                        std::fill(buffer + here, buffer + kChunk, 0.0f);
-                        const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
-                        std::memcpy(values + place * kChunk, buffer, sizeof buffer);
-                    }
-                }
-            }
-        }
-    });
+    const int64_t places = count * at.chunks;
+    float* values = rounds ? nullptr : scratch(t_values, places * kChunk);
+    int8_t* levels = rounds ? scratch(t_levels, places * kChunk) : nullptr;
+    float* scales = rounds ? scratch(t_scales, places) : nullptr;
+    float* sums = rounds ? scratch(t_sums, places * 2) : nullptr;
+    odd.assign(rows.size(), 0);
+    parallel(static_cast<int64_t>(plan.size()), places * kChunk < 1 << 16 ? 1 : c.threads,
+             [&](int64_t from, int64_t to, int) {
+                 for (int64_t p = from; p < to; ++p)
+                     lay_out(m, at, c, kernels, plan[static_cast<size_t>(p)], rows.data(), values, levels, scales, sums,
+                             odd.data());
+             });
     const int threads = at.tiles * at.tile_bytes * count < 200 * 1024 ? 1 : c.threads;
     parallel(at.tiles, threads, [&](int64_t from, int64_t to, int) {
         alignas(64) float out[8 * kTileRows];
@@ -176,10 +176,30 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
                 const Activations x = rounds ? Activations{nullptr, levels + place * kChunk, scales + place, sums + place * 2}
                                              : Activations{values + place * kChunk, nullptr, nullptr, nullptr};
                 kernels.tile(m, c.family, pass.rows)(tile, x, out);
-                for (int r = 0; r < pass.rows; ++r) finish(m, c, t, source_row(pass.first + r), out + r * kTileRows);
+                for (int r = 0; r < pass.rows; ++r)
+                    finish(m, c, t, rows[static_cast<size_t>(pass.first + r)], out + r * kTileRows);
             }
         }
     });
+}
+
+void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
+    const Layout at(m);
+    const int64_t most = batch_rows(at, kernels.most_rows);
+    std::vector<int64_t> rows, again;
+    std::vector<uint8_t> odd;
+    q4_call exact = c;
+    exact.family = Q4_EXACT;
+    for (int64_t first = 0; first < c.x_rows; first += most) {
+        rows.resize(static_cast<size_t>(std::min(most, c.x_rows - first)));
+        std::iota(rows.begin(), rows.end(), first);
+        run(m, at, c, kernels, rows, odd);
+        // Rows that int8 can't hold (not finite, or below the normal numbers) are computed again, exactly.
+        again.clear();
+        for (size_t i = 0; i < rows.size(); ++i)
+            if (odd[i]) again.push_back(rows[i]);
+        if (!again.empty()) run(m, at, exact, kernels, again, odd);
+    }
 }
 
 }  // namespace
@@ -188,30 +208,26 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
 extern "C" int32_t q4_cpu_abi_version(void) { return Q4_CPU_ABI_VERSION; }
 
 extern "C" int32_t q4_cpu_best_isa(void) {
+#if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512vnni"))
         return Q4_ISA_AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         return Q4_ISA_AVX2;
+#endif
     return Q4_ISA_NONE;
 }
 
 extern "C" int32_t q4_cpu_linear(const q4_matrix* matrix, const q4_call* call, int32_t isa) {
     if (!q4::is_sound(*matrix) || call->x_rows < 1 || isa == Q4_ISA_NONE || isa > q4_cpu_best_isa()) return -1;
     q4::watch_forks();
-    const q4::Kernels& kernels = isa == Q4_ISA_AVX512 ? q4::kernels_avx512() : q4::kernels_avx2();
-    const q4::Layout at(*matrix);
-    q4::run(*matrix, at, *call, kernels, nullptr);
-    if (call->family != Q4_A8) return 0;
-    // Rows that int8 can't hold (not finite, or below the normal numbers) are computed again, exactly.
-    std::vector<int64_t> odd;
-    for (int64_t row = 0; row < call->x_rows; ++row)
-        if (q4::t_odd[static_cast<size_t>(row)]) odd.push_back(row);
-    if (!odd.empty()) {
-        q4_call exact = *call;
-        exact.family = Q4_EXACT;
-        q4::run(*matrix, at, exact, kernels, &odd);
+    try {
+#if defined(__x86_64__)
+        q4::run_all(*matrix, *call, isa == Q4_ISA_AVX512 ? q4::kernels_avx512() : q4::kernels_avx2());
+#endif
+    } catch (...) {  // no memory for scratch; nothing may be thrown across the C ABI
+        return -2;
     }
     return 0;
 }

@@ -19,7 +19,7 @@ struct Activations {
     const float* values;   // exact: [chunks][rows][32]
     const int8_t* levels;  // a8:    [chunks][rows][32]
     const float* scale;    // a8:    [chunks][rows]
-    const float* sums;     // a8:    [chunks][rows][2], scale times the sum of each half chunk's levels
+    const float* sums;     // a8:    [chunks][rows][2], the sum of each half chunk's levels: whole numbers
 };
 
 struct Tile {
@@ -101,14 +101,12 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
                         z = numbers<V>(m.second_type,
                                        head + at.second_offset(set, 0) + part * V::kLanes * at.second_size);
                     for (int r = 0; r < Rows; ++r) {
-                        const float sum_x = Halves ? sums[2 * r + half] : sums[2 * r] + sums[2 * r + 1];
-                        F d = V::mul(dot[r].floats(), V::splat(scale[r]));
-                        if constexpr (Second == Q4_ZERO)
-                            d = V::sub(d, V::mul(z, V::splat(sum_x)));
-                        else
-                            d = V::sub(d, V::mul(center, V::splat(sum_x)));
-                        sum[r][part] = V::fma(s, d, sum[r][part]);
-                        if constexpr (Second == Q4_OFFSET) sum[r][part] = V::fma(z, V::splat(sum_x), sum[r][part]);
+                        // Whole numbers below 2^24 as long as centre and zero are: nothing is rounded before the scale.
+                        const F sum_x = V::splat(Halves ? sums[2 * r + half] : sums[2 * r] + sums[2 * r + 1]);
+                        const F centred = V::fnma(Second == Q4_ZERO ? z : center, sum_x, dot[r].floats());
+                        sum[r][part] = V::fma(s, V::mul(centred, V::splat(scale[r])), sum[r][part]);
+                        if constexpr (Second == Q4_OFFSET)
+                            sum[r][part] = V::fma(z, V::mul(sum_x, V::splat(scale[r])), sum[r][part]);
                     }
                     if constexpr (Halves)
                         for (int r = 0; r < Rows; ++r) dot[r] = typename V::Dot{};
@@ -234,7 +232,7 @@ template <class V> TileKernel kernel_for(const q4_matrix& m, int32_t family, int
 struct Kernels {
     TileKernel (*tile)(const q4_matrix&, int32_t family, int rows);
     int most_rows;
-    // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves (times the scale).
+    // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.
     float (*quantize)(const float* x, int8_t* levels, float* sums);
 };
 

@@ -7,13 +7,14 @@
 #include "q4_cpu.h"
 
 namespace q4 {
+namespace {  // compiled for several instruction sets: no copy may stand in for another
 
 constexpr int kTileRows = Q4_TILE_ROWS;
 constexpr int kChunk = Q4_CHUNK;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline int size_of(int32_t type) {
+int size_of(int32_t type) {
     switch (type) {
     case Q4_F32:
     case Q4_I32: return 4;
@@ -48,7 +49,7 @@ struct Layout {
 };
 
 // The largest of 1 and 1/2 of which all values are whole multiples within a signed byte; 0 where neither is.
-inline float whole_unit(const float* table) {
+float whole_unit(const float* table) {
     for (const float unit : {1.0f, 0.5f}) {
         bool whole = true;
         for (int i = 0; i < 16; ++i) {
@@ -60,9 +61,10 @@ inline float whole_unit(const float* table) {
     return 0.0f;
 }
 
-inline bool is_sound(const q4_matrix& m) {
+bool is_sound(const q4_matrix& m) {
     return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
            (m.block == 16 || m.block % kChunk == 0);
 }
 
+}  // namespace
 }  // namespace q4

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "layout.hpp"
+#include "threads.hpp"
 
 namespace nb = nanobind;
 
@@ -77,6 +78,7 @@ class Matrix {
 
   private:
     static void check(int32_t status) {
+        if (status == -2) throw std::bad_alloc();
         if (status != 0) throw std::invalid_argument("the native call was refused");
     }
     q4_matrix matrix_;
@@ -86,6 +88,7 @@ class Matrix {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    q4::watch_forks();
     nb::set_leak_warnings(false);  // descriptions are cached for the life of the process
     module.attr("ABI_VERSION") = q4_cpu_abi_version();
     module.def("best_isa", &q4_cpu_best_isa, "The best instruction set compiled in that this machine has.");

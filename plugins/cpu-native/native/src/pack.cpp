@@ -84,6 +84,7 @@ extern "C" int64_t q4_cpu_prepared_bytes(const q4_matrix* matrix) {
 extern "C" int32_t q4_cpu_pack(const q4_matrix* matrix, const q4_source* source, uint8_t* tiles, int32_t threads) {
     if (!q4::is_sound(*matrix)) return -1;
     const q4::Layout at(*matrix);
+    q4::watch_forks();
     q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int) {
         const auto padded = static_cast<size_t>(at.chunks * q4::kChunk + 2 * std::max(source->half, 1));
         std::vector<uint8_t> bytes(padded), codes(padded);

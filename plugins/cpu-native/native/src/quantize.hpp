@@ -6,8 +6,9 @@
 
 namespace q4 {
 
-// Not finite in, NaN out: the caller computes such a row exactly.
-inline float quantize_chunk(const float* x, int8_t* levels, float* sums) {
+// Not finite in, NaN out: the caller computes such a row exactly. V tells the copies of the instruction sets apart, of
+// which the linker would otherwise keep any one.
+template <class V> float quantize_chunk(const float* x, int8_t* levels, float* sums) {
     float amax = 0.0f;
     for (int j = 0; j < 32; ++j) amax = std::fabs(x[j]) > amax ? std::fabs(x[j]) : amax;
     bool finite = true;
@@ -39,8 +40,8 @@ inline float quantize_chunk(const float* x, int8_t* levels, float* sums) {
         }
         half[h] = sum;
     }
-    sums[0] = scale * static_cast<float>(half[0]);
-    sums[1] = scale * static_cast<float>(half[1]);
+    sums[0] = static_cast<float>(half[0]);
+    sums[1] = static_cast<float>(half[1]);
     return scale;
 }
 

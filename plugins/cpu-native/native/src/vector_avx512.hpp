@@ -16,6 +16,7 @@ struct Avx512 {
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats splat(float v) { return _mm512_set1_ps(v); }
     static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+    static Floats fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
     static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }

@@ -34,6 +34,7 @@ from q4core import (
 __all__ = ["CpuNative"]
 
 _ISAS = {"avx2": 1, "avx512": 2}
+_ABI_VERSION = 1
 _NAMES = {number: name for name, number in _ISAS.items()}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8 = 0, 1
@@ -51,18 +52,24 @@ def _native() -> Any:
     return module
 
 
-def _choose(wish: str) -> tuple[int, str]:
-    """Return the number of an instruction set, and its name; or 0, and what is wrong."""
+def _choose(wish: str) -> tuple[int, str, ReasonCode]:
+    """Return the number of an instruction set and its name; or 0, and what is wrong with the code for it."""
     module = _native()
     if isinstance(module, ImportError):
-        return 0, f"not built: {module}"
+        way_out = "install q4-cpu-native again, from its wheel or with a C++17 compiler that has OpenMP"
+        return 0, f"the native module is not built or can't be loaded ({module}); {way_out}", ReasonCode.NOT_BUILT
+    if module.ABI_VERSION != _ABI_VERSION:
+        told = (
+            f"the native module has ABI {module.ABI_VERSION}, and {_ABI_VERSION} is wanted; install q4-cpu-native again"
+        )
+        return 0, told, ReasonCode.NOT_BUILT
     best = module.best_isa()
     if wish and wish not in _ISAS:
-        return 0, f"Q4_CPU_ISA must be one of {', '.join(_ISAS)}, got {wish!r}"
+        return 0, f"Q4_CPU_ISA must be one of {', '.join(_ISAS)}, got {wish!r}", ReasonCode.POLICY
     if wish and _ISAS[wish] > best:
-        return 0, f"Q4_CPU_ISA asks for {wish}, which this machine has not"
+        return 0, f"Q4_CPU_ISA asks for {wish}, which this machine has not", ReasonCode.ARCH
     chosen = _ISAS[wish] if wish else best
-    return chosen, _NAMES.get(chosen, "this machine has no AVX2 with FMA and F16C")
+    return chosen, _NAMES.get(chosen, "this machine has no AVX2 with FMA and F16C"), ReasonCode.ARCH
 
 
 class CpuNative:
@@ -92,7 +99,7 @@ class CpuNative:
 
     def __init__(self, isa: str | None = None) -> None:
         wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
-        self._isa, self._told = _choose(wish.strip().lower())
+        self._isa, self._told, self._code = _choose(wish.strip().lower())
 
     @property
     def isa(self) -> str | None:
@@ -103,8 +110,7 @@ class CpuNative:
         """Offer the exact path and the w4a8 one, or say what is missing."""
         told = self._told
         if not self._isa:
-            code = ReasonCode.NOT_BUILT if told.startswith("not built") else ReasonCode.ARCH
-            return Verdict.refuse([Reason(code, told)], native_state=told)
+            return Verdict.refuse([Reason(self._code, told)], native_state="not usable")
         reasons = []
         if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
             message = f"blocks must be of {_SMALL_BLOCK} or a multiple of {_CHUNK}, got {request.block_size}"
@@ -138,7 +144,7 @@ class CpuNative:
         return Prepared((tiles, *own), meta)
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
-        """Return the weight, whole or the given rows: codes, scales and second numbers bit for bit."""
+        """Return the weight, whole or the given rows: codes and numbers bit for bit, padding as zeros."""
         meta: TileMeta = prepared.meta
         spec = meta.spec
         count = spec.out_features if rows is None else rows.numel()
