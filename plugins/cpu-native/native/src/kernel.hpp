@@ -44,7 +44,7 @@ template <class V> typename V::Floats numbers(int32_t type, const uint8_t* p) {
     }
 }
 
-inline void prefetch(const uint8_t* p, int64_t bytes) {
+static inline void prefetch(const uint8_t* p, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + kAhead + line);
 }
 

@@ -7,14 +7,14 @@
 #include "q4_cpu.h"
 
 namespace q4 {
-namespace {  // compiled for several instruction sets: no copy may stand in for another
+// This is compiled for several instruction sets, and no copy may stand in for another: functions are static or inlined.
 
 constexpr int kTileRows = Q4_TILE_ROWS;
 constexpr int kChunk = Q4_CHUNK;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int size_of(int32_t type) {
+static inline int size_of(int32_t type) {
     switch (type) {
     case Q4_F32:
     case Q4_I32: return 4;
@@ -34,22 +34,22 @@ struct Layout {
     int64_t head_bytes;     // numbers of 16 rows at the start of a group
     int64_t tile_bytes, tiles;
 
-    explicit Layout(const q4_matrix& m)
+    [[gnu::always_inline]] explicit Layout(const q4_matrix& m)
         : chunks(ceil_div(m.columns, kChunk)), group_chunks(std::max<int64_t>(1, m.block / kChunk)),
           groups(ceil_div(chunks, group_chunks)), sets(m.block == 16 ? 2 : 1), scale_size(size_of(m.scale_type)),
           second_size(m.second == Q4_NONE ? 0 : size_of(m.second_type)), chunk_bytes(kTileRows * kChunk * m.bits / 8),
           head_bytes(int64_t{kTileRows} * sets * (scale_size + second_size)),
           tile_bytes(groups * head_bytes + chunks * chunk_bytes), tiles(ceil_div(m.rows, kTileRows)) {}
 
-    int64_t group_offset(int64_t group) const { return group * (head_bytes + group_chunks * chunk_bytes); }
-    int64_t scale_offset(int set, int row) const { return (int64_t{set} * kTileRows + row) * scale_size; }
-    int64_t second_offset(int set, int row) const {
+    [[gnu::always_inline]] int64_t group_offset(int64_t group) const { return group * (head_bytes + group_chunks * chunk_bytes); }
+    [[gnu::always_inline]] int64_t scale_offset(int set, int row) const { return (int64_t{set} * kTileRows + row) * scale_size; }
+    [[gnu::always_inline]] int64_t second_offset(int set, int row) const {
         return int64_t{sets} * kTileRows * scale_size + (int64_t{set} * kTileRows + row) * second_size;
     }
 };
 
 // The largest of 1 and 1/2 of which all values are whole multiples within a signed byte; 0 where neither is.
-float whole_unit(const float* table) {
+static inline float whole_unit(const float* table) {
     for (const float unit : {1.0f, 0.5f}) {
         bool whole = true;
         for (int i = 0; i < 16; ++i) {
@@ -61,10 +61,9 @@ float whole_unit(const float* table) {
     return 0.0f;
 }
 
-bool is_sound(const q4_matrix& m) {
+static inline bool is_sound(const q4_matrix& m) {
     return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
            (m.block == 16 || m.block % kChunk == 0);
 }
 
-}  // namespace
 }  // namespace q4
