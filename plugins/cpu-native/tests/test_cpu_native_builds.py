@@ -21,7 +21,7 @@ COMMON = "-O1 -g1 -fno-sanitize-recover=all"
 BUILDS = {
     "plain": [],
     "address": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=address,undefined -fno-omit-frame-pointer"],
-    "thread": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_STD_THREADS=ON"],
+    "thread": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_POOL=ON"],
 }
 
 
