@@ -45,11 +45,11 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        del output
         _, bias, ctx.plan, *buffers = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*buffers)
         ctx.save_for_forward(*buffers)
-        ctx.rows_shape = output.shape
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -62,11 +62,9 @@ class _LinearFunction(torch.autograd.Function):
         return (grad_x, grad_bias, None, *([None] * len(buffers)))
 
     @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor | None, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
-        buffers = list(ctx.saved_tensors)
-        if x is None:  # then there is a tangent of the bias, whose shape says nothing of x's rows
-            return bias.expand(ctx.rows_shape) if bias is not None else torch.zeros(())
-        tangent = _differentiable(x, ctx.plan, buffers, to_input=False)
+    def jvp(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
+        """Take the tangents of x and of the bias: torch fills in zeros for one of them, and None is no bias at all."""
+        tangent = _differentiable(x, ctx.plan, list(ctx.saved_tensors), to_input=False)
         return tangent if bias is None else tangent + bias
 
     @staticmethod
