@@ -31,11 +31,24 @@ if TYPE_CHECKING:
 __all__ = ["PackedModule"]
 
 _BUFFER = "packed_"
+_PICKLED = "packed_weight"
 _DISABLED = UnifiedMemoryPolicy.DISABLED
 _SHARED = frozenset({"_spec", "_origin", "_config", "_registry", "_m"})
 """Attributes that copies of a layer share, because nothing changes them in place."""
-_BLANK = {"_ready": None, "_fast": None, "_live": None, "_tag_address": 0, "_buffer_names": (), "_plan_key": ""}
-"""Attributes that a copy gets from what is prepared for it."""
+_PREPARED = frozenset(
+    {
+        "_ready",
+        "_fast",
+        "_live",
+        "_tag_address",
+        "_plan_key",
+        "_managed",
+        "_counts",
+        "_input_memory",
+        "_buffer_names",
+    }
+)
+"""Attributes that ``_let_go`` blanks: a copy gets its own from what is prepared for it."""
 
 
 @attrs.frozen(eq=False)
@@ -60,6 +73,15 @@ class PackedModule(nn.Module):
 
     in_features: int
     out_features: int
+    _ready: PreparedLayer | None
+    _fast: FastPath | None
+    _live: ops.LiveLayer | None
+    _tag_address: int
+    _plan_key: str
+    _managed: bool
+    _counts: list[int]
+    _input_memory: dict[str, int]
+    _buffer_names: tuple[str, ...]
 
     def __init__(  # noqa: PLR0913  # one argument per fact
         self,
@@ -77,15 +99,7 @@ class PackedModule(nn.Module):
         self._registry = registry
         self._m = m
         self._closed = False
-        self._counts: list[int] = []
-        self._input_memory: dict[str, int] = {}
-        self._ready: PreparedLayer | None = None
-        self._fast: FastPath | None = None
-        self._managed = False
-        self._plan_key = ""
-        self._buffer_names: tuple[str, ...] = ()
-        self._live: ops.LiveLayer | None = None
-        self._tag_address = 0
+        self._let_go()
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         self._take(self._prepare(weight, None, config))
@@ -107,19 +121,16 @@ class PackedModule(nn.Module):
 
     def _take(self, content: _Content) -> None:
         """Make what was prepared the layer's own; nothing here can fail."""
-        self._forget_tag()
+        self._let_go()
         self._spec, self._origin, self._config = content.spec, content.origin, content.config
         self._dtype, self._device = content.dtype, content.device
         self._ready = prepared = content.prepared
         if prepared is None:
-            self._set_buffers(list(content.buffers))
-            self._fast = None
-            self._plan_key = ""
+            self._add_buffers(list(content.buffers))
             return
         tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
-        self._set_buffers([*content.buffers, tag])
+        self._add_buffers([*content.buffers, tag])
         self._counts = [0] * len(prepared.plan.segments)
-        self._input_memory = {}
         self._plan_key = prepared.plan.key
         self._tag_address = tag.data_ptr()
         self._live = ops.LiveLayer(
@@ -129,22 +140,32 @@ class PackedModule(nn.Module):
         self._managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
         self._fast = None if self._managed else make_fast_path(self, prepared)
 
-    def _set_buffers(self, tensors: list[torch.Tensor]) -> None:
-        for old in [key for key in self._buffers if key.startswith(_BUFFER)]:
-            del self._buffers[old]
+    def _add_buffers(self, tensors: list[torch.Tensor]) -> None:
         self._buffer_names = tuple(f"{_BUFFER}{index}" for index in range(len(tensors)))
         for key, tensor in zip(self._buffer_names, tensors, strict=True):
             self.register_buffer(key, tensor, persistent=False)
+
+    def _let_go(self) -> None:
+        """Keep nothing of what was prepared; what a user put on the layer stays."""
+        self._forget_tag()
+        for key in self.__dict__.get("_buffer_names", ()):
+            del self._buffers[key]
+        self._buffer_names = ()
+        self._ready = None
+        self._fast = None
+        self._live = None
+        self._tag_address = 0
+        self._plan_key = ""
+        self._managed = False
+        self._counts = []
+        self._input_memory = {}
 
     def close(self) -> None:
         """Give every byte back; later use is a ``LifecycleError``. Closing twice is allowed."""
         if self._closed:
             return
         self._closed = True
-        self._forget_tag()
-        self._ready = None
-        self._fast = None
-        self._set_buffers([])
+        self._let_go()
 
     def _forget_tag(self) -> None:
         live = self.__dict__.get("_live")
@@ -235,7 +256,7 @@ class PackedModule(nn.Module):
         if self._ready is not None:
             return self._prepare(self.packed_weight().to(device), dtype, config)
         buffers = tuple(torch.empty_like(buffer, device=device) for buffer in self._own_buffers())
-        return _Content(self._spec, self._origin, config, dtype, device, buffers, None)
+        return attrs.evolve(self._content(buffers, None), config=config, dtype=dtype, device=device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -282,39 +303,51 @@ class PackedModule(nn.Module):
         """Return an independent copy: its own bytes, the same plan, counters at zero; hooks and attributes as well."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        own = set(self._buffer_names)
-        for key, value in self.__dict__.items():
-            if key in _SHARED:
-                twin.__dict__[key] = value
-            elif key == "_buffers":
-                twin.__dict__[key] = {
-                    name: copy.deepcopy(item, memo) for name, item in value.items() if name not in own
-                }
-            else:
-                twin.__dict__[key] = _BLANK[key] if key in _BLANK else copy.deepcopy(value, memo)
+        for key, value in self._kept().items():
+            twin.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
         buffers = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._own_buffers()]
         prepared = self._ready
         if prepared is not None:
             prepared = copy_prepared(prepared, buffers[:-1], self._config, self._registry or default_registry())
             buffers = list(prepared.buffers)
-        content = _Content(self._spec, self._origin, self._config, self._dtype, self._device, tuple(buffers), prepared)
-        twin._take(content)  # noqa: SLF001  # own class
+        twin._take(self._content(tuple(buffers), prepared))  # noqa: SLF001  # own class
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the canonical weight; the other process selects and prepares for itself."""
-        return {
-            "weight": self.packed_weight(),
-            "bias": self.bias,
-            "config": self._config,
-            "dtype": self._dtype,
-            "name": self.name,
-            "m": self._m,
-            "training": self.training,
-        }
+        """Pickle the canonical weight, and all that a user put on the layer, as any module is pickled.
+
+        The plugins stay out: the other process selects among its own, and prepares for itself. A layer on the meta
+        device takes its empty tensors along.
+
+        Raises:
+            LifecycleError: The layer is closed.
+        """
+        is_meta = self._ready is None and not self._closed
+        weight = tuple(self._own_buffers()) if is_meta else self.packed_weight()
+        return {**self._kept(), "_registry": None, _PICKLED: weight}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Prepare the unpickled weight with this process's plugins."""
-        config = attrs.evolve(state["config"], compute_dtype=state["dtype"])
-        self.__init__(state["weight"], state["bias"], config=config, name=state["name"], m=state["m"])  # type: ignore[misc]  # nn.Module unpickles without __init__
-        self.train(state["training"])
+        rest = dict(state)
+        weight = rest.pop(_PICKLED)
+        super().__setstate__(rest)  # type: ignore[no-untyped-call]  # torch's
+        if isinstance(weight, tuple):
+            self._take(self._content(weight, None))
+            return
+        self._take(self._prepare(weight, self._dtype, self._config))
+        if self.bias is not None:
+            self.bias = self._as_bias(self.bias)  # the device may be another one here
+
+    def _kept(self) -> dict[str, Any]:
+        """Return the attributes that a copy keeps, in dicts of its own: all but what is prepared for each layer."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's; leaves out what compile() made for this layer
+        own = set(self._buffer_names)
+        state = {key: value for key, value in state.items() if key not in _PREPARED}
+        state["_parameters"] = dict(self._parameters)
+        state["_buffers"] = {key: value for key, value in self._buffers.items() if key not in own}
+        state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - own
+        return state
+
+    def _content(self, buffers: tuple[torch.Tensor, ...], prepared: PreparedLayer | None) -> _Content:
+        """Return the layer's own weight as content for a copy."""
+        return _Content(self._spec, self._origin, self._config, self._dtype, self._device, buffers, prepared)
