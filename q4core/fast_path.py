@@ -20,8 +20,8 @@ from q4core.torch_modes import dispatch_modes, function_modes, innermost_transfo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core.packed_module import PackedModule
     from q4core.preparation import PreparedLayer
+    from q4core.weight_owner import WeightOwner
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
@@ -29,7 +29,7 @@ __all__ = ["make_fast_path"]
 
 
 def make_fast_path(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: PackedModule, ready: PreparedLayer
+    layer: WeightOwner, ready: PreparedLayer
 ) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
 
