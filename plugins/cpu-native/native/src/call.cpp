@@ -4,6 +4,7 @@
 #include <numeric>
 #include <vector>
 
+#include "checks.hpp"
 #include "kernel.hpp"
 #include "threads.hpp"
 
@@ -209,7 +210,7 @@ extern "C" int32_t q4_cpu_best_isa(void) {
 }
 
 extern "C" int32_t q4_cpu_linear(const q4_matrix* matrix, const q4_call* call, int32_t isa) {
-    if (!q4::is_sound(*matrix) || call->x_rows < 1 || isa == Q4_ISA_NONE || isa > q4_cpu_best_isa()) return -1;
+    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || isa <= Q4_ISA_NONE || isa > q4_cpu_best_isa()) return -1;
     q4::watch_forks();
     try {
 #if defined(__x86_64__)

@@ -67,15 +67,4 @@ static inline bool has_wide_levels(const q4_matrix& m) {
     return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
 
-static inline bool has_sound_levels(const q4_matrix& m) {
-    if (m.bits == 8) return true;
-    if (!has_wide_levels(m)) return m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
-    return m.center == 128.0f && *std::min_element(m.level, m.level + 16) > 0;
-}
-
-static inline bool is_sound(const q4_matrix& m) {
-    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
-           (m.block == 16 || m.block % kChunk == 0) && has_sound_levels(m);
-}
-
 }  // namespace q4
