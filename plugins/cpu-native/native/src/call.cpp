@@ -138,7 +138,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
                  for (int64_t p = from; p < to; ++p)
                      lay_out(m, at, c, kernels, plan[static_cast<size_t>(p)], index.data(), rows, odd.data());
              });
-    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : c.threads;
+    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
     Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
     float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
     const auto direct = [&](const Tile& tile, int64_t t) {

@@ -100,9 +100,9 @@ extern "C" int32_t q4_cpu_pack(const q4_matrix* matrix, const q4_source* source,
     try {
         // Taken here, because nothing may be thrown out of a thread.
         const int64_t room = q4::row_room(at, *source);
-        std::vector<uint8_t> rows(static_cast<size_t>(q4::most_parts(at.tiles, threads) * 2 * room));
-        q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int part) {
-            uint8_t* bytes = rows.data() + part * 2 * room;
+        std::vector<uint8_t> rows(static_cast<size_t>(q4::team_size(at.tiles, threads) * 2 * room));
+        q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {
+            uint8_t* bytes = rows.data() + thread * 2 * room;
             for (int64_t tile = from; tile < to; ++tile)
                 q4::pack_tile(*matrix, at, *source, tile, tiles + tile * at.tile_bytes, bytes, bytes + room);
         });

@@ -26,24 +26,23 @@ static inline void pause_core() {
 
 class Pool {
   public:
-    using Part = void (*)(const void* body, int64_t part);
+    using Part = void (*)(const void* body, int64_t part, int thread);
 
-    // Call call(body, part) for every part of [0, parts) on up to `threads` threads, the caller's among them.
+    // Call call(body, part, thread) for every part of [0, parts) on up to `threads` threads; the caller's is thread 0.
     void run(int threads, int64_t parts, Part call, const void* body) {
         if (is_taken_.exchange(true, std::memory_order_acquire)) {
-            for (int64_t part = 0; part < parts; ++part) call(body, part);
+            for (int64_t part = 0; part < parts; ++part) call(body, part, 0);
             return;
         }
-        grow(threads - 1);
+        grow(threads);
         call_ = call, body_ = body;
-        limit_.store(threads - 1, std::memory_order_relaxed);
         undone_.store(parts, std::memory_order_relaxed);
-        left_.store(parts);  // from here on workers take parts
+        offer_.store(int64_t{threads} << 32 | parts);  // from here on workers take parts
         if (sleepers_.load() > 0) {
             const std::lock_guard<std::mutex> lock(mutex_);
             wake_.notify_all();
         }
-        while (take()) {
+        while (take(0)) {
         }
         for (int turn = 0; undone_.load(std::memory_order_acquire) > 0; ++turn) {
             if (turn < kSpins)
@@ -75,47 +74,44 @@ class Pool {
 #endif
     static constexpr int kSpins = Q4_CPU_SPINS;
 
-    // A part is taken by whoever lowers `left_` from above zero. Who gets none must not look at the job: it may be over.
-    bool take() {
-        if (left_.load(std::memory_order_relaxed) <= 0) return false;
-        const int64_t part = left_.fetch_sub(1) - 1;
-        if (part < 0) return false;
-        call_(body_, part);
+    static bool is_for(int64_t offer, int thread) { return (offer & 0xffffffff) != 0 && thread < offer >> 32; }
+
+    // A part is taken by whoever lowers the offer. Who gets none must not look at the job: it may be over.
+    bool take(int thread) {
+        int64_t offer = offer_.load(std::memory_order_acquire);
+        do {
+            if (!is_for(offer, thread)) return false;
+        } while (!offer_.compare_exchange_weak(offer, offer - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+        call_(body_, (offer & 0xffffffff) - 1, thread);
         undone_.fetch_sub(1, std::memory_order_release);
         return true;
     }
 
-    bool has_work(int id) const { return left_.load() > 0 && id < limit_.load(std::memory_order_relaxed); }
-
-    void work(int id) {
+    void work(int thread) {
         for (;;) {
             for (int turn = 0; turn < kSpins; ++turn, pause_core())
-                if (has_work(id)) {
-                    while (take()) {
-                    }
-                    turn = 0;
-                }
+                while (take(thread)) turn = 0;
             std::unique_lock<std::mutex> lock(mutex_);
             sleepers_.fetch_add(1);
-            wake_.wait(lock, [&] { return has_work(id); });
+            wake_.wait(lock, [&] { return is_for(offer_.load(), thread); });
             sleepers_.fetch_sub(1);
         }
     }
 
-    void grow(int workers) {
+    void grow(int threads) {
         try {
-            for (; count_ < workers; ++count_) std::thread(&Pool::work, this, count_).detach();
+            for (; count_ < threads; ++count_) std::thread(&Pool::work, this, count_).detach();
         } catch (const std::exception&) {  // as many as the machine gives
         }
     }
 
     static inline std::atomic<Pool*> g_pool{nullptr};
     std::atomic<bool> is_taken_{false};
-    int count_ = 0;
+    int count_ = 1;  // the caller
     Part call_ = nullptr;
     const void* body_ = nullptr;
-    std::atomic<int> limit_{0}, sleepers_{0};
-    alignas(64) std::atomic<int64_t> left_{0};
+    std::atomic<int> sleepers_{0};
+    alignas(64) std::atomic<int64_t> offer_{0};  // threads that may take part << 32 | parts that nobody has taken
     alignas(64) std::atomic<int64_t> undone_{0};
     alignas(64) std::mutex mutex_;
     std::condition_variable wake_;

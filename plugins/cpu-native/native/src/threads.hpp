@@ -33,19 +33,14 @@ constexpr int kMostThreads = 1024;  // more would be refused by the system, whic
 #define Q4_CPU_PARTS 4
 #endif
 
-// How many parts `parallel` makes at most.
-inline int64_t most_parts(int64_t count, int threads) {
-#ifdef Q4_CPU_POOL
-    return std::max<int64_t>(1, std::min<int64_t>(std::min(threads, kMostThreads) * Q4_CPU_PARTS, count));
-#else
-    return std::max<int64_t>(1, std::min<int64_t>(std::min(threads, kMostThreads), count));
-#endif
+inline int team_size(int64_t count, int threads) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(std::min(threads, kMostThreads), count)));
 }
 
-// Call body(from, to, part) over [0, count), in about equal parts. The body must not throw.
+// Call body(from, to, thread) over parts of [0, count); thread < team_size. The body must not throw.
 template <class Body> void parallel(int64_t count, int threads, const Body& body) {
-    threads = static_cast<int>(std::min<int64_t>(std::min(threads, kMostThreads), count));
-    if (threads <= 1) {
+    threads = team_size(count, threads);
+    if (threads == 1) {
         body(0, count, 0);
         return;
     }
@@ -53,10 +48,10 @@ template <class Body> void parallel(int64_t count, int threads, const Body& body
     struct Job {
         const Body& body;
         int64_t count, parts;
-    } job{body, count, most_parts(count, threads)};
-    Pool::here().run(threads, job.parts, [](const void* given, int64_t part) {
+    } job{body, count, std::min<int64_t>(int64_t{threads} * Q4_CPU_PARTS, count)};
+    Pool::here().run(threads, job.parts, [](const void* given, int64_t part, int thread) {
         const Job& it = *static_cast<const Job*>(given);
-        it.body(it.count * part / it.parts, it.count * (part + 1) / it.parts, static_cast<int>(part));
+        it.body(it.count * part / it.parts, it.count * (part + 1) / it.parts, thread);
     }, &job);
 #else
     if (g_is_forked.load(std::memory_order_relaxed) || omp_in_parallel()) {
