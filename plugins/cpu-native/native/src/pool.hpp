@@ -1,16 +1,17 @@
 // Threads of our own: they wait for a job a little while awake, then asleep.
 //
-// A job is a number of parts that whoever comes first takes, the caller too: a worker that wakes late, or that the
-// machine has no core for, costs nothing but its help. A second caller at the same time runs alone. A child after a fork
-// starts a pool of its own, because threads don't survive one.
+// Each worker has a seat, a line of memory of its own, and is offered one part of a job there. The caller does the first
+// part, and then every part that no worker has taken yet: a worker that wakes late, or that the machine has no core for,
+// costs nothing but its help. A second caller at the same time runs alone. A child after a fork starts a pool of its own,
+// because threads don't survive one.
 #pragma once
 
-#include <pthread.h>
-
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -26,30 +27,27 @@ static inline void pause_core() {
 
 class Pool {
   public:
-    using Part = void (*)(const void* body, int64_t part, int thread);
+    static constexpr int kMostThreads = 1024;
+    using Part = void (*)(const void* body, int part);
 
-    // Call call(body, part, thread) for every part of [0, parts) on up to `threads` threads; the caller's is thread 0.
-    void run(int threads, int64_t parts, Part call, const void* body) {
+    // Call call(body, part) once for each part of [0, parts), parts at most kMostThreads.
+    void run(int parts, Part call, const void* body) {
         if (is_taken_.exchange(true, std::memory_order_acquire)) {
-            for (int64_t part = 0; part < parts; ++part) call(body, part, 0);
+            for (int part = 0; part < parts; ++part) call(body, part);
             return;
         }
-        grow(threads);
+        grow(parts);
         call_ = call, body_ = body;
-        undone_.store(parts, std::memory_order_relaxed);
-        offer_.store(int64_t{threads} << 32 | parts);  // from here on workers take parts
-        if (sleepers_.load() > 0) {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            wake_.notify_all();
-        }
-        while (take(0)) {
-        }
-        for (int turn = 0; undone_.load(std::memory_order_acquire) > 0; ++turn) {
-            if (turn < kSpins)
-                pause_core();
-            else
-                std::this_thread::yield();
-        }
+        const int offered = std::min(parts, count_);
+        for (int part = 1; part < offered; ++part) seats_[part]->offer();
+        call(body, 0);
+        for (int part = offered; part < parts; ++part) call(body, part);
+        for (int part = 1; part < offered; ++part)
+            if (seats_[part]->take()) {
+                call(body, part);
+                seats_[part]->leave();
+            }
+        for (int part = 1; part < offered; ++part) seats_[part]->wait();
         is_taken_.store(false, std::memory_order_release);
     }
 
@@ -69,52 +67,76 @@ class Pool {
     static void forget() { g_pool.store(nullptr); }
 
   private:
-    #ifndef Q4_CPU_SPINS
-#define Q4_CPU_SPINS 2000
+#ifndef Q4_CPU_SPINS
+#define Q4_CPU_SPINS 20000
 #endif
     static constexpr int kSpins = Q4_CPU_SPINS;
+    enum State { EMPTY, OFFERED, TAKEN };
 
-    static bool is_for(int64_t offer, int thread) { return (offer & 0xffffffff) != 0 && thread < offer >> 32; }
-
-    // A part is taken by whoever lowers the offer. Who gets none must not look at the job: it may be over.
-    bool take(int thread) {
-        int64_t offer = offer_.load(std::memory_order_acquire);
-        do {
-            if (!is_for(offer, thread)) return false;
-        } while (!offer_.compare_exchange_weak(offer, offer - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-        call_(body_, (offer & 0xffffffff) - 1, thread);
-        undone_.fetch_sub(1, std::memory_order_release);
-        return true;
-    }
-
-    void work(int thread) {
-        for (;;) {
-            for (int turn = 0; turn < kSpins; ++turn, pause_core())
-                while (take(thread)) turn = 0;
-            std::unique_lock<std::mutex> lock(mutex_);
-            sleepers_.fetch_add(1);
-            wake_.wait(lock, [&] { return is_for(offer_.load(), thread); });
-            sleepers_.fetch_sub(1);
+    // What is offered in a seat is taken once, by its worker or by the caller; the job stays until all seats are empty.
+    class alignas(64) Seat {
+      public:
+        void offer() {
+            state_.store(OFFERED);
+            if (!is_asleep_.load()) return;
+            const std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_one();
         }
+        bool take() {
+            int offered = OFFERED;
+            return state_.load(std::memory_order_relaxed) == OFFERED &&
+                   state_.compare_exchange_strong(offered, TAKEN, std::memory_order_acquire, std::memory_order_relaxed);
+        }
+        void leave() { state_.store(EMPTY, std::memory_order_release); }
+        void wait() const {
+            for (int turn = 0; state_.load(std::memory_order_acquire) != EMPTY; ++turn) {
+                if (turn < kSpins)
+                    pause_core();
+                else
+                    std::this_thread::yield();
+            }
+        }
+        void sleep() {
+            std::unique_lock<std::mutex> lock(mutex_);
+            is_asleep_.store(true);
+            wake_.wait(lock, [this] { return state_.load() == OFFERED; });
+            is_asleep_.store(false);
+        }
+
+      private:
+        std::atomic<int> state_{EMPTY};
+        std::atomic<bool> is_asleep_{false};
+        std::mutex mutex_;
+        std::condition_variable wake_;
+    };
+
+    void work(Seat& seat, int part) {
+        for (;; seat.sleep())
+            for (int turn = 0; turn < kSpins; ++turn, pause_core())
+                if (seat.take()) {
+                    call_(body_, part);
+                    seat.leave();
+                    turn = 0;
+                }
     }
 
     void grow(int threads) {
         try {
-            for (; count_ < threads; ++count_) std::thread(&Pool::work, this, count_).detach();
+            for (; count_ < threads; ++count_) {
+                auto seat = std::make_unique<Seat>();
+                std::thread(&Pool::work, this, std::ref(*seat), count_).detach();
+                seats_[count_] = seat.release();  // for as long as its worker
+            }
         } catch (const std::exception&) {  // as many as the machine gives
         }
     }
 
     static inline std::atomic<Pool*> g_pool{nullptr};
-    std::atomic<bool> is_taken_{false};
+    alignas(64) std::atomic<bool> is_taken_{false};
     int count_ = 1;  // the caller
-    Part call_ = nullptr;
+    alignas(64) Part call_ = nullptr;
     const void* body_ = nullptr;
-    std::atomic<int> sleepers_{0};
-    alignas(64) std::atomic<int64_t> offer_{0};  // threads that may take part << 32 | parts that nobody has taken
-    alignas(64) std::atomic<int64_t> undone_{0};
-    alignas(64) std::mutex mutex_;
-    std::condition_variable wake_;
+    Seat* seats_[kMostThreads] = {};
 };
 
 }  // namespace q4
