@@ -36,7 +36,13 @@ def session(precision: str) -> q4.Session:
     config = q4.SessionConfig(
         device="cpu", backend="cpu-native", activation_precision=precision, compute_dtype=torch.float32
     )
-    return q4.Session(config, registry=q4.Registry(environment={}))
+    return q4.Session(config, registry=_registry())
+
+
+@functools.cache
+def _registry() -> q4.Registry:
+    """Return one registry for the process, which remembers what has been proven."""
+    return q4.Registry(environment={})
 
 
 def isa() -> str:
