@@ -1,12 +1,12 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu]``, options last."""
+"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu] [generate]``, options last."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, overhead
+from benchmarks import cpu, generate, overhead
 
-BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main}
+BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main, "generate": generate.main}
 
 
 def main() -> int:

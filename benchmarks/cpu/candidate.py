@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import attrs
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
 __all__ = ["OURS", "PEER", "YARDSTICK", "Calls", "Candidate", "WrongAnswerError"]
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import record
-from benchmarks.cpu import decode_picture, ours, plan, prefill_picture, report, roofline_picture, small_layers, verdicts
+from benchmarks.cpu import (
+    decode_picture,
+    ours,
+    peers,
+    plan,
+    prefill_picture,
+    report,
+    roofline_picture,
+    small_layers,
+    verdicts,
+)
 from benchmarks.cpu.problem import last_level_cache_bytes, rotation_bytes
 
 if TYPE_CHECKING:
@@ -30,16 +40,19 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _pictures(result: dict[str, Any], written: Path) -> list[Path]:
     """Draw what the result has, beside its file."""
     stem = written.with_suffix("")
-    drawn = [prefill_picture.draw(result, Path(f"{stem}-prefill.png")), roofline_picture.draw(result, Path(f"{stem}-roofline.png"))]
-    for threads in sorted({stage["threads"] for stage in result["stages"]}, reverse=True):
-        drawn.append(decode_picture.draw(result, threads, Path(f"{stem}-decode-{threads}.png")))
+    drawn = [
+        prefill_picture.draw(result, Path(f"{stem}-prefill.png")),
+        roofline_picture.draw(result, Path(f"{stem}-roofline.png")),
+    ]
+    counts = sorted({stage["threads"] for stage in result["stages"]}, reverse=True)
+    drawn += [decode_picture.draw(result, threads, Path(f"{stem}-decode-{threads}.png")) for threads in counts]
     return [path for path in drawn if path is not None]
 
 
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a run, without its verdicts."""
-    peers = plan.peers()
-    stages = plan.measure(plan.QUICK if options.quick else plan.FULL, peers, options.only)
+    found = peers.facts()
+    stages = plan.measure(plan.QUICK if options.quick else plan.FULL, found, options.only)
     small = small_layers.measure(is_quick=options.quick) if options.only in {None, "ours"} else []
     return {
         "unit": "us",
@@ -49,7 +62,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "rotation_bytes": rotation_bytes(),
         "is_quick": options.quick,
         "only": options.only,
-        "peers": peers,
+        "peers": found,
         "stages": stages,
         "small_layers": small,
     }

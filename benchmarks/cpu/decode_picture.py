@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.patches import Patch
+
 from benchmarks.cpu.style import COLORS, bandwidth, caption, color, find, plt, save, tidy
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ def _group(call: dict[str, Any]) -> str:
 
 def _label(name: str, call: dict[str, Any]) -> str:
     if call["role"] == "ours":
-        return str(call["format"]).upper()
+        family, *choice = call["format"].split()
+        return " ".join([family.upper(), *choice])
     return name.removeprefix(f"{call['library']} ").replace("repack", "(repacked)")
 
 
@@ -48,18 +51,20 @@ def _bars(axes: Axes, stage: dict[str, Any]) -> None:
             axes.barh(place, call["gb_per_s"], height=0.8, color=color(call))
             ends = [call["weight_bytes"] / call[key] / 1e3 for key in ("p90", "p10")]
             axes.plot(ends, [place, place], color="#00000088", linewidth=1)
-            axes.text(max(call["gb_per_s"], *ends) + widest / 80, place, _time(call["median"]), va="center", fontsize=7)
+            is_long = call["gb_per_s"] > widest / 5
+            where, shade = (widest / 80, "white") if is_long else (max(call["gb_per_s"], *ends) + widest / 80, "black")
+            axes.text(where, place, _time(call["median"]), va="center", fontsize=7.5, color=shade)
             ticks.append(place)
             labels.append(_label(name, call))
             place += 1
         place += _GAP
     if limit is not None:
         axes.axvline(limit, color=COLORS["read"], linewidth=1.2)
-        axes.text(limit, -1.1, f"read bandwidth {limit:.1f} GB/s", ha="right", fontsize=8)
+        axes.text(limit - widest / 80, -1.1, f"read bandwidth {limit:.1f} GB/s", ha="right", fontsize=8)
     axes.set_yticks(ticks, labels, fontsize=8)
-    axes.set_xlim(0, widest * 1.2)
+    axes.set_xlim(0, widest * 1.12)
     axes.set_ylim(place - _GAP, -1.7)
-    axes.set(xlabel="GB/s of weights (time of one product at the bar)")
+    axes.set(xlabel="GB/s of weights; in the bar, the time of one product; line: 10th to 90th percentile")
     tidy(axes)
 
 
@@ -81,7 +86,7 @@ def draw(result: dict[str, Any], threads: int, path: Path) -> Path | None:
         _bars(axes, stage)
         axes.set_title(f"{stage['shape'][0]} × {stage['shape'][1]}", loc="left")
     words = "one thread" if threads == 1 else f"{threads} threads"
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[key]) for key in _ORDER]
+    handles = [Patch(color=COLORS[key]) for key in _ORDER]
     figure.legend(
         handles, [_TITLES.get(key, key) for key in _ORDER], loc="outside lower center", ncols=len(_ORDER), frameon=False
     )

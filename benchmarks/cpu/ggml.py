@@ -83,7 +83,7 @@ def candidates(problem: Problem) -> list[Candidate]:
     found = []
     for name, type_ in _FORMATS.items():
         pattern = problem.pattern.contiguous()
-        packed = ggml.quantize(type_, *pattern.shape, pattern.data_ptr())
+        packed = ggml.quantize(type_, pattern.shape[0], pattern.shape[1], pattern.data_ptr())
         decoded = ggml.dequantize(type_, packed, pattern.numel())
         reference = torch.frombuffer(decoded, dtype=torch.float32).double().view(pattern.shape)
         whole = packed.raw * problem.repeats

@@ -40,11 +40,8 @@ _POINTER = c_void_p
 _LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 
 
-@_LOG
-def _silence(level: int, text: bytes, data: int) -> None:  # a callback must live as long as the library
-    """Print nothing: ggml tells of each tensor that it repacks."""
-
-
+_SILENCE = _LOG(lambda *_: None)
+"""Takes what ggml would tell of each tensor that it repacks; it must live as long as the library."""
 _BASE = {
     "ggml_init": (_POINTER, [_InitParams]),
     "ggml_log_set": (None, [_LOG, _POINTER]),
@@ -99,7 +96,7 @@ class GgmlLibrary:
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
-        self.ggml_log_set(_silence, None)
+        self.ggml_log_set(_SILENCE, None)
 
     def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
         """Say which function is missing."""
@@ -108,7 +105,7 @@ class GgmlLibrary:
     def context(self, tensors: int) -> int:
         """Return a context with room for some tensors and as many graphs, whose data lie elsewhere."""
         size = tensors * (self.ggml_tensor_overhead() + self.ggml_graph_overhead()) + (1 << 16)
-        made: int = self.ggml_init(_InitParams(size, None, True))
+        made: int = self.ggml_init(_InitParams(mem_size=size, mem_buffer=None, no_alloc=True))
         return made
 
     @functools.cache  # noqa: B019  # one for the process
@@ -126,7 +123,7 @@ class GgmlLibrary:
             return []
         ask = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)
         listed = ask(self.ggml_backend_reg_dev_get(registry, 0))
-        found = []
+        found: list[int] = []
         while listed and (one := listed[len(found)]):
             found.append(one)
         return found

@@ -30,7 +30,7 @@ def candidates(problem: Problem) -> list[Candidate]:
     """Return one candidate for each width and block size."""
     onnx = importlib.import_module("onnx")
     runtime = importlib.import_module("onnxruntime")
-    return [_candidate(problem, name, *form, onnx, runtime) for name, form in _FORMATS.items()]
+    return [_candidate(problem, name, onnx, runtime) for name in _FORMATS]
 
 
 @attrs.frozen(eq=False)
@@ -40,6 +40,8 @@ class _Weight:
     codes: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any]
     reference: torch.Tensor
+    bits: int
+    block: int
 
     @classmethod
     def of(cls, problem: Problem, bits: int, block: int) -> _Weight:
@@ -51,10 +53,12 @@ class _Weight:
         stored = (codes + half).to(torch.uint8)
         if bits == 4:  # noqa: PLR2004  # or 8
             stored = stored[..., 0::2] | (stored[..., 1::2] << 4)
-        return cls(problem.tiled(stored).numpy(), problem.tiled(scale[..., 0]).reshape(-1).numpy(), reference)
+        return cls(
+            problem.tiled(stored).numpy(), problem.tiled(scale[..., 0]).reshape(-1).numpy(), reference, bits, block
+        )
 
 
-def _model(problem: Problem, weight: _Weight, bits: int, block: int, copies: int, onnx: Any) -> bytes:
+def _model(problem: Problem, weight: _Weight, copies: int, onnx: Any) -> bytes:
     """Return a graph of one product for each copy of the weight, all of the same x."""
     numpy_helper = importlib.import_module("onnx.numpy_helper")
     helper = onnx.helper
@@ -72,8 +76,8 @@ def _model(problem: Problem, weight: _Weight, bits: int, block: int, copies: int
                 domain="com.microsoft",
                 K=problem.in_features,
                 N=problem.out_features,
-                bits=bits,
-                block_size=block,
+                bits=weight.bits,
+                block_size=weight.block,
                 accuracy_level=_INT8_COMPUTE,
             )
         )
@@ -85,8 +89,8 @@ def _model(problem: Problem, weight: _Weight, bits: int, block: int, copies: int
     return serialized
 
 
-def _candidate(problem: Problem, name: str, bits: int, block: int, onnx: Any, runtime: Any) -> Candidate:
-    weight = _Weight.of(problem, bits, block)
+def _candidate(problem: Problem, name: str, onnx: Any, runtime: Any) -> Candidate:
+    weight = _Weight.of(problem, *_FORMATS[name])
     size = weight.codes.nbytes + weight.scales.nbytes
     copies = problem.copies(size)
 
@@ -97,7 +101,7 @@ def _candidate(problem: Problem, name: str, bits: int, block: int, onnx: Any, ru
         options.inter_op_num_threads = 1
         # Nothing can be fused here, and equal copies of a weight must not become one.
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        model = _model(problem, weight, bits, block, count, onnx)
+        model = _model(problem, weight, count, onnx)
         return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def make(x: torch.Tensor, threads: int, resident: bool) -> Calls:  # noqa: FBT001  # the contract of make
@@ -120,7 +124,9 @@ def _candidate(problem: Problem, name: str, bits: int, block: int, onnx: Any, ru
     )
 
 
-def _bound(session: Any, x: np.ndarray[Any, Any], outputs: list[np.ndarray[Any, Any]], runtime: Any) -> Callable[[], object]:
+def _bound(
+    session: Any, x: np.ndarray[Any, Any], outputs: list[np.ndarray[Any, Any]], runtime: Any
+) -> Callable[[], object]:
     """Return a call that reads x and writes the outputs in place."""
     binding = session.io_binding()
     given = runtime.OrtValue.ortvalue_from_numpy(x)

@@ -53,7 +53,7 @@ def isa() -> str:
 
 def weight_of(name: str, dense: torch.Tensor) -> q4.PackedWeight:
     """Return a dense weight in one of ``FORMATS``; INT4 with half-precision scales, as its checkpoints have."""
-    format_ = name.split()[0]
+    format_ = name.split(maxsplit=1)[0]
     return q4.quantize(dense.half() if format_ == "int4" else dense, format_, **FORMATS[name])
 
 

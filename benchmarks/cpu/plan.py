@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.metadata
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
 from benchmarks import record
-from benchmarks.cpu import dense, ggml, onnx_runtime, ours, quantized_torch, yardsticks
+from benchmarks.cpu import ours, peers, yardsticks
 from benchmarks.cpu.candidate import OURS, PEER, YARDSTICK, Candidate
 from benchmarks.cpu.problem import Problem
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-__all__ = ["FULL", "QUICK", "Plan", "Stage", "measure", "peers"]
+__all__ = ["FULL", "QUICK", "Plan", "Stage", "measure"]
 
 _SQUARE = (4096, 4096)
-_PEERS: dict[str, tuple[str, Callable[[Problem], list[Candidate]]]] = {
-    "torch": ("torch", dense.candidates),
-    "onnxruntime": ("onnxruntime", onnx_runtime.candidates),
-    "ggml": ("llama-cpp-python", ggml.candidates),
-    "bitsandbytes": ("bitsandbytes", quantized_torch.bitsandbytes_candidates),
-    "torchao": ("torchao", quantized_torch.torchao_candidates),
-}
 _CONTENDERS = {"torch", "onnxruntime", "ggml"}
 """The libraries whose decode from the cache is measured too."""
 
@@ -56,7 +45,9 @@ class Stage:
         if candidate.role == YARDSTICK:
             return (candidate.format == yardsticks.READER) == (self.rows == 1)
         if self.is_resident:
-            return candidate.role == OURS or (candidate.library in _CONTENDERS and candidate.format not in {"fp32", "bf16"})
+            return candidate.role == OURS or (
+                candidate.library in _CONTENDERS and candidate.format not in {"fp32", "bf16"}
+            )
         return True
 
 
@@ -88,47 +79,12 @@ QUICK = Plan(
 )
 
 
-def peers() -> dict[str, dict[str, Any]]:
-    """Return version of each peer, or that it is not installed, and what is known of its build."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, (distribution, _) in _PEERS.items():
-        try:
-            found[name] = {"installed": True, "distribution": distribution, "version": importlib.metadata.version(distribution)}
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = {"installed": False, "distribution": distribution, "why": "not installed"}
-    found["torch"]["built_for"] = torch.backends.cpu.get_cpu_capability()
-    if found["onnxruntime"]["installed"]:
-        found["onnxruntime"]["built_for"] = "chosen when it runs"
-    if found["ggml"]["installed"]:
-        try:
-            found["ggml"]["built_for"] = ggml.library().features()
-        except OSError as error:
-            found["ggml"] |= {"installed": False, "why": f"can't be loaded: {error}"}
-    return found
-
-
-def _load(problem: Problem, wanted: Callable[[str, str], bool], found: dict[str, dict[str, Any]]) -> list[Candidate]:
-    """Return every candidate for a shape; a peer that breaks is recorded as such, and left out."""
-    candidates = [*yardsticks.candidates(), *yardsticks.products()]
-    if wanted(OURS, ours.LIBRARY):
-        candidates += ours.candidates(problem)
-    for name, (_, load) in _PEERS.items():
-        if not found[name]["installed"] or not wanted(PEER, name):
-            continue
-        started = time.perf_counter()
-        try:
-            candidates += load(problem)
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            found[name] |= {"installed": False, "why": f"{type(error).__name__}: {error}"}
-    return candidates
-
-
-def _wanted(only: str | None, role: str, name: str) -> bool:
-    """Say whether ``--only`` leaves a candidate, or a whole library, in."""
-    if only is None:
+def _is_wanted(only: str | None, role: str, name: str) -> bool:
+    """Say whether ``--only`` leaves a candidate in."""
+    if only is None or role == YARDSTICK:
         return True
     if only in {OURS, f"{PEER}s"}:
-        return role == only.removesuffix("s") or role == only
+        return only.startswith(role)
     return fnmatch.fnmatch(name.lower(), f"*{only.lower()}*")
 
 
@@ -137,7 +93,7 @@ def measure(plan: Plan, found: dict[str, dict[str, Any]], only: str | None = Non
 
     Args:
         plan: What and for how long.
-        found: The peers, as ``peers`` returned them; one that breaks is marked there.
+        found: The peers, as ``peers.facts`` returned them; one that breaks is marked there.
         only: ``ours``, ``peers`` or a part of a candidate's name; None for all. Yardsticks are always measured.
 
     Returns:
@@ -150,17 +106,16 @@ def measure(plan: Plan, found: dict[str, dict[str, Any]], only: str | None = Non
     for shape in dict.fromkeys(stage.shape for stage in plan.stages):
         problem = Problem(*shape)
         started = time.perf_counter()
-
-        def wanted(role: str, _: str) -> bool:
-            return only not in {OURS, f"{PEER}s"} or _wanted(only, role, "")
-
-        loaded = _load(problem, wanted, found)
-        chosen = [one for one in loaded if one.role == YARDSTICK or _wanted(only, one.role, one.name)]
-        del loaded
+        loaded = [*yardsticks.candidates(), *yardsticks.products()]
+        if only != f"{PEER}s":
+            loaded += ours.candidates(problem)
+        if only != OURS:
+            loaded += peers.load(problem, found)
+        chosen = [one for one in loaded if _is_wanted(only, one.role, one.name)]
+        del loaded  # the copies of what is not wanted
         print(f"{shape[0]}x{shape[1]}: loaded in {time.perf_counter() - started:.0f} s", flush=True)
-        for stage in plan.stages:
-            if stage.shape == shape:
-                results.append(_measure(stage, problem, chosen, plan.decode if stage.rows == 1 else plan.prefill))
+        budgets = {stage: plan.decode if stage.rows == 1 else plan.prefill for stage in plan.stages}
+        results += [_measure(stage, problem, chosen, budgets[stage]) for stage in plan.stages if stage.shape == shape]
         del chosen
     return results
 

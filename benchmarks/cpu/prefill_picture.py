@@ -26,20 +26,31 @@ def _ours(precision: str) -> Callable[[dict[str, Any]], bool]:
     return lambda call: call["role"] == "ours" and call["precision"] == precision and not is_wide(call)
 
 
+def _theirs(library: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda call: call["library"] == library and not is_wide(call)
+
+
 def _rates(stage: dict[str, Any], fits: Callable[[dict[str, Any]], bool]) -> list[float]:
     return [call["gflop_per_s"] for call in stage["calls"].values() if fits(call)]
 
 
 def _panel(axes: Axes, stages: list[dict[str, Any]]) -> None:
     rows = [stage["rows"] for stage in stages]
-    for precision, words in (("int8", "q4core, int8 activations (slowest, median, fastest 4-bit format)"), ("exact", "q4core, exact (the same)")):
+    for precision, words in (
+        ("int8", "q4core, int8 activations (slowest, median, fastest 4-bit format)"),
+        ("exact", "q4core, exact (the same)"),
+    ):
         rates = [_rates(stage, _ours(precision)) for stage in stages]
         if all(rates):
             shade = COLORS[f"ours {precision}"]
-            axes.fill_between(rows, [min(own) for own in rates], [max(own) for own in rates], color=shade, alpha=0.25, linewidth=0)
-            axes.plot(rows, [statistics.median(own) for own in rates], color=shade, marker="o", linewidth=2, label=words)
+            axes.fill_between(
+                rows, [min(own) for own in rates], [max(own) for own in rates], color=shade, alpha=0.25, linewidth=0
+            )
+            axes.plot(
+                rows, [statistics.median(own) for own in rates], color=shade, marker="o", linewidth=2, label=words
+            )
     for words, (library, shade, line) in _PEERS.items():
-        best = [max(_rates(stage, lambda call: call["library"] == library and not is_wide(call)), default=None) for stage in stages]  # noqa: B023  # used at once
+        best = [max(_rates(stage, _theirs(library)), default=None) for stage in stages]
         if None not in best:
             axes.plot(rows, best, line, color=COLORS[shade], marker="s", markersize=4, label=words)  # type: ignore[arg-type]  # no None
     for name, line in (("torch fp32", "-"), ("torch bf16", "--"), ("torch int4pack bf16", ":")):
@@ -67,7 +78,9 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         return None
     figure, panels = plt.subplots(1, len(counts), figsize=(5.4 * len(counts), 5), layout="constrained", squeeze=False)
     for axes, threads in zip(panels[0], counts, strict=True):
-        stages = sorted((stage for stage in find(result, threads=threads) if stage["rows"] > 1), key=lambda stage: stage["rows"])
+        stages = sorted(
+            (stage for stage in find(result, threads=threads) if stage["rows"] > 1), key=lambda stage: stage["rows"]
+        )
         _panel(axes, stages)
         shape = stages[0]["shape"]
         words = "one thread" if threads == 1 else f"{threads} threads"

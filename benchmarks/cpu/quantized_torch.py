@@ -21,7 +21,7 @@ _FEW_ROWS = 1
 
 
 def bitsandbytes_candidates(problem: Problem) -> list[Candidate]:
-    """Return NF4 with blocks of 64, as ``Linear4bit`` runs it (which repacks the weight where the CPU has AVX512-BF16)."""
+    """NF4 in blocks of 64, as ``Linear4bit`` runs it: from a repacked weight where the CPU has AVX512-BF16."""
     return [_bitsandbytes(problem, precision) for precision in _DTYPES]
 
 

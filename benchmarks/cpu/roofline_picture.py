@@ -33,20 +33,33 @@ def _intensity(stage: dict[str, Any], call: dict[str, Any]) -> float:
     """Return operations per byte of weight, x and y."""
     outputs, inputs = stage["shape"]
     moved = call["weight_bytes"] + _FLOAT * stage["rows"] * (outputs + inputs)
-    return 2.0 * stage["rows"] * outputs * inputs / moved
+    operations = 2.0 * stage["rows"] * outputs * inputs
+    return float(operations / moved)
 
 
 def _roofs(axes: Axes, stages: list[dict[str, Any]], span: tuple[float, float]) -> None:
-    limits = [value for stage in stages if (value := bandwidth(stage)) is not None]
-    if limits:
-        x = np.array(span)
-        axes.plot(x, x * max(limits), color="black", linewidth=1.2)
-        axes.text(span[0] * 1.1, span[0] * max(limits) * 1.35, f"read bandwidth, {max(limits):.0f} GB/s", fontsize=8, rotation=45, rotation_mode="anchor", transform_rotates_text=True)
-    for precision in ("fp32", "int8"):
-        rates = [call["gflop_per_s"] for stage in stages for call in stage["calls"].values() if call["format"] == "matmul" and call["precision"] == precision]
+    """Draw each ceiling up to where the bandwidth meets it."""
+    calls = [call for stage in stages for call in stage["calls"].values()]
+    limit = max((value for stage in stages if (value := bandwidth(stage)) is not None), default=None)
+    for precision, line in (("fp32", "--"), ("int8", "-")):
+        rates = [call["gflop_per_s"] for call in calls if call["format"] == "matmul" and call["precision"] == precision]
         if rates:
-            axes.axhline(max(rates), color="black", linewidth=1, linestyle="--" if precision == "fp32" else ":")
-            axes.text(span[1], max(rates) * 1.05, f"torch {precision} matmul, {max(rates):.0f}", fontsize=8, ha="right")
+            knee = span[0] if limit is None else max(rates) / limit
+            axes.plot([knee, span[1]], [max(rates)] * 2, color="black", linewidth=1.2, linestyle=line)
+            axes.text(
+                span[1],
+                max(rates) * 1.04,
+                f"torch {precision} matmul, {max(rates):.0f} GFLOP/s",
+                fontsize=8,
+                ha="right",
+            )
+    if limit is not None:
+        peak = max((call["gflop_per_s"] for call in calls), default=limit * span[0])
+        x = np.array([span[0], peak / limit])
+        axes.plot(x, x * limit, color="black", linewidth=1.2)
+        place = (span[0] * 1.5, span[0] * 1.5 * limit * 1.08)
+        words = f"read bandwidth, {limit:.0f} GB/s"
+        axes.text(*place, words, fontsize=8, rotation=45, rotation_mode="anchor", transform_rotates_text=True)
 
 
 def draw(result: dict[str, Any], path: Path) -> Path | None:
@@ -63,15 +76,17 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
     stages = sorted(find(result, threads=threads, shape=shape, weights_from="memory"), key=lambda stage: stage["rows"])
     figure, axes = plt.subplots(figsize=(8.4, 6), layout="constrained")
     for words, (name, shade, line) in _LINES.items():
-        points = [(_intensity(stage, call), call["gflop_per_s"]) for stage in stages if (call := stage["calls"].get(name))]
+        points = [
+            (_intensity(stage, call), call["gflop_per_s"]) for stage in stages if (call := stage["calls"].get(name))
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), line, color=COLORS[shade], markersize=5, label=words)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte (weight, x and y)", ylabel="GFLOP/s")
     span = axes.get_xlim()
-    _roofs(axes, stages, span)
-    axes.set_xlim(span)
     rates = [call["gflop_per_s"] for stage in stages for call in stage["calls"].values() if call["role"] != "yardstick"]
     axes.set_ylim(max(min(rates, default=1), 1) / 2, max(rates, default=10) * 2.2)
+    _roofs(axes, stages, span)
+    axes.set_xlim(span)
     axes.grid(color="#e4e4e4")
     tidy(axes)
     rows = ", ".join(str(stage["rows"]) for stage in stages)

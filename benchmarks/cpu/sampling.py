@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from benchmarks.cpu.candidate import Calls, Candidate
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from benchmarks.cpu.candidate import Calls, Candidate
 
 __all__ = ["Budget", "Timed", "sample_us"]
 

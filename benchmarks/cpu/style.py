@@ -20,7 +20,7 @@ __all__ = ["COLORS", "bandwidth", "caption", "color", "find", "is_wide", "plt", 
 
 COLORS = {
     "ours int8": "#0b6e4f",
-    "ours exact": "#6fc7a3",
+    "ours exact": "#4fae87",
     "ggml": "#d1731f",
     "onnxruntime": "#3b6fb6",
     "torch": "#8c8c8c",

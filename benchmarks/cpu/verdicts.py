@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from benchmarks.verdict import Verdict
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["judge"]
 
 _CONTENDERS = {"ggml", "onnxruntime"}
 _WIDE = {"q8_0": 8, "Q8_0": 8, "int8 g32": 8}
@@ -18,48 +20,14 @@ _SPARSE_SCALES = {"int4 g128"}
 """Peers' formats with fewer scales, which are compared with ours of the same kind alone."""
 
 
-@attrs.frozen
-class Verdict:
-    """One target for one subject: a ratio that must be at least a limit (or at most, where less is better)."""
-
-    target: str
-    subject: str
-    ratio: float | None
-    limit: float
-    is_most: bool = False
-    against: str = ""
-    """What it was compared with."""
-
-    @property
-    def is_met(self) -> bool | None:
-        """Whether the target is met; None where it was not measured."""
-        if self.ratio is None:
-            return None
-        return self.ratio <= self.limit if self.is_most else self.ratio >= self.limit
-
-    @property
-    def word(self) -> str:
-        """``met``, ``MISSED`` or ``not measured``."""
-        return {True: "met", False: "MISSED", None: "not measured"}[self.is_met]
-
-    @property
-    def margin(self) -> float:
-        """How far the target is met: 1 where it just is, less where it is missed."""
-        if self.ratio is None:
-            return float("inf")
-        return self.limit / self.ratio if self.is_most else self.ratio / self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what the result file keeps."""
-        return {**attrs.asdict(self), "verdict": self.word}
-
-
 Stage = dict[str, Any]
 Call = dict[str, Any]
 
 
 def _calls(stage: Stage, **wanted: str) -> dict[str, Call]:
-    return {name: call for name, call in stage["calls"].items() if all(call[key] == value for key, value in wanted.items())}
+    return {
+        name: call for name, call in stage["calls"].items() if all(call[key] == value for key, value in wanted.items())
+    }
 
 
 def _is_decode(stage: Stage) -> bool:
@@ -110,13 +78,28 @@ def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
     single = stage["threads"] == 1
     yield from _faster(stage, "decode, int8: faster than the best of ggml and ONNX Runtime", 1.0)
     limit = 0.90 if single else 0.88
-    yield from _share(stage, f"decode, int8, {'one thread' if single else 'all threads'}: {limit} of the read bandwidth", "int8", limit)
+    yield from _share(
+        stage,
+        f"decode, int8, {'one thread' if single else 'all threads'}: {limit} of the read bandwidth",
+        "int8",
+        limit,
+    )
     if not single:
         yield from _share(stage, "decode, exact, all threads: 0.45 of the read bandwidth", "exact", 0.45)
-    for verdict in _against(stage, "decode: NVFP4 in 0.65 of the time of ggml's", "nvfp4 int8", _calls(stage, library="ggml", format="NVFP4"), 0.65):
+    for verdict in _against(
+        stage,
+        "decode: NVFP4 in 0.65 of the time of ggml's",
+        "nvfp4 int8",
+        _calls(stage, library="ggml", format="NVFP4"),
+        0.65,
+    ):
         yield attrs.evolve(verdict, ratio=None if verdict.ratio is None else 1 / verdict.ratio, is_most=True)
-    yield from _against(stage, "decode: NF4 40 times as fast as bitsandbytes", "nf4 int8", _calls(stage, library="bitsandbytes"), 40)
-    yield from _against(stage, "decode: NVFP4 500 times as fast as torchao", "nvfp4 int8", _calls(stage, library="torchao"), 500)
+    yield from _against(
+        stage, "decode: NF4 40 times as fast as bitsandbytes", "nf4 int8", _calls(stage, library="bitsandbytes"), 40
+    )
+    yield from _against(
+        stage, "decode: NVFP4 500 times as fast as torchao", "nvfp4 int8", _calls(stage, library="torchao"), 500
+    )
 
 
 def _prefill_verdicts(stage: Stage) -> Iterator[Verdict]:

@@ -85,6 +85,7 @@ def _readers() -> dict[str, Callable[[int], Callable[[], object]]]:
 
 def candidates() -> list[Candidate]:
     """Return the readers; the best of them is the read bandwidth."""
+
     def made(reader: Callable[[int], Callable[[], object]]) -> Callable[[torch.Tensor, int, bool], Calls]:
         return lambda _, threads, __: Calls([reader(threads)])
 
