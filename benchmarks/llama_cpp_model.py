@@ -51,7 +51,7 @@ class LlamaModel:
     def logits(self, prompt: Sequence[int]) -> np.ndarray[Any, Any]:
         """Return the logits that follow a prompt."""
         self._clear()
-        return self._step(prompt).copy()
+        return np.array(self._step(prompt))
 
     def _clear(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)  # noqa: FBT003  # a C function

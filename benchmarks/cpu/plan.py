@@ -15,7 +15,7 @@ from benchmarks.cpu.candidate import OURS, PEER, YARDSTICK, Candidate
 from benchmarks.cpu.problem import Problem
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
 
-__all__ = ["FULL", "QUICK", "Plan", "Stage", "measure"]
+__all__ = ["FULL", "QUICK", "Plan", "Stage", "is_wanted", "measure"]
 
 _SQUARE = (4096, 4096)
 _CONTENDERS = {"torch", "onnxruntime", "ggml"}
@@ -79,7 +79,7 @@ QUICK = Plan(
 )
 
 
-def _is_wanted(only: str | None, role: str, name: str) -> bool:
+def is_wanted(only: str | None, role: str, name: str) -> bool:
     """Say whether ``--only`` leaves a candidate in."""
     if only is None or role == YARDSTICK:
         return True
@@ -111,7 +111,7 @@ def measure(plan: Plan, found: dict[str, dict[str, Any]], only: str | None = Non
             loaded += ours.candidates(problem)
         if only != OURS:
             loaded += peers.load(problem, found)
-        chosen = [one for one in loaded if _is_wanted(only, one.role, one.name)]
+        chosen = [one for one in loaded if is_wanted(only, one.role, one.name)]
         del loaded  # the copies of what is not wanted
         print(f"{shape[0]}x{shape[1]}: loaded in {time.perf_counter() - started:.0f} s", flush=True)
         budgets = {stage: plan.decode if stage.rows == 1 else plan.prefill for stage in plan.stages}
