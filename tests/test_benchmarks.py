@@ -53,7 +53,7 @@ def test_copies_exceed_the_cache() -> None:
     assert problem.copies(1 << 20) * (1 << 20) >= rotation_bytes() >= 96 << 20
     assert problem.copies(1 << 40) == 1
     cache = last_level_cache_bytes()
-    assert cache is None or rotation_bytes() >= min(3 * cache, 200 << 20)
+    assert cache is None or rotation_bytes() >= min(3 * cache, 144 << 20)
 
 
 def _timed(seconds: float, order: list[str], name: str) -> Timed:

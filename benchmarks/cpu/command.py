@@ -22,6 +22,7 @@ from benchmarks.cpu import (
     verdicts,
 )
 from benchmarks.cpu.problem import last_level_cache_bytes, rotation_bytes
+from q4_nn.statistics import peak_resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +66,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "peers": found,
         "stages": stages,
         "small_layers": small,
+        "peak_resident_bytes": peak_resident_bytes(),
     }
 
 

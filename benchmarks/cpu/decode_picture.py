@@ -64,7 +64,7 @@ def _bars(axes: Axes, stage: dict[str, Any]) -> None:
     axes.set_yticks(ticks, labels, fontsize=8)
     axes.set_xlim(0, widest * 1.12)
     axes.set_ylim(place - _GAP, -1.7)
-    axes.set(xlabel="GB/s of weights; in the bar, the time of one product; line: 10th to 90th percentile")
+    axes.set(xlabel="GB/s of weights")
     tidy(axes)
 
 
@@ -90,6 +90,6 @@ def draw(result: dict[str, Any], threads: int, path: Path) -> Path | None:
     figure.legend(
         handles, [_TITLES.get(key, key) for key in _ORDER], loc="outside lower center", ncols=len(_ORDER), frameon=False
     )
-    figure.suptitle(f"Decode (one row), {words}, weights from memory\n", fontweight="bold")
-    figure.text(0.5, 0.955 if count > 20 else 0.93, caption(result), ha="center", fontsize=8, color="#555555")  # noqa: PLR2004  # a low picture
+    title = f"Decode (one row), {words}: weights read from memory; times of one product, 10th to 90th percentile"
+    figure.suptitle(f"{title}\n{caption(result)}", fontsize=10, color="#333333")
     return save(figure, path)

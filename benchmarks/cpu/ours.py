@@ -48,7 +48,7 @@ def _registry() -> q4.Registry:
 def isa() -> str:
     """Return the instruction set that runs, as its path's name has it."""
     layer = session("int8").linear(q4.quantize(torch.zeros(16, 64), "q4_0"))
-    return layer.diagnostics().path_name.split("_")[-1]
+    return layer.diagnostics().path_name.split("_", 1)[1]
 
 
 def weight_of(name: str, dense: torch.Tensor) -> q4.PackedWeight:

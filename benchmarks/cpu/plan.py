@@ -141,11 +141,11 @@ def _measure(stage: Stage, problem: Problem, candidates: list[Candidate], budget
         "rows": stage.rows,
         "threads": stage.threads,
         "weights_from": "cache" if stage.is_resident else "memory",
-        "calls": {one.candidate.name: _result(stage, one, errors[one.candidate.name]) for one in timed},
+        "calls": {one.candidate.name: _result(stage, one, errors[one.candidate.name], budget) for one in timed},
     }
 
 
-def _result(stage: Stage, timed: Timed, error: float | None) -> dict[str, Any]:
+def _result(stage: Stage, timed: Timed, error: float | None, budget: Budget) -> dict[str, Any]:
     candidate = timed.candidate
     values = record.summary(timed.us)
     elements = stage.shape[0] * stage.shape[1]
@@ -157,6 +157,7 @@ def _result(stage: Stage, timed: Timed, error: float | None) -> dict[str, Any]:
         "precision": candidate.precision,
         "weight_bytes": candidate.weight_bytes,
         "nmse": error,
+        "has_fewer_samples": timed.samples < budget.samples,
         "calls_per_sample": timed.repeats * timed.calls.products,
         "gb_per_s": candidate.weight_bytes / values["median"] / 1e3,
         "gflop_per_s": operations / values["median"] / 1e3,

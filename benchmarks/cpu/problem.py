@@ -11,8 +11,8 @@ import torch
 
 __all__ = ["Problem", "last_level_cache_bytes", "rotation_bytes"]
 
-_LEAST_ROTATION, _MOST_ROTATION = 96 << 20, 200 << 20
-"""Some 45 weights rotate at once, and all of them must leave room in 16 GB."""
+_LEAST_ROTATION, _MOST_ROTATION = 96 << 20, 144 << 20
+"""Some 45 weights rotate at once: 6.5 GB at the lower end, and less than 10 GB at the upper one."""
 _PATTERN_ROWS = 128
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

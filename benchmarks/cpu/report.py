@@ -24,6 +24,8 @@ def lines(result: dict[str, Any], verdicts: Sequence[verdict.Verdict]) -> Iterat
     for layer in result["small_layers"]:
         calls = ", ".join(f"{name} {call['median']:.1f}" for name, call in layer["calls"].items())
         yield f"{layer['name']}: {calls} µs"
+    if result["peak_resident_bytes"] is not None:
+        yield f"peak memory: {result['peak_resident_bytes'] / 1e9:.1f} GB"
     for name, peer in result["peers"].items():
         yield f"{name}: {peer['version'] if peer['installed'] else peer['why']}"
     yield from verdict.lines(verdicts)

@@ -57,9 +57,17 @@ def _roofs(axes: Axes, stages: list[dict[str, Any]], span: tuple[float, float]) 
         peak = max((call["gflop_per_s"] for call in calls), default=limit * span[0])
         x = np.array([span[0], peak / limit])
         axes.plot(x, x * limit, color="black", linewidth=1.2)
-        place = (span[0] * 1.5, span[0] * 1.5 * limit * 1.08)
+        place = (span[0] * 1.3, span[0] * 1.3 * limit * 1.1)
         words = f"read bandwidth, {limit:.0f} GB/s"
-        axes.text(*place, words, fontsize=8, rotation=45, rotation_mode="anchor", transform_rotates_text=True)
+        axes.text(*place, words, fontsize=8, rotation=_diagonal(axes, span), rotation_mode="anchor")
+
+
+def _diagonal(axes: Axes, span: tuple[float, float]) -> float:
+    """Return the angle at which one decade of x meets one decade of y."""
+    low, high = axes.get_ylim()
+    size = axes.get_window_extent()
+    across, up = size.width / np.log10(span[1] / span[0]), size.height / np.log10(high / low)
+    return float(np.degrees(np.arctan2(up, across)))
 
 
 def draw(result: dict[str, Any], path: Path) -> Path | None:
@@ -83,8 +91,15 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
             axes.plot(*zip(*points, strict=True), line, color=COLORS[shade], markersize=5, label=words)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte (weight, x and y)", ylabel="GFLOP/s")
     span = axes.get_xlim()
-    rates = [call["gflop_per_s"] for stage in stages for call in stage["calls"].values() if call["role"] != "yardstick"]
-    axes.set_ylim(max(min(rates, default=1), 1) / 2, max(rates, default=10) * 2.2)
+    drawn = {name for name, _, _ in _LINES.values()}
+    rates = [
+        call["gflop_per_s"]
+        for stage in stages
+        for name, call in stage["calls"].items()
+        if name in drawn or call["format"] == "matmul"
+    ]
+    axes.set_ylim(min(rates, default=1) / 3, max(rates, default=10) * 1.8)
+    figure.canvas.draw()  # lays the axes out, which the angle of the text needs
     _roofs(axes, stages, span)
     axes.set_xlim(span)
     axes.grid(color="#e4e4e4")
