@@ -75,9 +75,10 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
     set_levels(m);
     if (is_extreme || (kind >= 6 && r.chance(0.5))) {  // levels that have nothing to do with the codebook
         const int64_t most = r.of<int64_t>({24, 25, 32, 33, 40, 128, 255});
-        for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(0, most));
+        const bool is_wide = most > 24;
+        for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(is_wide ? 1 : 0, most));
         m.level[r.between(0, 15)] = static_cast<uint8_t>(most);
-        m.center = static_cast<float>(r.between(0, 510)) / 2;
+        m.center = is_wide ? 128.0f : static_cast<float>(r.between(0, 255));
         m.step = static_cast<float>(std::fabs(r.bell()) + 0.01);
     }
 }
