@@ -48,8 +48,8 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
     dialect: str,
     dense: Mapping[str, torch.Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
-    max_shard_bytes: int | None = None,
     config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
     lossy: bool = False,
     dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
 ) -> Path:
@@ -65,8 +65,8 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
         dialect: Name of the dialect.
         dense: Name → tensor for everything else.
         metadata: Further header metadata, text by key; the dialect's own entries come before it.
-        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
         config: The model's ``config.json``, for a folder; None keeps the one that is there.
+        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
         lossy: Allow what can't be expressed exactly to be rounded or left out.
         dialects: The dialects to look among.
 
