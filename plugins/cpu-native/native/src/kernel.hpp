@@ -236,7 +236,10 @@ struct Kernels {
     float (*quantize)(const float* x, int8_t* levels, float* sums);
 };
 
+// Those of an instruction set that was compiled in, or NULL; see isa.cpp.
+const Kernels* kernels_of(int32_t isa);
 const Kernels& kernels_avx2();
+const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
 
 }  // namespace q4

@@ -6,6 +6,7 @@
 #include "layout.hpp"
 
 namespace q4 {
+namespace {  // AVX-VNNI builds on this type: neither file's copy of a function may stand in for the other's
 
 struct Avx2 {
     static constexpr int kLanes = 8;
@@ -113,4 +114,5 @@ struct Avx2 {
     };
 };
 
+}  // namespace
 }  // namespace q4
