@@ -30,7 +30,14 @@ typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
 typedef enum { Q4_EXACT, Q4_A8 } q4_family;
 /* Where a machine has several, the later one is preferred. */
-typedef enum { Q4_ISA_NONE, Q4_ISA_AVX2, Q4_ISA_AVXVNNI, Q4_ISA_AVX512 } q4_isa;
+typedef enum {
+    Q4_ISA_NONE,
+    Q4_ISA_AVX2,
+    Q4_ISA_AVXVNNI,
+    Q4_ISA_AVX512,
+    Q4_ISA_NEON_DOTPROD,
+    Q4_ISA_NEON_I8MM
+} q4_isa;
 
 /* One kind of prepared weight. */
 typedef struct {

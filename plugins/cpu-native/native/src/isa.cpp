@@ -3,6 +3,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace q4 {
@@ -20,6 +22,8 @@ constexpr Isa kIsas[] = {
     {"avx2", true, Q4_KERNELS_AVX2},
     {"avxvnni", true, Q4_KERNELS_AVXVNNI},
     {"avx512", true, Q4_KERNELS_AVX512},
+    {"neon-dotprod", false, Q4_KERNELS_NEON_DOTPROD},
+    {"neon-i8mm", false, Q4_KERNELS_NEON_I8MM},
 };
 constexpr int32_t kCount = sizeof kIsas / sizeof *kIsas;
 
@@ -36,6 +40,10 @@ struct Machine {
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
         unsigned a = 0, b = 0, c = 0, d = 0;  // not every compiler knows AVX-VNNI by name
         has[Q4_ISA_AVXVNNI] = has[Q4_ISA_AVX2] && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+#elif defined(__aarch64__) && defined(__linux__)
+        // Bits of the kernel's <asm/hwcap.h>, which an old one may not name.
+        has[Q4_ISA_NEON_DOTPROD] = getauxval(AT_HWCAP) >> 20 & 1;                                 // ASIMDDP
+        has[Q4_ISA_NEON_I8MM] = has[Q4_ISA_NEON_DOTPROD] && (getauxval(AT_HWCAP2) >> 13 & 1);  // I8MM
 #endif
     }
 };

@@ -56,8 +56,12 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
     using F = typename V::Floats;
     const q4_matrix& m = t.matrix;
     const Layout& at = t.at;
-    const typename V::Levels table(m.level);
-    const F center = V::splat(Bytes ? 128.0f : m.center);
+    // What V takes off levels that its dot products could not hold; the centre is lower by as much.
+    constexpr int kShift = Narrow ? 0 : V::kShift;
+    uint8_t level[16];
+    for (int i = 0; i < 16; ++i) level[i] = static_cast<uint8_t>(m.level[i] - kShift);
+    const typename V::Levels table(level);
+    const F center = V::splat((Bytes ? 128.0f : m.center) - kShift);
     F sum[Rows][kParts];
     for (auto& row : sum)
         for (F& part : row) part = V::zero();
@@ -73,25 +77,18 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
             const float* scale = x.scale + chunk * Rows;
             const float* sums = x.sums + chunk * Rows * 2;
             for (int part = 0; part < kParts; ++part) {
-                typename V::Dot dot[Rows];
+                typename V::template Dots<Rows> dots;
                 for (int half = 0; half < 2; ++half) {
-                    constexpr int kLines = Bytes ? 4 : 2;  // in half a chunk
-                    for (int l = 0; l < kLines; ++l) {
-                        const auto line = V::line(data + (half * kLines + l) * 64 + part * V::kLanes * 4);
-                        if constexpr (Bytes) {
-                            const auto u = V::byte_levels(line);
-                            for (int r = 0; r < Rows; ++r)
-                                dot[r].template add<false>(u, levels + r * kChunk + half * 16 + l * 4);
-                        } else {
-                            const auto low = table.low(line), high = table.high(line);
-                            for (int r = 0; r < Rows; ++r) {
-                                const int8_t* four = levels + r * kChunk + half * 16 + l * 8;
-                                dot[r].template add<Narrow>(low, four);
-                                dot[r].template add<Narrow>(high, four + 4);
-                            }
-                        }
+                    for (int l = 0; l < 2; ++l) {  // eight in-features at a time
+                        const uint8_t* from = data + (half * 2 + l) * (Bytes ? 128 : 64) + part * V::kLanes * 4;
+                        const int8_t* eight = levels + half * 16 + l * 8;
+                        const auto line = V::line(from);
+                        if constexpr (Bytes)
+                            dots.template add<false>(V::byte_levels(line), V::byte_levels(V::line(from + 64)), eight);
+                        else
+                            dots.template add<Narrow>(table.low(line), table.high(line), eight);
                     }
-                    for (int r = 0; r < Rows; ++r) dot[r].template half<Narrow>();
+                    dots.template half<Narrow>();
                     if (!Halves && half == 0) continue;
                     const int set = Halves ? half : 0;
                     const uint8_t* lane = head + part * V::kLanes * at.scale_size;
@@ -100,16 +97,16 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
                     if constexpr (Second != Q4_NONE)
                         z = numbers<V>(m.second_type,
                                        head + at.second_offset(set, 0) + part * V::kLanes * at.second_size);
+                    if constexpr (Second == Q4_ZERO && kShift != 0) z = V::sub(z, V::splat(kShift));
                     for (int r = 0; r < Rows; ++r) {
                         // Whole numbers below 2^24 as long as centre and zero are: nothing is rounded before the scale.
                         const F sum_x = V::splat(Halves ? sums[2 * r + half] : sums[2 * r] + sums[2 * r + 1]);
-                        const F centred = V::fnma(Second == Q4_ZERO ? z : center, sum_x, dot[r].floats());
+                        const F centred = V::fnma(Second == Q4_ZERO ? z : center, sum_x, dots.floats(r));
                         sum[r][part] = V::fma(s, V::mul(centred, V::splat(scale[r])), sum[r][part]);
                         if constexpr (Second == Q4_OFFSET)
                             sum[r][part] = V::fma(z, V::mul(sum_x, V::splat(scale[r])), sum[r][part]);
                     }
-                    if constexpr (Halves)
-                        for (int r = 0; r < Rows; ++r) dot[r] = typename V::Dot{};
+                    if constexpr (Halves) dots = {};
                 }
             }
         }
@@ -241,5 +238,7 @@ const Kernels* kernels_of(int32_t isa);
 const Kernels& kernels_avx2();
 const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
+const Kernels& kernels_neon_dotprod();
+const Kernels& kernels_neon_i8mm();
 
 }  // namespace q4

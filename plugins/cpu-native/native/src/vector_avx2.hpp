@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "dots.hpp"
 #include "layout.hpp"
 
 namespace q4 {
@@ -11,6 +12,7 @@ namespace {  // AVX-VNNI builds on this type: neither file's copy of a function 
 struct Avx2 {
     static constexpr int kLanes = 8;
     static constexpr int kMostRows = 4;  // 16 registers: more rows of x would spill
+    static constexpr int kShift = 0;  // every unsigned byte is a level that the dot products hold
     using Floats = __m256;
     using Ints = __m256i;
 
@@ -112,6 +114,7 @@ struct Avx2 {
         }
         Floats floats() const { return _mm256_cvtepi32_ps(sum); }
     };
+    template <int Rows> using Dots = EachRow<Dot, Rows>;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "dots.hpp"
 #include "layout.hpp"
 
 namespace q4 {
@@ -10,6 +11,7 @@ namespace q4 {
 struct Avx512 {
     static constexpr int kLanes = 16;
     static constexpr int kMostRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
+    static constexpr int kShift = 0;  // every unsigned byte is a level that the dot products hold
     using Floats = __m512;
     using Ints = __m512i;
 
@@ -83,6 +85,7 @@ struct Avx512 {
         template <bool Narrow> void half() {}
         Floats floats() const { return _mm512_cvtepi32_ps(sum); }
     };
+    template <int Rows> using Dots = EachRow<Dot, Rows>;
 };
 
 }  // namespace q4

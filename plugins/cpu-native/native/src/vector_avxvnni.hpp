@@ -18,6 +18,7 @@ struct AvxVnni : Avx2 {
         template <bool Narrow> void half() {}
         Floats floats() const { return _mm256_cvtepi32_ps(sum); }
     };
+    template <int Rows> using Dots = EachRow<Dot, Rows>;
 };
 
 }  // namespace
