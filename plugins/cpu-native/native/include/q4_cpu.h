@@ -39,7 +39,8 @@ typedef enum {
     Q4_ISA_NEON_I8MM
 } q4_isa;
 
-/* One kind of prepared weight. */
+/* One kind of prepared weight. Where `second` is ZERO, bits are 4, and each code is its own level and value; where it is
+ * OFFSET, and for 8 bits, step is 1. Sizes are at most 2^30. */
 typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
@@ -95,9 +96,13 @@ int32_t q4_cpu_isa_was_run(int32_t isa);
 /* The best instruction set for who does not ask: compiled in, run on hardware before, and had by this machine. */
 int32_t q4_cpu_best_isa(void);
 int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
-/* Fill tiles [prepared_bytes] from a source; each returns 0, -1 for arguments that make no sense, -2 without memory. */
+/* Each of the following returns 0; -1 for arguments that make no sense, before anything is written: a null pointer where
+ * something is read or written, a size below 1 (a count below 0), a number that stands for no type, order, family or
+ * instruction set, rows of y that overlap, a row that is not there, an address that is no multiple of its element's size
+ * (x, y, bias, global_scale); -2 without memory. Strides of what is read may be 0 or negative. */
+/* Fill tiles [prepared_bytes] from a source. */
 int32_t q4_cpu_pack(const q4_matrix *matrix, const q4_source *source, uint8_t *tiles, int32_t threads);
-/* The inverse, for rows[count] (NULL: all): codes one per byte [count, K], scale and second as stored, contiguous. */
+/* The inverse, for rows[count] (NULL: the first `count`): codes one per byte [count, K], scale and second as stored, contiguous. */
 int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64_t *rows, int64_t count, uint8_t *codes,
                       uint8_t *scale, uint8_t *second, int32_t threads);
 int32_t q4_cpu_linear(const q4_matrix *matrix, const q4_call *call, int32_t isa);

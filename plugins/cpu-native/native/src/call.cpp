@@ -4,6 +4,7 @@
 #include <numeric>
 #include <vector>
 
+#include "checks.hpp"
 #include "kernel.hpp"
 #include "threads.hpp"
 
@@ -208,7 +209,7 @@ void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
 extern "C" int32_t q4_cpu_abi_version(void) { return Q4_CPU_ABI_VERSION; }
 
 extern "C" int32_t q4_cpu_linear(const q4_matrix* matrix, const q4_call* call, int32_t isa) {
-    if (!q4::is_sound(*matrix) || call->x_rows < 1 || q4_cpu_has_isa(isa) != 1) return -1;
+    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || q4_cpu_has_isa(isa) != 1) return -1;
     q4::watch_forks();
     try {
         q4::run_all(*matrix, *call, *q4::kernels_of(isa));

@@ -97,7 +97,6 @@ void a8_tile(const Tile& t, const Activations& x, float* y) {
                     if constexpr (Second != Q4_NONE)
                         z = numbers<V>(m.second_type,
                                        head + at.second_offset(set, 0) + part * V::kLanes * at.second_size);
-                    if constexpr (Second == Q4_ZERO && kShift != 0) z = V::sub(z, V::splat(kShift));
                     for (int r = 0; r < Rows; ++r) {
                         // Whole numbers below 2^24 as long as centre and zero are: nothing is rounded before the scale.
                         const F sum_x = V::splat(Halves ? sums[2 * r + half] : sums[2 * r] + sums[2 * r + 1]);

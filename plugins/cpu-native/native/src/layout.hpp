@@ -61,9 +61,4 @@ static inline float whole_unit(const float* table) {
     return 0.0f;
 }
 
-static inline bool is_sound(const q4_matrix& m) {
-    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
-           (m.block == 16 || m.block % kChunk == 0);
-}
-
 }  // namespace q4
