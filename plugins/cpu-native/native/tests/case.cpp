@@ -50,7 +50,7 @@ void set_levels(q4_matrix& m) {
     for (int q = 0; q < 16; ++q) m.level[q] = static_cast<uint8_t>(std::lround(m.codebook[q] / m.step) + 128);
 }
 
-void choose_codes(Random& r, q4_matrix& m, bool is_whole) {
+void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
     m.step = 1.0f;
     if (m.bits == 8) {
         for (float& value : m.codebook) value = static_cast<float>(r.between(-9, 9));  // must not matter
@@ -58,7 +58,7 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole) {
         m.center = static_cast<float>(r.between(0, 200));
         return;
     }
-    const int64_t kind = m.second != Q4_NONE ? 0 : is_whole ? r.between(0, 3) : r.between(0, 7);
+    const int64_t kind = is_extreme ? 6 : m.second != Q4_NONE ? 0 : is_whole ? r.between(0, 3) : r.between(0, 7);
     for (int q = 0; q < 16; ++q) {
         const float sign = q < 8 ? 1.0f : -1.0f;
         switch (kind) {
@@ -73,9 +73,10 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole) {
         }
     }
     set_levels(m);
-    if (kind >= 6 && r.chance(0.5)) {  // levels that have nothing to do with the codebook
-        const int64_t most = r.of<int64_t>({24, 25, 255});
+    if (is_extreme || (kind >= 6 && r.chance(0.5))) {  // levels that have nothing to do with the codebook
+        const int64_t most = r.of<int64_t>({24, 25, 32, 33, 40, 128, 255});
         for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(0, most));
+        m.level[r.between(0, 15)] = static_cast<uint8_t>(most);
         m.center = static_cast<float>(r.between(0, 510)) / 2;
         m.step = static_cast<float>(std::fabs(r.bell()) + 0.01);
     }
@@ -91,10 +92,11 @@ void choose_matrix(Random& r, Case& c, const Sizes& sizes) {
     if (is_long) m.rows = r.between(1, 4), m.columns = r.between(5000, 40000);
     m.block = r.of<int64_t>({16, 16, 32, 32, 64, 64, 96, 128, 256, ceil_div(m.columns, 32) * 32});
     m.bits = r.chance(0.15) ? 8 : 4;
-    m.second = r.chance(0.5) ? Q4_NONE : m.bits == 8 || r.chance(0.5) ? Q4_OFFSET : Q4_ZERO;
+    if (c.is_extreme) m.bits = 4;
+    m.second = c.is_extreme || r.chance(0.5) ? Q4_NONE : m.bits == 8 || r.chance(0.5) ? Q4_OFFSET : Q4_ZERO;
     m.scale_type = r.of<int32_t>({Q4_F32, Q4_F32, Q4_BF16, Q4_F16, Q4_F16, Q4_E4M3, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32});
     m.second_type = r.of<int32_t>({Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_U8, Q4_I8, Q4_I32});
-    choose_codes(r, m, c.is_whole);
+    choose_codes(r, m, c.is_whole, c.is_extreme);
     c.blocks = ceil_div(m.columns, m.block);
 }
 
@@ -182,10 +184,21 @@ void choose_source(Random& r, Memory& memory, Case& c) {
         r, {{used, &s.code_byte, true}, {ceil_div(bytes, s.group_bytes), &s.code_group, true}, {m.rows, &s.code_row, true}}, 1,
         r.chance(0.4), 1);
     uint8_t* codes = memory.take(span, r.between(0, 3), r.chance(0.2));
-    for (int64_t i = 0; i < span; ++i) codes[i] = static_cast<uint8_t>(r.next());
+    const bool is_one_code = c.is_extreme || r.chance(0.1);
+    const int64_t highest = std::max_element(m.level, m.level + 16) - m.level;
+    const auto code = static_cast<uint64_t>((c.is_extreme ? highest : r.between(0, 15)) * 17);
+    for (int64_t i = 0; i < span; ++i) codes[i] = static_cast<uint8_t>(is_one_code ? code : r.next());
     s.codes = codes + origin;
     s.scale = place_numbers(r, memory, c, false, s.scale_row, s.scale_block);
-    if (m.second != Q4_NONE) s.second = place_numbers(r, memory, c, true, s.second_row, s.second_block);
+    if (m.second == Q4_NONE) return;
+    s.second = place_numbers(r, memory, c, true, s.second_row, s.second_block);
+    if (m.second != Q4_OFFSET || m.second_type != Q4_F32 || c.is_whole || !r.chance(0.3)) return;
+    // Offsets that take a code's value away, all but what rounding leaves: a weight rounded twice would be zero there.
+    for (int64_t n = 0; n < m.rows; ++n)
+        for (int64_t b = 0; b < c.blocks; ++b) {
+            const double value = m.bits == 8 ? static_cast<int8_t>(c.code(n, b * m.block)) : static_cast<double>(m.codebook[c.code(n, b * m.block)]);
+            encode(Q4_F32, -value * decode(m.scale_type, c.number_at(false, n, b)), c.number_at(true, n, b));
+        }
 }
 
 // -- the call
@@ -194,14 +207,20 @@ void fill_row(Random& r, const Case& c, double* x) {
     const int64_t columns = c.matrix.columns;
     const auto type = c.call.x_type;
     const bool is_grid = c.is_whole || r.chance(0.4);
-    // Whole numbers times a power of two, ±127 in every 32: int8 holds them as they are.
+    // Whole numbers times a power of two, ±127 in every 32: int8 holds them as they are. All of them at an end, sums are
+    // the largest there can be; halves are ties.
+    const bool is_end = is_grid && r.chance(c.is_extreme ? 0.7 : 0.1), has_ties = is_grid && !c.is_whole && r.chance(0.3);
     const int exponent = static_cast<int>(r.between(-9, 3));
     for (int64_t first = 0; first < columns; first += 32) {
         const int64_t last = std::min(columns, first + 32), peak = r.between(first, last - 1);
         const int64_t most = r.of<int64_t>({1, 127});
         const double size = std::ldexp(1.0, static_cast<int>(r.between(-4, 4)));
         for (int64_t k = first; k < last; ++k) {
-            if (is_grid)
+            if (is_end)
+                x[k] = std::ldexp(first % 64 ? -127.0 : 127.0, exponent);
+            else if (has_ties && k != peak)
+                x[k] = std::ldexp(static_cast<double>(r.between(-252, 252)), exponent - 1);
+            else if (is_grid)
                 x[k] = std::ldexp(static_cast<double>(k == peak ? r.of<int64_t>({-127, 127}) : r.between(-most, most)), exponent);
             else
                 x[k] = r.chance(0.05) ? 0.0 : r.bell() * size;
@@ -285,6 +304,15 @@ uint8_t* Case::code_at(int64_t n, int64_t k) const {
     return const_cast<uint8_t*>(source.codes) + at;
 }
 
+uint8_t Case::code(int64_t n, int64_t k) const {
+    const uint8_t byte = *code_at(n, k);
+    if (matrix.bits == 8) return byte;
+    const bool is_high = source.order == Q4_LOW_FIRST    ? k % 2 == 1
+                         : source.order == Q4_HIGH_FIRST ? k % 2 == 0
+                                                         : k / source.half % 2 == 1;
+    return is_high ? byte >> 4 : byte & 15;
+}
+
 uint8_t* Case::number_at(bool is_second, int64_t n, int64_t block) const {
     if (is_second) return const_cast<uint8_t*>(source.second) + n * source.second_row + block * source.second_block;
     return const_cast<uint8_t*>(source.scale) + n * source.scale_row + block * source.scale_block;
@@ -297,13 +325,7 @@ void* Case::y_at(int64_t m, int64_t n) const {
 void Case::read_source() {
     codes.clear(), scale.clear(), second.clear(), scale_bytes.clear(), second_bytes.clear();
     for (int64_t n = 0; n < matrix.rows; ++n) {
-        for (int64_t k = 0; k < matrix.columns; ++k) {
-            const uint8_t byte = *code_at(n, k);
-            const bool is_high = source.order == Q4_LOW_FIRST    ? k % 2 == 1
-                                 : source.order == Q4_HIGH_FIRST ? k % 2 == 0
-                                                                 : source.half && k / source.half % 2 == 1;
-            codes.push_back(matrix.bits == 8 ? byte : is_high ? byte >> 4 : byte & 15);
-        }
+        for (int64_t k = 0; k < matrix.columns; ++k) codes.push_back(code(n, k));
         for (const bool is_second : {false, true}) {
             if (is_second && matrix.second == Q4_NONE) continue;
             const int32_t type = is_second ? matrix.second_type : matrix.scale_type;
@@ -355,6 +377,7 @@ Case make_case(uint64_t seed, Memory& memory, const Sizes& sizes) {
     Case c{};
     c.seed = seed;
     c.is_whole = r.chance(0.15);
+    c.is_extreme = !c.is_whole && r.chance(0.05);
     choose_matrix(r, c, sizes);
     choose_source(r, memory, c);
     choose_call(r, memory, c);

@@ -18,7 +18,8 @@ struct Case {
     uint8_t* y_start;  // all that rows of y and the gaps between them take
     int64_t y_bytes;
     int64_t blocks;
-    bool is_whole;  // made of whole numbers, so that float32 sums may be exact
+    bool is_whole;    // made of whole numbers, so that float32 sums may be exact
+    bool is_extreme;  // all codes at the highest level, many x at an end: where narrow sums would overflow
 
     // What the bytes mean, read back from where they lie by the header's words.
     std::vector<uint8_t> codes;                    // [N, K]
@@ -32,6 +33,7 @@ struct Case {
     std::string told() const;
 
     uint8_t* code_at(int64_t n, int64_t k) const;  // the byte that holds the code
+    uint8_t code(int64_t n, int64_t k) const;
     uint8_t* number_at(bool is_second, int64_t n, int64_t block) const;
     void* y_at(int64_t m, int64_t n) const;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "check.hpp"
@@ -20,5 +21,6 @@ int plant(const Arguments& arguments);
 int threads(const Arguments& arguments);
 int forks(const Arguments& arguments);
 int bad(const Arguments& arguments);
+int flaw(const std::string& kind);
 
 }  // namespace q4test

@@ -13,9 +13,9 @@
 // anything: then the bound is zero, and one wrong bit shows.
 //
 // int8 activations are x = level * scale with scale = amax / 127 of 32 in-features and level = x / scale to nearest, ties
-// to even. Both are single float32 operations; where x / scale lies so near a tie that another way to divide may fall on
-// the other side, one level is allowed for that in-feature. Rows with a value that is not finite, or a scale below the
-// normal numbers, are computed exactly.
+// to even. Both are single float32 operations; where x / scale lies so near a tie that multiplying by 1 / scale may
+// fall on the other side (never where scale is a power of two), one level is allowed for that in-feature. Rows with a
+// value that is not finite, or a scale below the normal numbers, are computed exactly.
 #include "reference.hpp"
 
 #include <algorithm>
@@ -105,7 +105,8 @@ Row row_of(const Case& c, int64_t i) {
             const auto at = static_cast<size_t>(k);
             const double level = static_cast<double>(static_cast<float>(x[k]) / static_cast<float>(scale));
             row.x[at] = scale * std::nearbyint(level);
-            if (std::fabs(std::fabs(level - std::floor(level)) - 0.5) < kTie) row.slack[at] = scale;
+            const bool is_near_tie = std::fabs(level - std::floor(level) - 0.5) < kTie;
+            if (is_near_tie && !is_power_of_two(scale)) row.slack[at] = scale;
         }
     }
     return row;

@@ -13,7 +13,7 @@
 namespace q4test {
 namespace {
 
-constexpr unsigned kPatience = 120;  // seconds
+constexpr unsigned kPatience = 60;  // seconds
 
 // Whether a child that does this ends, soon and well.
 bool in_child(const std::function<bool()>& work) {
