@@ -19,13 +19,13 @@ import torch
 
 from q4core import codec
 from q4core.backend import Request
-from q4core.derivatives import is_forward_mode
 from q4core.dispatch import select_backend
 from q4core.errors import PLUGIN_FAULTS, BackendUnavailableError, InputError, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.formats import Format, find_format
 from q4core.plan import as_bytes
 from q4core.registry import default_registry
+from q4core.torch_modes import is_forward_mode
 from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
 

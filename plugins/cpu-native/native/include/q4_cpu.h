@@ -50,7 +50,8 @@ typedef struct {
     int32_t second;           /* q4_second */
     int32_t second_type;      /* q4_type */
     float codebook[16];       /* value of each 4-bit code; unused for 8 bits (two's complement) */
-    /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers */
+    /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
+     * center is whole; where a level is above 24 it is 128, and no level is 0. */
     uint8_t level[16];
     float center;
     float step;

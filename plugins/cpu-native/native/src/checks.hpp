@@ -21,6 +21,12 @@ inline bool is_aligned(const void* address, int32_t type) {
     return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(size_of(type)) == 0;
 }
 
+inline bool has_sound_levels(const q4_matrix& m) {
+    if (m.bits == 8) return true;
+    if (has_wide_levels(m)) return m.center == 128.0f && *std::min_element(m.level, m.level + 16) > 0;
+    return m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
+}
+
 inline bool is_sound(const q4_matrix* matrix) {
     if (!matrix) return false;
     const q4_matrix& m = *matrix;
@@ -29,6 +35,7 @@ inline bool is_sound(const q4_matrix* matrix) {
     if (m.second != Q4_NONE && m.second != Q4_OFFSET && m.second != Q4_ZERO) return false;
     if (m.second != Q4_NONE && !is_number_type(m.second_type)) return false;
     if ((m.second == Q4_OFFSET || m.bits == 8) && m.step != 1.0f) return false;
+    if (!has_sound_levels(m)) return false;
     if (m.second != Q4_ZERO) return true;
     for (int q = 0; q < 16; ++q)
         if (m.level[q] != q || m.codebook[q] != static_cast<float>(q)) return false;

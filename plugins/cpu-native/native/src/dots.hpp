@@ -1,25 +1,28 @@
 // The dot products of a vector's rows with Rows rows of x, each row of x by itself.
 #pragma once
 
-#include "layout.hpp"
+#include "codes.hpp"
 
 namespace q4 {
 
 template <class Dot, int Rows> struct EachRow {
     Dot dot[Rows];
 
-    // Eight in-features: `low` holds the levels of the first four, `high` of the others.
-    template <bool Narrow, class Ints> [[gnu::always_inline]] void add(Ints low, Ints high, const int8_t* x) {
-        for (int r = 0; r < Rows; ++r) {
-            dot[r].template add<Narrow>(low, x + r * kChunk);
-            dot[r].template add<Narrow>(high, x + r * kChunk + 4);
-        }
+    Q4_INLINE void begin(const int32_t* start) {
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].begin(start[2 * r]);
     }
-    // After each half chunk.
-    template <bool Narrow> [[gnu::always_inline]] void half() {
-        for (Dot& one : dot) one.template half<Narrow>();
+    // Eight in-features of each row: the levels of the first four, and of the others.
+    template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x) {
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].add(first, x + r * kChunk);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].add(others, x + r * kChunk + 4);
     }
-    [[gnu::always_inline]] auto floats(int row) const { return dot[row].floats(); }
+    Q4_INLINE void half() {
+        for (int r = 0; r < Rows; ++r) dot[r].half();
+    }
+    Q4_INLINE auto floats(int row) { return dot[row].floats(); }
 };
 
 }  // namespace q4

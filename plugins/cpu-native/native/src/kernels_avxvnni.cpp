@@ -1,8 +1,7 @@
-#include "kernel.hpp"
-#include "quantize.hpp"
+#include "pick.hpp"
 #include "vector_avxvnni.hpp"
 
 const q4::Kernels& q4::kernels_avxvnni() {
-    static const Kernels kernels{kernel_for<AvxVnni>, AvxVnni::kMostRows, quantize_chunk<AvxVnni>};
+    static const Kernels kernels = make_kernels<AvxVnni>();
     return kernels;
 }

@@ -1,8 +1,7 @@
-#include "kernel.hpp"
-#include "quantize.hpp"
+#include "pick.hpp"
 #include "vector_neon.hpp"
 
 const q4::Kernels& q4::kernels_neon_i8mm() {
-    static const Kernels kernels{kernel_for<NeonI8mm>, NeonI8mm::kMostRows, quantize_chunk<NeonI8mm>};
+    static const Kernels kernels = make_kernels<NeonI8mm>();
     return kernels;
 }
