@@ -40,19 +40,15 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
     const float* scale = x.scale + chunk * Rows;
     const int32_t* start = x.start + chunk * Rows * 2;
     const float* side = x.side + chunk * Rows * 2;
-    typename V::template Dot<Kind> dot[Rows];
+    typename V::template Dots<Kind, Rows> dots;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-        if (Halves || half == 0)
-            for (int r = 0; r < Rows; ++r) dot[r].begin(start[2 * r + half]);
-#pragma GCC unroll 4
-        for (int step = 4 * half; step < 4 * half + 4; ++step) {
-            const auto line = source.levels(step, part);
-#pragma GCC unroll 16
-            for (int r = 0; r < Rows; ++r) dot[r].add(line, levels + r * kChunk + step * 4);
-        }
+        if (Halves || half == 0) dots.begin(start + half);
+#pragma GCC unroll 2
+        for (int step = 4 * half; step < 4 * half + 4; step += 2)
+            dots.add(source.levels(step, part), source.levels(step + 1, part), levels + step * 4);
         if (!Halves && half == 0) {
-            for (int r = 0; r < Rows; ++r) dot[r].half();
+            dots.half();
             continue;
         }
         const int set = Halves ? half : 0;
@@ -61,7 +57,7 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
         if constexpr (Second != Q4_NONE) z = source.second(set, part);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) {
-            F whole = dot[r].floats();
+            F whole = dots.floats(r);
             const F beside = V::splat(side[2 * r + set]);
             // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
             if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);

@@ -201,25 +201,11 @@ void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
 
 extern "C" int32_t q4_cpu_abi_version(void) { return Q4_CPU_ABI_VERSION; }
 
-extern "C" int32_t q4_cpu_best_isa(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni"))
-        return Q4_ISA_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return Q4_ISA_AVX2;
-#endif
-    return Q4_ISA_NONE;
-}
-
 extern "C" int32_t q4_cpu_linear(const q4_matrix* matrix, const q4_call* call, int32_t isa) {
-    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || isa <= Q4_ISA_NONE || isa > q4_cpu_best_isa()) return -1;
+    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || q4_cpu_has_isa(isa) != 1) return -1;
     q4::watch_forks();
     try {
-#if defined(__x86_64__)
-        q4::run_all(*matrix, *call, isa == Q4_ISA_AVX512 ? q4::kernels_avx512() : q4::kernels_avx2());
-#endif
+        q4::run_all(*matrix, *call, *q4::kernels_of(isa));
     } catch (...) {  // no memory for scratch; nothing may be thrown across the C ABI
         return -2;
     }

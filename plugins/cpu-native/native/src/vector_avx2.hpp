@@ -3,9 +3,10 @@
 
 #include <immintrin.h>
 
-#include "layout.hpp"
+#include "dots.hpp"
 
 namespace q4 {
+namespace {  // AVX-VNNI builds on this type: neither file's copy of a function may stand in for the other's
 
 struct Avx2 {
     static constexpr int kLanes = 8;
@@ -149,6 +150,8 @@ struct Avx2 {
             return _mm256_cvtepi32_ps(sum);
         }
     };
+    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
 };
 
+}  // namespace
 }  // namespace q4

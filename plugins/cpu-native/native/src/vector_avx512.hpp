@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "layout.hpp"
+#include "dots.hpp"
 
 namespace q4 {
 
@@ -108,6 +108,7 @@ struct Avx512 {
         void half() {}
         Floats floats() { return _mm512_cvtepi32_ps(sum); }
     };
+    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
 };
 
 }  // namespace q4

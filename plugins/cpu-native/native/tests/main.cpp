@@ -38,9 +38,10 @@ int main(int count, char** values) {
     if (words.empty()) return usage();
     const std::string command = words[0];
     if (command == "flaw") return words.size() == 2 ? flaw(words[1]) : usage();
-    arguments.isas = isas_here();
+    arguments.isas = isas(1);
     if (command == "isas") {
         for (const Isa& isa : arguments.isas) std::puts(isa.name);
+        for (const Isa& isa : isas(0)) std::fprintf(stderr, "%s: not on this machine\n", isa.name);
         return arguments.isas.empty() ? 1 : 0;
     }
     size_t next = 1;
