@@ -9,25 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from q4core.errors import InputError
 from q4core.ops import LIBRARY, run_op
+from q4core.torch_modes import below_autograd, dispatch_modes, is_forward_mode, is_transformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["is_forward_mode", "is_transformed", "linear_function"]
-
-
-def is_forward_mode() -> bool:
-    """Return whether forward-mode differentiation is on, in which any tensor may carry a tangent."""
-    return forward_ad._current_level >= 0  # noqa: SLF001  # torch has no public way to ask
-
-
-def is_transformed() -> bool:
-    """Return whether a ``torch.func`` transform is being run."""
-    return _transforms() is not None
+__all__ = ["linear_function"]
 
 
 def linear_function(
@@ -49,17 +39,17 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, bias: torch.Tensor | None, plan: str, *buffers: torch.Tensor) -> torch.Tensor:
-        with _below_autograd():
+        with below_autograd():
             y: torch.Tensor = torch.ops.q4core.linear.default(x, list(buffers), bias, plan)
         return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        del output
         _, bias, ctx.plan, *buffers = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*buffers)
         ctx.save_for_forward(*buffers)
-        ctx.rows_shape = output.shape
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -72,11 +62,9 @@ class _LinearFunction(torch.autograd.Function):
         return (grad_x, grad_bias, None, *([None] * len(buffers)))
 
     @staticmethod
-    def jvp(ctx: Any, x: torch.Tensor | None, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
-        buffers = list(ctx.saved_tensors)
-        if x is None:  # then there is a tangent of the bias, whose shape says nothing of x's rows
-            return bias.expand(ctx.rows_shape) if bias is not None else torch.zeros(())
-        tangent = _differentiable(x, ctx.plan, buffers, to_input=False)
+    def jvp(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, *_: None) -> torch.Tensor:
+        """Take the tangents of x and of the bias: torch fills in zeros for one of them, and None is no bias at all."""
+        tangent = _differentiable(x, ctx.plan, list(ctx.saved_tensors), to_input=False)
         return tangent if bias is None else tangent + bias
 
     @staticmethod
@@ -105,7 +93,7 @@ def _linear_autograd(
     ``register_autograd`` would cost 6 µs more per call. With plain tensors and nothing that watches dispatch, the
     kernel below is called straight away, which saves a second round through the dispatcher (5 µs).
     """
-    if _transforms() is not None:
+    if is_transformed():
         raise InputError(
             "q4core::linear",
             name="the op",
@@ -116,17 +104,13 @@ def _linear_autograd(
         torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     ):
         return linear_function(x, buffers, bias, plan)
-    if type(x) is torch.Tensor and not _dispatch_modes() and _transforms() is None and not x.is_meta:
+    if type(x) is torch.Tensor and not dispatch_modes() and not x.is_meta:
         return run_op(x, buffers, bias, plan, None)
-    with _below_autograd():
+    with below_autograd():
         y: torch.Tensor = torch.ops.q4core.linear.default(x, buffers, bias, plan)
     return y
 
 
-# There are no public ways to go below autograd, or to ask who watches dispatch.
-_below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 LIBRARY.impl("linear", _linear_autograd, "Autograd")
 
 
@@ -135,7 +119,7 @@ class _ExactFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: torch.Tensor, plan: str, to_input: bool, *buffers: torch.Tensor) -> torch.Tensor:  # noqa: FBT001  # autograd passes arguments by position
-        with _below_autograd():
+        with below_autograd():
             result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
         return result
 
@@ -183,7 +167,7 @@ def _differentiable(
     tensor: torch.Tensor, plan: str, buffers: Sequence[torch.Tensor], *, to_input: bool
 ) -> torch.Tensor:
     """Compute exactly: by the function under torch.func, which has rules for it, else by the op, for tracing."""
-    if _transforms() is not None:
+    if is_transformed():
         return exact_function(tensor, plan, buffers, to_input=to_input)
     result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
     return result
@@ -197,7 +181,7 @@ def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor
     def run(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
         if is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad):
             return exact_function(tensor, plan, buffers, to_input=to_input)
-        with _below_autograd():
+        with below_autograd():
             result: torch.Tensor = _exact_op(to_input)(tensor, buffers, plan)
         return result
 

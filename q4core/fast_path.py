@@ -15,25 +15,21 @@ from torch.autograd import forward_ad
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.plan import raise_broken_call
+from q4core.torch_modes import dispatch_modes, function_modes, innermost_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core.packed_module import PackedModule
     from q4core.preparation import PreparedLayer
+    from q4core.weight_owner import WeightOwner
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
 __all__ = ["make_fast_path"]
 
-# There are no public ways to ask who watches dispatch.
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
-_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
-_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-
 
 def make_fast_path(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: PackedModule, ready: PreparedLayer
+    layer: WeightOwner, ready: PreparedLayer
 ) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
 
@@ -51,7 +47,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
     segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
-    dispatch_modes, function_modes, transforms = _dispatch_modes, _function_modes, _transforms
+    modes, overrides, transform = dispatch_modes, function_modes, innermost_transform
 
     def fast(  # noqa: C901, PLR0911, PLR0912  # as above
         x: torch.Tensor, out: torch.Tensor | None
@@ -60,10 +56,10 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
             type(x) is not plain
             or x.dtype is not dtype
             or not x.is_cpu
-            or dispatch_modes()
-            or function_modes()
-            or transforms() is not None
-            or forward_ad._current_level >= 0  # noqa: SLF001  # any tensor may carry a tangent
+            or modes()
+            or overrides()
+            or transform() is not None
+            or forward_ad._current_level >= 0  # noqa: SLF001  # is_forward_mode, without the call
             or not x.is_contiguous()
         ):
             return None

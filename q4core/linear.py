@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from q4core.codec import dequantize
-from q4core.derivatives import is_forward_mode, is_transformed, linear_function
+from q4core.derivatives import linear_function
 from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError
 from q4core.formats import BlockOrder
@@ -16,6 +16,7 @@ from q4core.plan import UNTRACEABLE_PLAN
 from q4core.policy import UnifiedMemoryPolicy
 from q4core.preparation import tell_memory
 from q4core.registry import default_registry
+from q4core.torch_modes import is_forward_mode, is_transformed
 from q4core.weight_info import WeightInfo
 
 __all__ = ["Q4Linear"]

@@ -9,7 +9,7 @@ import torch
 from q4core.errors import InputError
 
 if TYPE_CHECKING:
-    from q4core.packed_module import PackedModule
+    from q4core.weight_owner import WeightOwner
 
 __all__ = ["FLOATS", "check_index", "check_out", "fits_as_bias", "refuse_bias", "refuse_input"]
 
@@ -17,7 +17,7 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that a layer may take and give."""
 
 
-def refuse_input(layer: PackedModule, x: Any) -> NoReturn:
+def refuse_input(layer: WeightOwner, x: Any) -> NoReturn:
     """Say what is wrong with an x that the layer can't take; called only for such a one."""
     label = f"layer {layer.name!r}"
     if not isinstance(x, torch.Tensor):
@@ -46,7 +46,7 @@ def refuse_input(layer: PackedModule, x: Any) -> NoReturn:
     )
 
 
-def fits_as_bias(layer: PackedModule, bias: object) -> bool:
+def fits_as_bias(layer: WeightOwner, bias: object) -> bool:
     """Return whether a bias may go to the backend as it is (but for its stride)."""
     return (
         isinstance(bias, torch.Tensor)
@@ -57,7 +57,7 @@ def fits_as_bias(layer: PackedModule, bias: object) -> bool:
     )
 
 
-def refuse_bias(layer: PackedModule, bias: object) -> NoReturn:
+def refuse_bias(layer: WeightOwner, bias: object) -> NoReturn:
     """Say what is wrong with a bias that does not fit; called only for such a one."""
     got = f"{bias.dtype} {list(bias.shape)} on {bias.device}" if isinstance(bias, torch.Tensor) else type(bias).__name__
     raise InputError(
@@ -68,7 +68,7 @@ def refuse_bias(layer: PackedModule, bias: object) -> NoReturn:
     )
 
 
-def check_index(layer: PackedModule, index: object) -> torch.Tensor:
+def check_index(layer: WeightOwner, index: object) -> torch.Tensor:
     """Return the row numbers as a vector.
 
     Raises:
@@ -86,7 +86,7 @@ def check_index(layer: PackedModule, index: object) -> torch.Tensor:
     return flat
 
 
-def check_out(layer: PackedModule, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+def check_out(layer: WeightOwner, x: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
     """Refuse an ``out`` or ``out_dtype`` that does not fit x and the layer."""
     label = f"layer {layer.name!r}"
     if out_dtype is not None and out_dtype not in FLOATS:

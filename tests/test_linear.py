@@ -1,12 +1,10 @@
-"""``Q4Linear``: values, gradients, refusals, and every way of moving, copying and saving it."""
+"""``Q4Linear``: values, gradients, refusals, and every way of moving and saving it."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import io
 import multiprocessing
-import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -246,28 +244,6 @@ def test_loaded_state_is_a_copy(session: q4.Session) -> None:
     y = layer(_x(1, K))
     state["weight.scale"].zero_()
     assert torch.equal(layer(_x(1, K)), y)
-
-
-def test_deepcopy_is_independent(session: q4.Session) -> None:
-    """A deep copy computes the same, counts for itself, and outlives the original's close."""
-    layer = session.linear(_weight(), _x(N))
-    twin = copy.deepcopy(layer)
-    x = _x(2, K)
-    assert torch.equal(twin(x), layer(x))
-    assert twin.diagnostics().calls == (1,)
-    layer.close()
-    assert twin(x).shape == (2, N)
-    own = {buffer.data_ptr() for buffer in twin.buffers()}
-    assert own.isdisjoint({buffer.data_ptr() for buffer in session.linear(_weight()).buffers()})
-
-
-def test_pickle_prepares_again() -> None:
-    """A pickled layer carries the canonical weight and selects for itself where it is loaded."""
-    layer = q4.Session().linear(_weight("q4_1"), _x(N))
-    twin = pickle.loads(pickle.dumps(layer))  # noqa: S301  # our own bytes
-    x = _x(2, K)
-    assert torch.equal(twin(x), layer(x))
-    assert twin.name == "proj"
 
 
 def test_half_keeps_codes_and_scales_and_takes_half_inputs(session: q4.Session) -> None:

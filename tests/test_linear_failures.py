@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -168,23 +167,6 @@ def test_a_layer_made_while_its_session_closes_is_closed() -> None:
     with pytest.raises(q4.LifecycleError):
         backend.session.linear(_weight())
     assert backend.session.layers() == []
-
-
-def test_deepcopy_keeps_hooks_and_attributes() -> None:
-    """A copy runs the hooks and has the attributes that a user put on the layer, like any module's copy."""
-    layer = _layer()
-    layer.register_forward_hook(lambda _module, _args, y: y * 2)
-    layer.tag_of_mine = {"a": [1]}  # type: ignore[assignment]
-    layer.register_buffer("extra", torch.ones(3))
-    twin = copy.deepcopy(layer)
-    assert torch.equal(twin(X), layer(X))
-    assert torch.equal(twin(X), _layer()(X) * 2)
-    assert twin.tag_of_mine == {"a": [1]}
-    assert twin.tag_of_mine is not layer.tag_of_mine
-    assert torch.equal(twin.get_buffer("extra"), torch.ones(3))
-    assert twin.get_buffer("extra") is not layer.get_buffer("extra")
-    assert twin.diagnostics().calls == (2,)
-    assert layer.diagnostics().calls == (1,)
 
 
 BAD_CALLS: dict[str, tuple[Callable[[], Any], type[q4.Q4Error], str]] = {

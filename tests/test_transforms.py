@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from fakes import FakeBackend, registry
@@ -12,6 +16,7 @@ import q4core as q4
 # torch itself warns when it first loads what forward mode needs.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 N, K = 40, 64
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _weight() -> q4.PackedWeight:
@@ -27,6 +32,11 @@ def layer(request: pytest.FixtureRequest) -> q4.Q4Linear:
 
 def _dense() -> torch.Tensor:
     return q4.dequantize(_weight())
+
+
+def _dense_linear() -> Linear:
+    dense = _dense()  # now: nothing random may run under vmap
+    return lambda x, bias: torch.nn.functional.linear(x, dense, bias)
 
 
 X = torch.randn(3, K, generator=torch.Generator().manual_seed(4))
@@ -52,6 +62,51 @@ def test_forward_mode_of_the_bias() -> None:
     with forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(layer.with_bias(X, forward_ad.make_dual(torch.zeros(N), seed))).tangent
     torch.testing.assert_close(tangent, seed.expand(3, N))
+
+
+def _batched(shape: tuple[int, ...], dim: int | None, seed: int) -> torch.Tensor:
+    """Return random numbers of a shape, with a batch axis of 4 at ``dim``."""
+    full = list(shape)
+    if dim is not None:
+        full.insert(dim, 4)
+    return torch.randn(full, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("x_dim", "bias_dim", "tangent_dim"),
+    list(itertools.product((None, 0, 1), repeat=3))[1:],  # vmap wants a batch of something
+)
+def test_vmap_of_jvp_of_the_bias(x_dim: int | None, bias_dim: int | None, tangent_dim: int | None) -> None:
+    """A batch of tangents of the bias, of biases, of x, or of any of them: y and its tangent are F.linear's."""
+    layer = q4.Session(registry=registry(FakeBackend())).linear(_weight())
+    x, bias = _batched((3, K), x_dim, 7), _batched((N,), bias_dim, 8)
+    tangent = _batched((N,), tangent_dim, 9)
+
+    def differentiate(linear: Linear) -> Any:
+        def one(x: torch.Tensor, bias: torch.Tensor, tangent: torch.Tensor) -> Any:
+            return torch.func.jvp(lambda moved: linear(x, moved), (bias,), (tangent,))
+
+        return torch.func.vmap(one, in_dims=(x_dim, bias_dim, tangent_dim))(x, bias, tangent)
+
+    torch.testing.assert_close(differentiate(layer.with_bias), differentiate(_dense_linear()))
+
+
+@pytest.mark.parametrize("x_dim", [None, 0, 1])
+@pytest.mark.parametrize("bias_dim", [0, 1])
+@pytest.mark.parametrize("moved", ["bias", "x and bias"])
+def test_jvp_of_vmap_of_the_bias(x_dim: int | None, bias_dim: int, moved: str) -> None:
+    """Forward mode over a batch of biases gives F.linear's y and tangent, whether x has a tangent as well or not."""
+    layer = q4.Session(registry=registry(FakeBackend())).linear(_weight())
+    x, bias = _batched((3, K), x_dim, 7), _batched((N,), bias_dim, 8)
+    x_tangent, tangent = _batched((3, K), x_dim, 9), _batched((N,), bias_dim, 10)
+
+    def differentiate(linear: Linear) -> Any:
+        mapped = torch.func.vmap(linear, in_dims=(x_dim, bias_dim))
+        if moved == "bias":
+            return torch.func.jvp(lambda bias: mapped(x, bias), (bias,), (tangent,))
+        return torch.func.jvp(mapped, (x, bias), (x_tangent, tangent))
+
+    torch.testing.assert_close(differentiate(layer.with_bias), differentiate(_dense_linear()))
 
 
 def test_func_jvp_and_jacfwd(layer: q4.Q4Linear) -> None:

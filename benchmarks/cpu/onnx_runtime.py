@@ -64,8 +64,9 @@ def _model(problem: Problem, weight: _Weight, copies: int, onnx: Any) -> bytes:
     helper = onnx.helper
     initializers, nodes, outputs = [], [], []
     for copy in range(copies):
+        # The runtime keeps one prepacked buffer for equal constants, which then stays in the cache: no two are equal.
         initializers += [
-            numpy_helper.from_array(weight.codes, f"codes{copy}"),
+            numpy_helper.from_array(np.roll(weight.codes, copy, axis=0), f"codes{copy}"),
             numpy_helper.from_array(weight.scales, f"scales{copy}"),
         ]
         nodes.append(

@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 1
+#define Q4_CPU_ABI_VERSION 2
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -29,9 +29,18 @@ typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 }
 typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
 typedef enum { Q4_EXACT, Q4_A8 } q4_family;
-typedef enum { Q4_ISA_NONE, Q4_ISA_AVX2, Q4_ISA_AVX512 } q4_isa;
+/* Where a machine has several, the later one is preferred. */
+typedef enum {
+    Q4_ISA_NONE,
+    Q4_ISA_AVX2,
+    Q4_ISA_AVXVNNI,
+    Q4_ISA_AVX512,
+    Q4_ISA_NEON_DOTPROD,
+    Q4_ISA_NEON_I8MM
+} q4_isa;
 
-/* One kind of prepared weight. */
+/* One kind of prepared weight. Where `second` is ZERO, bits are 4, and each code is its own level and value; where it is
+ * OFFSET, and for 8 bits, step is 1. Sizes are at most 2^30. */
 typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
@@ -41,7 +50,8 @@ typedef struct {
     int32_t second;           /* q4_second */
     int32_t second_type;      /* q4_type */
     float codebook[16];       /* value of each 4-bit code; unused for 8 bits (two's complement) */
-    /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers */
+    /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
+     * center is whole; where a level is above 24 it is 128, and no level is 0. */
     uint8_t level[16];
     float center;
     float step;
@@ -78,12 +88,22 @@ typedef struct {
 } q4_call;
 
 int32_t q4_cpu_abi_version(void);
-/* The best instruction set that was compiled in and that this machine has. */
+/* The name of an instruction set, as people write it; NULL for a number that is none. */
+const char *q4_cpu_isa_name(int32_t isa);
+/* 1 where this machine has it, 0 where it has not, -1 where it was not compiled in. */
+int32_t q4_cpu_has_isa(int32_t isa);
+/* Whether its kernels were ever run on hardware. Those of the others run only for who asks for them by name. */
+int32_t q4_cpu_isa_was_run(int32_t isa);
+/* The best instruction set for who does not ask: compiled in, run on hardware before, and had by this machine. */
 int32_t q4_cpu_best_isa(void);
 int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
-/* Fill tiles [prepared_bytes] from a source; each returns 0, -1 for arguments that make no sense, -2 without memory. */
+/* Each of the following returns 0; -1 for arguments that make no sense, before anything is written: a null pointer where
+ * something is read or written, a size below 1 (a count below 0), a number that stands for no type, order, family or
+ * instruction set, rows of y that overlap, a row that is not there, an address that is no multiple of its element's size
+ * (x, y, bias, global_scale); -2 without memory. Strides of what is read may be 0 or negative. */
+/* Fill tiles [prepared_bytes] from a source. */
 int32_t q4_cpu_pack(const q4_matrix *matrix, const q4_source *source, uint8_t *tiles, int32_t threads);
-/* The inverse, for rows[count] (NULL: all): codes one per byte [count, K], scale and second as stored, contiguous. */
+/* The inverse, for rows[count] (NULL: the first `count`): codes one per byte [count, K], scale and second as stored, contiguous. */
 int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64_t *rows, int64_t count, uint8_t *codes,
                       uint8_t *scale, uint8_t *second, int32_t threads);
 int32_t q4_cpu_linear(const q4_matrix *matrix, const q4_call *call, int32_t isa);

@@ -1,8 +1,7 @@
-#include "kernel.hpp"
-#include "quantize.hpp"
+#include "pick.hpp"
 #include "vector_avx512.hpp"
 
 const q4::Kernels& q4::kernels_avx512() {
-    static const Kernels kernels{kernel_for<Avx512>, Avx512::kMostRows, quantize_chunk<Avx512>};
+    static const Kernels kernels = make_kernels<Avx512>();
     return kernels;
 }

@@ -61,9 +61,10 @@ static inline float whole_unit(const float* table) {
     return 0.0f;
 }
 
-static inline bool is_sound(const q4_matrix& m) {
-    return m.rows > 0 && m.columns > 0 && (m.bits == 4 || m.bits == 8) && m.block > 0 &&
-           (m.block == 16 || m.block % kChunk == 0);
+// Levels above this are wide: AVX2 multiplies them as signed numbers, which they become less 128.
+constexpr int kNarrowLevel = 24;
+static inline bool has_wide_levels(const q4_matrix& m) {
+    return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
 
 }  // namespace q4

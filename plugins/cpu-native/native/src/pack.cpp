@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "checks.hpp"
 #include "layout.hpp"
 #include "threads.hpp"
 
@@ -9,7 +10,7 @@ namespace q4 {
 namespace {
 
 // The codes of one row, one per byte, in the order of in-features.
-void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, std::vector<uint8_t>& bytes, uint8_t* codes) {
+void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, uint8_t* bytes, uint8_t* codes) {
     const int64_t count = m.bits == 8 ? m.columns : s.order == Q4_HALF_SPLIT
                               ? ceil_div(m.columns, 2 * int64_t{s.half}) * s.half
                               : ceil_div(m.columns, 2);
@@ -17,11 +18,11 @@ void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, std::v
         const uint8_t* group = row + first / s.group_bytes * s.code_group;
         const int64_t length = std::min(s.group_bytes, count - first);
         if (s.code_byte == 1)
-            std::memcpy(bytes.data() + first, group, static_cast<size_t>(length));
+            std::memcpy(bytes + first, group, static_cast<size_t>(length));
         else
-            for (int64_t j = 0; j < length; ++j) bytes[static_cast<size_t>(first + j)] = group[j * s.code_byte];
+            for (int64_t j = 0; j < length; ++j) bytes[first + j] = group[j * s.code_byte];
     }
-    const uint8_t* in = bytes.data();
+    const uint8_t* in = bytes;
     switch (s.order) {
     case Q4_BYTES: std::memcpy(codes, in, static_cast<size_t>(m.columns)); break;
     case Q4_LOW_FIRST:
@@ -36,15 +37,18 @@ void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, std::v
     }
 }
 
-void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t tile, uint8_t* out,
-               std::vector<uint8_t>& bytes, std::vector<uint8_t>& codes) {
+// Room for the codes of a row, in whole groups of HALF_SPLIT and whole chunks.
+int64_t row_room(const Layout& at, const q4_source& s) { return at.chunks * kChunk + 2 * std::max<int64_t>(s.half, 1); }
+
+void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t tile, uint8_t* out, uint8_t* bytes,
+               uint8_t* codes) {
     std::memset(out, 0, static_cast<size_t>(at.tile_bytes));
     const int64_t first = tile * kTileRows;
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m.rows - first));
     const int64_t blocks = ceil_div(m.columns, m.block);
     for (int r = 0; r < rows; ++r) {
-        read_row(m, s, s.codes + (first + r) * s.code_row, bytes, codes.data());
-        std::fill(codes.begin() + m.columns, codes.end(), uint8_t{0});  // the padding nibbles of the source
+        read_row(m, s, s.codes + (first + r) * s.code_row, bytes, codes);
+        std::fill(codes + m.columns, codes + at.chunks * kChunk, uint8_t{0});  // over the padding nibbles of the source
         for (int64_t g = 0; g < at.groups; ++g) {
             uint8_t* group = out + at.group_offset(g);
             for (int set = 0; set < at.sets; ++set) {
@@ -59,7 +63,7 @@ void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t
             }
             const int64_t last = std::min(at.chunks, (g + 1) * at.group_chunks);
             for (int64_t chunk = g * at.group_chunks; chunk < last; ++chunk) {
-                const uint8_t* from = codes.data() + chunk * kChunk;
+                const uint8_t* from = codes + chunk * kChunk;
                 uint8_t* data = group + at.head_bytes + (chunk - g * at.group_chunks) * at.chunk_bytes + r * 4;
                 if (m.bits == 8)
                     for (int line = 0; line < 8; ++line) std::memcpy(data + 64 * line, from + 4 * line, 4);
@@ -72,35 +76,52 @@ void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t
     }
 }
 
+// Waking threads costs more than moving this much.
+constexpr int64_t kAloneBytes = 64 << 10;
+
+int32_t team_for(const Layout& at, int64_t rows, int32_t threads) {
+    return ceil_div(rows, kTileRows) * at.tile_bytes < kAloneBytes ? 1 : threads;
+}
+
 }  // namespace
 }  // namespace q4
 
 extern "C" int64_t q4_cpu_prepared_bytes(const q4_matrix* matrix) {
-    if (!q4::is_sound(*matrix)) return -1;
+    if (!q4::is_sound(matrix)) return -1;
     const q4::Layout at(*matrix);
     return at.tiles * at.tile_bytes;
 }
 
 extern "C" int32_t q4_cpu_pack(const q4_matrix* matrix, const q4_source* source, uint8_t* tiles, int32_t threads) {
-    if (!q4::is_sound(*matrix)) return -1;
+    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, source) || !tiles || threads < 1) return -1;
     const q4::Layout at(*matrix);
+    threads = q4::team_for(at, matrix->rows, threads);
     q4::watch_forks();
-    q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int) {
-        const auto padded = static_cast<size_t>(at.chunks * q4::kChunk + 2 * std::max(source->half, 1));
-        std::vector<uint8_t> bytes(padded), codes(padded);
-        for (int64_t tile = from; tile < to; ++tile)
-            q4::pack_tile(*matrix, at, *source, tile, tiles + tile * at.tile_bytes, bytes, codes);
-    });
+    try {
+        // Taken here, because nothing may be thrown out of a thread.
+        const int64_t room = q4::row_room(at, *source);
+        std::vector<uint8_t> rows(static_cast<size_t>(q4::team_size(at.tiles, threads) * 2 * room));
+        q4::parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {
+            uint8_t* bytes = rows.data() + thread * 2 * room;
+            for (int64_t tile = from; tile < to; ++tile)
+                q4::pack_tile(*matrix, at, *source, tile, tiles + tile * at.tile_bytes, bytes, bytes + room);
+        });
+    } catch (...) {
+        return -2;
+    }
     return 0;
 }
 
 extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, const int64_t* rows, int64_t count,
                                  uint8_t* codes, uint8_t* scale, uint8_t* second, int32_t threads) {
-    if (!q4::is_sound(*matrix)) return -1;
+    if (!q4::is_sound(matrix) || !q4::are_sound(*matrix, rows, count) || !tiles || threads < 1) return -1;
+    if (count == 0) return 0;
+    if (!codes || !scale || (matrix->second != Q4_NONE && !second)) return -1;
     const q4_matrix& m = *matrix;
     const q4::Layout at(m);
     const int64_t blocks = q4::ceil_div(m.columns, m.block);
-    q4::parallel(count, threads, [&](int64_t from, int64_t to, int) {
+    q4::watch_forks();
+    const auto unpack = [&](int64_t from, int64_t to, int) {
         for (int64_t i = from; i < to; ++i) {
             const int64_t n = rows ? rows[i] : i;
             const int r = static_cast<int>(n % q4::kTileRows);
@@ -126,6 +147,11 @@ extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, 
                 codes[i * m.columns + k] = code;
             }
         }
-    });
+    };
+    try {
+        q4::parallel(count, q4::team_for(at, count, threads), unpack);
+    } catch (...) {
+        return -2;
+    }
     return 0;
 }

@@ -3,45 +3,37 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+
+#include "codes.hpp"
 
 namespace q4 {
 
-// Not finite in, NaN out: the caller computes such a row exactly. V tells the copies of the instruction sets apart, of
-// which the linker would otherwise keep any one.
-template <class V> float quantize_chunk(const float* x, int8_t* levels, float* sums) {
-    float amax = 0.0f;
-    for (int j = 0; j < 32; ++j) amax = std::fabs(x[j]) > amax ? std::fabs(x[j]) : amax;
-    bool finite = true;
-    for (int j = 0; j < 32; ++j) finite &= std::fabs(x[j]) <= 3.4028234e38f;
-    if (!finite) {
-        sums[0] = sums[1] = __builtin_nanf("");
-        for (int j = 0; j < 32; ++j) levels[j] = 0;
-        return __builtin_nanf("");
-    }
+// 32 numbers of any floating type to float32.
+template <class V> void widen_chunk(const uint8_t* from, int32_t type, float* to) {
+    for (int k = 0; k < kChunk; k += V::kLanes) V::store(to + k, numbers<V>(type, from + k * size_of(type)));
+}
+
+// Returns the scale; levels, and the sum of each half's. NaN, with levels of 0, where int8 can't hold the numbers: one is
+// not finite, or amax / 127 is below the normal numbers, by which levels would overflow. The caller computes such a row
+// exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep any one.
+template <class V> float quantize_chunk(const float* x, int8_t* levels, int32_t* sums) {
+    int32_t bits[kChunk], most = 0;
+    std::memcpy(bits, x, sizeof bits);
+    for (int j = 0; j < kChunk; ++j) most = std::max(most, bits[j] & 0x7fffffff);  // of finite numbers, NaNs on top
+    float amax;
+    std::memcpy(&amax, &most, 4);
     const float scale = amax / 127.0f;
-    // Where amax / 127 underflows, levels computed by it would overflow.
-    if (!(scale >= 1.1754944e-38f)) {
-        if (amax == 0.0f) {
-            sums[0] = sums[1] = 0.0f;
-            for (int j = 0; j < 32; ++j) levels[j] = 0;
-            return 0.0f;
-        }
-        sums[0] = sums[1] = __builtin_nanf("");
-        for (int j = 0; j < 32; ++j) levels[j] = 0;
-        return __builtin_nanf("");  // below the smallest normal number: computed exactly as well
+    sums[0] = sums[1] = 0;
+    if (most == 0 || most >= 0x7f800000 || !(scale >= 1.1754944e-38f)) {
+        std::memset(levels, 0, kChunk);
+        return most == 0 ? 0.0f : __builtin_nanf("");
     }
-    int32_t half[2] = {0, 0};
-    for (int h = 0; h < 2; ++h) {
-        int32_t sum = 0;
-        for (int j = 0; j < 16; ++j) {
-            const int32_t level = static_cast<int32_t>(std::nearbyintf(x[16 * h + j] / scale));
-            levels[16 * h + j] = static_cast<int8_t>(level);
-            sum += level;
-        }
-        half[h] = sum;
-    }
-    sums[0] = static_cast<float>(half[0]);
-    sums[1] = static_cast<float>(half[1]);
+    int32_t whole[kChunk];
+    for (int j = 0; j < kChunk; ++j) whole[j] = static_cast<int32_t>(std::nearbyintf(x[j] / scale));
+    for (int j = 0; j < kChunk; ++j) levels[j] = static_cast<int8_t>(whole[j]);
+    for (int j = 0; j < 16; ++j) sums[0] += whole[j];
+    for (int j = 16; j < 32; ++j) sums[1] += whole[j];
     return scale;
 }
 

@@ -3,13 +3,18 @@
 
 #include <immintrin.h>
 
-#include "layout.hpp"
+#include "dots.hpp"
 
 namespace q4 {
+namespace {  // AVX-VNNI builds on this type: neither file's copy of a function may stand in for the other's
 
 struct Avx2 {
     static constexpr int kLanes = 8;
-    static constexpr int kMostRows = 4;  // 16 registers: more rows of x would spill
+    static constexpr int kDirectRows = 4;  // 16 registers: more rows of x would spill
+    static constexpr int kExactPanelRows = 6, kA8PanelRows = 4;
+    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12;
+    static constexpr int kKinds = 2, kNarrow = 0, kWide = 1;
+    static constexpr bool kIsWideSigned = true;
     using Floats = __m256;
     using Ints = __m256i;
 
@@ -19,7 +24,25 @@ struct Avx2 {
     static Floats fnma(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a b
     static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
     static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+    static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+    static Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+    static Floats load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
+    static void store(uint8_t* to, Ints v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }
+    static void store_f16(uint8_t* to, Floats v) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static void store_bf16(uint8_t* to, Floats v) {  // round to nearest even; a NaN keeps its topmost bits and stays one
+        const __m256i bits = _mm256_castps_si256(v);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+        const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+        const __m256 is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+        const __m256i wide = _mm256_srli_epi32(
+            _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan)), 16);
+        const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(narrow));
+    }
     static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static __m128i eight_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
     static __m128i eight_halves(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
@@ -31,10 +54,9 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight_halves(p)), 16));
     }
     static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
-        const __m128i wide = _mm_cvtepu8_epi16(eight_bytes(p));
-        const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-        const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
-        return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+        const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes(p)), 7);  // the sign is there twice
+        const __m128i half = _mm_and_si128(shifted, _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
+        return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
     }
     static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
         const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));
@@ -47,10 +69,12 @@ struct Avx2 {
     // -- exact values of codes
     struct Codebook {
         static constexpr float unit = 1.0f;
+        using Line = Ints;
         __m256 low, high;
         explicit Codebook(const float* table) : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
+        static Line line(Ints codes) { return codes; }
         // Codes `nibble` (0 … 7) of each lane: a permutation looks at the lowest three bits, a blend at the topmost.
-        template <int Nibble> Floats at(Ints line) const {
+        template <int Nibble> Floats at(Line line) const {
             const __m256i code = _mm256_srli_epi32(line, 4 * Nibble);
             const __m256 top = _mm256_castsi256_ps(_mm256_slli_epi32(line, 28 - 4 * Nibble));
             return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), top);
@@ -59,6 +83,9 @@ struct Avx2 {
     // Codebooks of small whole numbers (times a power of two) are converted instead of looked up: 4 operations for 8
     // weights in place of 6. `unit` is what a level stands for.
     struct WholeBook {
+        struct Line {
+            __m256i low, high;
+        };
         __m256i levels;
         float unit;
         explicit WholeBook(const float* table) : unit(whole_unit(table)) {
@@ -66,51 +93,65 @@ struct Avx2 {
             for (int i = 0; i < 16; ++i) bytes[i] = static_cast<int8_t>(table[i] / unit);
             levels = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
         }
-        template <int Nibble> Floats at(Ints line) const {
-            const __m256i code = _mm256_and_si256(Nibble % 2 ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
-            return signed_byte<Nibble / 2>(_mm256_shuffle_epi8(levels, code));
+        Line line(Ints codes) const {
+            const __m256i mask = _mm256_set1_epi8(15);
+            return {_mm256_shuffle_epi8(levels, _mm256_and_si256(codes, mask)),
+                    _mm256_shuffle_epi8(levels, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask))};
+        }
+        template <int Nibble> Floats at(const Line& line) const {
+            return signed_byte<Nibble / 2>(Nibble % 2 ? line.high : line.low);
         }
     };
     template <int Byte> static Floats signed_byte(Ints line) {
+        if constexpr (Byte == 3) return _mm256_cvtepi32_ps(_mm256_srai_epi32(line, 24));
         return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(line, 24 - 8 * Byte), 24));
     }
 
-    // -- dot products of unsigned levels with int8 activations, four in-features of each row at once
-    struct Levels {
+    // -- dot products of levels with int8 activations, four in-features of each row at once
+    template <int Kind> struct Levels {
         __m256i table;
-        explicit Levels(const uint8_t* level)
-            : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)))) {}
+        explicit Levels(const uint8_t* level) {
+            __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(level));
+            if (Kind == kWide) bytes = _mm_xor_si128(bytes, _mm_set1_epi8(-128));  // a wide table's centre is 128
+            table = _mm256_broadcastsi128_si256(bytes);
+        }
         Ints low(Ints line) const { return _mm256_shuffle_epi8(table, _mm256_and_si256(line, _mm256_set1_epi8(15))); }
         Ints high(Ints line) const { return low(_mm256_srli_epi16(line, 4)); }
     };
-    static Ints byte_levels(Ints line) { return _mm256_xor_si256(line, _mm256_set1_epi8(-128)); }
-    struct Dot {
-        __m256i sum = _mm256_setzero_si256(), sixteen = _mm256_setzero_si256();
-        // Narrow levels are at most 24: four sums of two products stay below 2^15. Wide ones are split into
-        // 2 * (level >> 1) + (level & 1), because two products of up to 255 * 127 would saturate 16 bits.
-        template <bool Narrow> void add(Ints levels, const int8_t* x) {
+    static Ints byte_levels(Ints line) { return line; }
+    // Narrow levels are unsigned and at most 24: four sums of two products stay below 2^15.
+    // Wide ones are signed: their signs go to the activations, and two products of 128 * 127 stay below 2^15.
+    template <int Kind> struct Dot {
+        __m256i sum, sixteen;
+        void begin(int32_t start) {
+            sum = _mm256_set1_epi32(start);
+            sixteen = _mm256_setzero_si256();
+        }
+        void add(Ints levels, const int8_t* x) {
             int32_t four;
             __builtin_memcpy(&four, x, 4);
             const __m256i wide_x = _mm256_set1_epi32(four);
-            if constexpr (Narrow) {
+            if constexpr (Kind == kNarrow) {
                 sixteen = _mm256_add_epi16(sixteen, _mm256_maddubs_epi16(levels, wide_x));
             } else {
-                const __m256i ones = _mm256_set1_epi8(1);
-                const __m256i half = _mm256_and_si256(_mm256_srli_epi16(levels, 1), _mm256_set1_epi8(127));
-                const __m256i twice = _mm256_madd_epi16(_mm256_maddubs_epi16(half, wide_x), _mm256_set1_epi16(2));
-                const __m256i rest = _mm256_maddubs_epi16(_mm256_and_si256(levels, ones), wide_x);
-                sum = _mm256_add_epi32(sum, _mm256_add_epi32(twice, _mm256_madd_epi16(rest, _mm256_set1_epi16(1))));
+                const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(wide_x, levels));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
             }
         }
         // After at most four narrow additions.
-        template <bool Narrow> void half() {
-            if constexpr (Narrow) {
+        void half() {
+            if constexpr (Kind == kNarrow) {
                 sum = _mm256_add_epi32(sum, _mm256_madd_epi16(sixteen, _mm256_set1_epi16(1)));
                 sixteen = _mm256_setzero_si256();
             }
         }
-        Floats floats() const { return _mm256_cvtepi32_ps(sum); }
+        Floats floats() {
+            half();
+            return _mm256_cvtepi32_ps(sum);
+        }
     };
+    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
 };
 
+}  // namespace
 }  // namespace q4

@@ -3,13 +3,18 @@
 
 #include <immintrin.h>
 
-#include "layout.hpp"
+#include "dots.hpp"
 
 namespace q4 {
 
 struct Avx512 {
     static constexpr int kLanes = 16;
-    static constexpr int kMostRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
+    static constexpr int kDirectRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
+    static constexpr int kExactPanelRows = 12, kA8PanelRows = 12;
+    // One operation decodes, so that the exact path gains nothing from a panel.
+    static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48;
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
+    static constexpr bool kIsWideSigned = false;
     using Floats = __m512;
     using Ints = __m512i;
 
@@ -19,7 +24,23 @@ struct Avx512 {
     static Floats fnma(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
     static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+    static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+    static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+    static Floats load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
+    static void store(uint8_t* to, Ints v) { _mm512_storeu_si512(to, v); }
+    static void store_f16(uint8_t* to, Floats v) {
+        const __m256i narrow = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
+    }
+    static void store_bf16(uint8_t* to, Floats v) {  // round to nearest even; a NaN keeps its topmost bits and stays one
+        const __m512i bits = _mm512_castps_si512(v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+        const __m512i wide = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), quiet);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(wide, 16)));
+    }
     static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
 
     // -- numbers of 16 blocks
@@ -30,10 +51,10 @@ struct Avx512 {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
     static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
-        const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
-        const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
-        return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+        const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m256i shifted = _mm256_slli_epi16(wide, 7);  // the sign is there twice
+        const __m256i half = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+        return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
     }
     static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
         const __m512i wide = u8_ints(p);
@@ -52,20 +73,23 @@ struct Avx512 {
     // -- exact values of codes
     struct Codebook {
         static constexpr float unit = 1.0f;
+        using Line = Ints;
         __m512 values;
         explicit Codebook(const float* table) : values(_mm512_loadu_ps(table)) {}
+        static Line line(Ints codes) { return codes; }
         // Codes `nibble` (0 … 7) of each lane; the permutation looks at the lowest four bits alone.
-        template <int Nibble> Floats at(Ints line) const {
+        template <int Nibble> Floats at(Line line) const {
             return _mm512_permutexvar_ps(_mm512_srli_epi32(line, 4 * Nibble), values);
         }
     };
     using WholeBook = Codebook;  // one permutation looks sixteen values up: nothing is faster
     template <int Byte> static Floats signed_byte(Ints line) {
+        if constexpr (Byte == 3) return _mm512_cvtepi32_ps(_mm512_srai_epi32(line, 24));
         return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * Byte), 24));
     }
 
     // -- dot products of unsigned levels with int8 activations, four in-features of each row at once
-    struct Levels {
+    template <int Kind> struct Levels {
         __m512i table;
         explicit Levels(const uint8_t* level)
             : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)))) {}
@@ -73,16 +97,18 @@ struct Avx512 {
         Ints high(Ints line) const { return low(_mm512_srli_epi16(line, 4)); }
     };
     static Ints byte_levels(Ints line) { return _mm512_xor_si512(line, _mm512_set1_epi8(-128)); }
-    struct Dot {
-        __m512i sum = _mm512_setzero_si512();
-        template <bool Narrow> void add(Ints levels, const int8_t* x) {
+    template <int Kind> struct Dot {
+        __m512i sum;
+        void begin(int32_t start) { sum = _mm512_set1_epi32(start); }
+        void add(Ints levels, const int8_t* x) {
             int32_t four;
             __builtin_memcpy(&four, x, 4);
             sum = _mm512_dpbusd_epi32(sum, levels, _mm512_set1_epi32(four));
         }
-        template <bool Narrow> void half() {}
-        Floats floats() const { return _mm512_cvtepi32_ps(sum); }
+        void half() {}
+        Floats floats() { return _mm512_cvtepi32_ps(sum); }
     };
+    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
 };
 
 }  // namespace q4

@@ -39,7 +39,7 @@ def table_of(codebook: Sequence[float]) -> Table:
     low = min(codebook)
     for step in (1.0, 0.5):
         levels = [(value - low) / step for value in codebook]
-        if all(level == int(level) and level <= _MOST_LEVEL for level in levels):
+        if low / step == low // step and all(level == int(level) and level <= _MOST_LEVEL for level in levels):
             return Table(tuple(int(level) for level in levels), -low / step, step, None)
     peak = max(abs(value) for value in codebook)
     step = peak / _PEAK

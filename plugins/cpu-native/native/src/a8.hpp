@@ -1,0 +1,120 @@
+// w4a8: int8 activations, int32 dot products.
+#pragma once
+
+#include "codes.hpp"
+
+namespace q4 {
+
+// Levels of a chunk, decoded as they are read; a step is four in-features.
+template <class V, int Kind, int Second, bool Bytes> struct A8Codes : Numbers<V, Second> {
+    const typename V::template Levels<Kind>& table;
+    const uint8_t* codes;
+    Q4_INLINE typename V::Ints levels(int step, int part) const {
+        const int lane = part * V::kLanes * 4;
+        if constexpr (Bytes) return V::byte_levels(V::line(codes + step * 64 + lane));
+        const auto line = V::line(codes + step / 2 * 64 + lane);
+        return step % 2 ? table.high(line) : table.low(line);
+    }
+};
+
+template <class V> struct A8Panel {
+    const Panel& panel;
+    int64_t chunk;
+    int sets;
+    Q4_INLINE typename V::Ints levels(int step, int part) const {
+        return V::line(panel.codes + (chunk * 8 + step) * 64 + part * V::kLanes * 4);
+    }
+    Q4_INLINE typename V::Floats number(const float* from, int set, int part) const {
+        return V::load(from + (chunk * sets + set) * kTileRows + part * V::kLanes);
+    }
+    Q4_INLINE typename V::Floats scale(int set, int part) const { return number(panel.scale, set, part); }
+    Q4_INLINE typename V::Floats second(int set, int part) const { return number(panel.second, set, part); }
+};
+
+// One chunk's share of the sums of one part of the lanes.
+template <class V, int Rows, int Kind, int Second, bool Halves, class Source>
+Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chunk, int part,
+                        typename V::Floats (&sum)[Rows]) {
+    using F = typename V::Floats;
+    const int8_t* levels = x.levels + chunk * Rows * kChunk;
+    const float* scale = x.scale + chunk * Rows;
+    const int32_t* start = x.start + chunk * Rows * 2;
+    const float* side = x.side + chunk * Rows * 2;
+    typename V::template Dots<Kind, Rows> dots;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        if (Halves || half == 0) dots.begin(start + half);
+#pragma GCC unroll 2
+        for (int step = 4 * half; step < 4 * half + 4; step += 2)
+            dots.add(source.levels(step, part), source.levels(step + 1, part), levels + step * 4);
+        if (!Halves && half == 0) {
+            dots.half();
+            continue;
+        }
+        const int set = Halves ? half : 0;
+        const F s = source.scale(set, part);
+        F z = V::zero();
+        if constexpr (Second != Q4_NONE) z = source.second(set, part);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) {
+            F whole = dots.floats(r);
+            const F beside = V::splat(side[2 * r + set]);
+            // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
+            if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);
+            sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
+            if constexpr (Second == Q4_OFFSET) sum[r] = V::fma(z, beside, sum[r]);
+        }
+    }
+}
+
+template <class V, int Rows, int Kind, int Second, bool Bytes, bool Halves>
+void a8_direct(const Tile& t, const Activations& x, float* y) {
+    constexpr int kParts = kTileRows / V::kLanes;
+    const typename V::template Levels<Kind> table(t.matrix.level);
+    typename V::Floats sum[kParts][Rows];
+    for (auto& part : sum)
+        for (auto& row : part) row = V::zero();
+    Stream<Bytes> stream(t.at, t.data, 0);
+    for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
+        stream.prefetch();
+        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part)
+            a8_chunk<V, Rows, Kind, Second, Halves>(source, x, chunk, part, sum[part]);
+    }
+    for (int part = 0; part < kParts; ++part)
+        for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[part][r]);
+}
+
+template <class V, int Kind, int Second, bool Bytes, bool Halves>
+void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
+    constexpr int kParts = kTileRows / V::kLanes, kSets = Halves ? 2 : 1;
+    const typename V::template Levels<Kind> table(t.matrix.level);
+    Stream<Bytes> stream(t.at, t.data, first);
+    uint8_t* to = panel.codes;
+    float *scale = panel.scale, *second = panel.second;
+    for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
+        stream.prefetch();
+        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        for (int step = 0; step < 8; ++step, to += 64)
+            for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
+        for (int set = 0; set < kSets; ++set, scale += kTileRows, second += kTileRows)
+            for (int part = 0; part < kParts; ++part) {
+                V::store(scale + part * V::kLanes, source.scale(set, part));
+                if (Second != Q4_NONE) V::store(second + part * V::kLanes, source.second(set, part));
+            }
+    }
+}
+
+template <class V, int Rows, int Kind, int Second, bool Halves>
+void a8_panel(const Panel& panel, const Activations& x, int64_t chunks, float* y) {
+    for (int part = 0; part < kTileRows / V::kLanes; ++part) {
+        typename V::Floats sum[Rows];
+        for (int r = 0; r < Rows; ++r) sum[r] = V::load(y + r * kTileRows + part * V::kLanes);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk)
+            a8_chunk<V, Rows, Kind, Second, Halves>(A8Panel<V>{panel, chunk, Halves ? 2 : 1}, x, chunk, part, sum);
+        for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[r]);
+    }
+}
+
+}  // namespace q4

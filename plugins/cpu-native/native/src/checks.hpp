@@ -1,0 +1,73 @@
+// Which arguments make sense. The rest is refused before anything is read or written.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "layout.hpp"
+
+namespace q4 {
+
+// Sizes beyond this are mistakes, and their products might not fit 64 bits.
+constexpr int64_t kMostSize = int64_t{1} << 30;
+
+inline bool is_size(int64_t value) { return value >= 1 && value <= kMostSize; }
+
+inline bool is_number_type(int32_t type) { return type >= Q4_F32 && type <= Q4_I32; }
+
+inline bool is_activation_type(int32_t type) { return type == Q4_F32 || type == Q4_BF16 || type == Q4_F16; }
+
+inline bool is_aligned(const void* address, int32_t type) {
+    return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(size_of(type)) == 0;
+}
+
+inline bool has_sound_levels(const q4_matrix& m) {
+    if (m.bits == 8) return true;
+    if (has_wide_levels(m)) return m.center == 128.0f && *std::min_element(m.level, m.level + 16) > 0;
+    return m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
+}
+
+inline bool is_sound(const q4_matrix* matrix) {
+    if (!matrix) return false;
+    const q4_matrix& m = *matrix;
+    if (!is_size(m.rows) || !is_size(m.columns) || !is_size(m.block) || (m.block != 16 && m.block % kChunk)) return false;
+    if ((m.bits != 4 && m.bits != 8) || !is_number_type(m.scale_type)) return false;
+    if (m.second != Q4_NONE && m.second != Q4_OFFSET && m.second != Q4_ZERO) return false;
+    if (m.second != Q4_NONE && !is_number_type(m.second_type)) return false;
+    if ((m.second == Q4_OFFSET || m.bits == 8) && m.step != 1.0f) return false;
+    if (!has_sound_levels(m)) return false;
+    if (m.second != Q4_ZERO) return true;
+    for (int q = 0; q < 16; ++q)
+        if (m.level[q] != q || m.codebook[q] != static_cast<float>(q)) return false;
+    return m.bits == 4 && m.step == 1.0f;
+}
+
+inline bool is_sound(const q4_matrix& m, const q4_source* source) {
+    if (!source) return false;
+    const q4_source& s = *source;
+    if (!s.codes || !s.scale || (m.second != Q4_NONE && !s.second) || s.group_bytes < 1) return false;
+    if (m.bits == 8) return s.order == Q4_BYTES;
+    if (s.order == Q4_HALF_SPLIT) return is_size(s.half);
+    return s.order == Q4_LOW_FIRST || s.order == Q4_HIGH_FIRST;
+}
+
+inline bool are_sound(const q4_matrix& m, const int64_t* rows, int64_t count) {
+    if (count < 0) return false;
+    if (!rows) return count <= m.rows;
+    for (int64_t i = 0; i < count; ++i)
+        if (rows[i] < 0 || rows[i] >= m.rows) return false;
+    return true;
+}
+
+inline bool is_sound(const q4_matrix& m, const q4_call* call) {
+    if (!call) return false;
+    const q4_call& c = *call;
+    if (!c.tiles || !c.x || !c.y || c.threads < 1 || !is_size(c.x_rows)) return false;
+    if (!is_activation_type(c.x_type) || !is_activation_type(c.y_type)) return false;
+    if (c.family != Q4_EXACT && c.family != Q4_A8) return false;
+    if (c.global_scale && ((c.global_count != 1 && c.global_count != m.rows) || !is_aligned(c.global_scale, Q4_F32))) return false;
+    if (!is_aligned(c.x, c.x_type) || !is_aligned(c.y, c.y_type) || !is_aligned(c.bias, c.y_type)) return false;
+    return c.x_rows == 1 || c.y_stride >= m.rows || c.y_stride <= -m.rows;
+}
+
+}  // namespace q4

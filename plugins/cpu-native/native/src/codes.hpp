@@ -1,0 +1,68 @@
+// Reading a tile's stream: numbers of any type, and where the next chunk lies.
+#pragma once
+
+#include "kernel.hpp"
+
+#define Q4_INLINE [[gnu::always_inline]] inline
+
+namespace q4 {
+
+template <class V> Q4_INLINE typename V::Floats numbers(int32_t type, const uint8_t* p) {
+    switch (type) {
+    case Q4_F32: return V::f32(p);
+    case Q4_F16: return V::f16(p);
+    case Q4_BF16: return V::bf16(p);
+    case Q4_E4M3: return V::e4m3(p);
+    case Q4_E8M0: return V::e8m0(p);
+    case Q4_U8: return V::u8(p);
+    case Q4_I8: return V::i8(p);
+    default: return V::i32(p);
+    }
+}
+
+// Codes are prefetched this far ahead of the loads.
+constexpr int kAhead = 8192;
+
+// Walks through the chunks of one tile.
+template <bool Bytes> struct Stream {
+    static constexpr int kChunkBytes = kTileRows * kChunk / (Bytes ? 1 : 2);
+    const Layout& at;
+    const uint8_t* head;   // of the chunk's group
+    const uint8_t* codes;  // of the chunk
+    int64_t left;          // chunks of the group, this one included
+
+    Q4_INLINE Stream(const Layout& layout, const uint8_t* tile, int64_t chunk) : at(layout) {
+        const int64_t inside = chunk % at.group_chunks;
+        head = tile + at.group_offset(chunk / at.group_chunks);
+        codes = head + at.head_bytes + inside * kChunkBytes;
+        left = at.group_chunks - inside;
+    }
+    Q4_INLINE void prefetch() const {
+        for (int line = 0; line < kChunkBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
+        if (left == 1)  // the next group's numbers follow
+            for (int64_t line = 0; line < at.head_bytes; line += 64) __builtin_prefetch(codes + kAhead + kChunkBytes + line);
+    }
+    Q4_INLINE void next() {
+        codes += kChunkBytes;
+        if (--left) return;
+        head = codes;
+        codes += at.head_bytes;
+        left = at.group_chunks;
+    }
+};
+
+// Scale and second number of the chunk that a stream is at.
+template <class V, int Second> struct Numbers {
+    const q4_matrix& m;
+    const Layout& at;
+    const uint8_t* head;
+    Q4_INLINE typename V::Floats scale(int set, int part) const {
+        return numbers<V>(m.scale_type, head + at.scale_offset(set, part * V::kLanes));
+    }
+    Q4_INLINE typename V::Floats second(int set, int part) const {
+        if constexpr (Second == Q4_NONE) return V::zero();
+        return numbers<V>(m.second_type, head + at.second_offset(set, part * V::kLanes));
+    }
+};
+
+}  // namespace q4

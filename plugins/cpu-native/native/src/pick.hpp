@@ -1,0 +1,87 @@
+// Which instantiation of a kernel serves a matrix; included by the one file of each instruction set.
+#pragma once
+
+#include "a8.hpp"
+#include "exact.hpp"
+#include "finish.hpp"
+#include "quantize.hpp"
+
+namespace q4 {
+
+// Run `pick` with the constants of a matrix: (second, bytes).
+template <class Pick> auto with_form(const q4_matrix& m, const Pick& pick) {
+    const auto with_bytes = [&](auto second) {
+        return m.bits == 8 ? pick(second, std::true_type{}) : pick(second, std::false_type{});
+    };
+    if (m.second == Q4_OFFSET) return with_bytes(std::integral_constant<int, Q4_OFFSET>{});
+    if (m.second == Q4_ZERO) return with_bytes(std::integral_constant<int, Q4_ZERO>{});
+    return with_bytes(std::integral_constant<int, Q4_NONE>{});
+}
+
+// The same with (kind of levels, whether a block is half a chunk).
+template <class V, class Pick> auto with_levels(const q4_matrix& m, const Pick& pick) {
+    const auto with_halves = [&](auto kind) {
+        return m.block == 16 ? pick(kind, std::true_type{}) : pick(kind, std::false_type{});
+    };
+    if (V::kKinds == 1 || has_wide_levels(m)) return with_halves(std::integral_constant<int, V::kWide>{});
+    return with_halves(std::integral_constant<int, V::kNarrow>{});
+}
+
+template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int32_t family) {
+    return with_form(m, [&](auto second, auto bytes) -> DirectKernel {
+        constexpr int kSecond = decltype(second)::value;
+        constexpr bool kBytes = decltype(bytes)::value;
+        if (family == Q4_A8)
+            return with_levels<V>(m, [](auto kind, auto halves) -> DirectKernel {
+                return a8_direct<V, Rows, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            });
+        if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBytes, typename V::WholeBook>;
+        return exact_direct<V, Rows, kSecond, kBytes, typename V::Codebook>;
+    });
+}
+
+template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
+    return with_form(m, [&](auto second, auto bytes) -> PanelDecoder {
+        constexpr int kSecond = decltype(second)::value;
+        constexpr bool kBytes = decltype(bytes)::value;
+        if (family == Q4_A8)
+            return with_levels<V>(m, [](auto kind, auto halves) -> PanelDecoder {
+                return a8_decode<V, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            });
+        if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBytes, typename V::WholeBook>;
+        return exact_decode<V, kSecond, kBytes, typename V::Codebook>;
+    });
+}
+
+template <class V, int Rows> PanelKernel panel_kernel(const q4_matrix& m, int32_t family) {
+    if (family == Q4_EXACT) return exact_panel<V, Rows>;
+    return with_form(m, [&](auto second, auto) {
+        return with_levels<V>(m, [](auto kind, auto halves) -> PanelKernel {
+            return a8_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
+        });
+    });
+}
+
+template <class V> DirectKernel direct_for(const q4_matrix& m, int32_t family, int rows) {
+    if constexpr (V::kDirectRows >= 8)
+        if (rows == 8) return direct_kernel<V, 8>(m, family);
+    if (rows == 4) return direct_kernel<V, 4>(m, family);
+    if (rows == 2) return direct_kernel<V, 2>(m, family);
+    return direct_kernel<V, 1>(m, family);
+}
+
+template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int rows) {
+    if (family == Q4_EXACT && rows == V::kExactPanelRows) return exact_panel<V, V::kExactPanelRows>;
+    if (family == Q4_A8 && rows == V::kA8PanelRows) return panel_kernel<V, V::kA8PanelRows>(m, family);
+    if (rows == 8) return panel_kernel<V, 8>(m, family);
+    if (rows == 4) return panel_kernel<V, 4>(m, family);
+    if (rows == 2) return panel_kernel<V, 2>(m, family);
+    return panel_kernel<V, 1>(m, family);
+}
+
+template <class V> Kernels make_kernels() {
+    return {direct_for<V>, decoder<V>, panel_for<V>, V::kDirectRows, {V::kExactPanelFrom, V::kA8PanelFrom}, {V::kExactPanelRows, V::kA8PanelRows},
+            V::kIsWideSigned, widen_chunk<V>, quantize_chunk<V>, finish<V>};
+}
+
+}  // namespace q4

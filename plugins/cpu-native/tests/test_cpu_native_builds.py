@@ -1,0 +1,140 @@
+"""The kernels through their C ABI alone: random cases against float64, guard pages, sanitizers, threads and forks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+SEED = "1"
+"""Fixed, so that a failure is a change's and not the day's; `q4_cpu_tests fuzz 1000000 $RANDOM` searches further."""
+COMMON = "-O1 -g1 -fno-sanitize-recover=all"
+BUILDS = {
+    "plain": [],
+    "address": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=address,undefined -fno-omit-frame-pointer"],
+    "thread": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_STD_THREADS=ON"],
+}
+
+
+def _tool(name: str) -> str:
+    """Return a program of this environment, or else of the system."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    assert found, f"{name} is needed to build the native tests"
+    return found
+
+
+def _folder(kind: str) -> Path:
+    return ROOT / "build" / "native-tests" / kind
+
+
+@functools.cache
+def _program(kind: str) -> Path:
+    """Build the program, or bring it up to date, and return where it is."""
+    folder = _folder(kind)
+    options = [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", "-DCMAKE_BUILD_TYPE=Release", "-DQ4_CPU_TESTS=ON"]
+    for command in (
+        [_tool("cmake"), "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *options, *BUILDS[kind]],
+        [_tool("cmake"), "--build", str(folder)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder / "native" / "tests" / "q4_cpu_tests"
+
+
+@functools.cache
+def _fixed_addresses() -> tuple[str, ...]:
+    """Return what to put before a command so that its addresses are not random, which thread sanitizers stumble on."""
+    setarch = shutil.which("setarch")
+    command = (setarch, platform.machine(), "-R") if setarch else ()
+    works = command and subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
+    return command if works else ()
+
+
+def _run(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    prefix = _fixed_addresses() if kind == "thread" else ()
+    command = [*prefix, str(_program(kind)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def _passes(kind: str, *arguments: str) -> str:
+    done = _run(kind, *arguments)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the baseline is x86's")
+def test_the_baseline_is_among_what_is_tested() -> None:
+    """Each random case runs on every instruction set that this machine has: AVX2 at least."""
+    assert "avx2" in _passes("plain", "isas").split()
+
+
+def test_random_cases() -> None:
+    """20,000 random calls give, on each instruction set, element by element what bounds derived beforehand allow."""
+    assert "20000 cases passed" in _passes("plain", "fuzz", "20000", SEED)
+
+
+def test_planted_faults_are_found() -> None:
+    """A spoilt code, scale, second number, bias, global scale, element or neighbouring byte never passes as right."""
+    _passes("plain", "plant", "4000", SEED)
+
+
+def test_a_misspelt_command_fails() -> None:
+    """Usage errors end with status 2: a misspelt command can't pass as a test."""
+    assert _run("plain", "fuzz").returncode == 2
+    assert _run("plain", "fuss", "1", "1").returncode == 2
+    assert _run("plain", "fuzz", "1", "1", "mmx").returncode == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "address"])
+def test_buffers_may_end_at_forbidden_pages(kind: str) -> None:
+    """No load or store leaves the buffers that a caller passes."""
+    assert "1500 cases passed" in _passes(kind, "guard", "1500", SEED)
+
+
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_random_cases_under_sanitizers(kind: str) -> None:
+    """Addresses, undefined behaviour and data races: none is found, also in the kernels' own scratch."""
+    assert "3000 cases passed" in _passes(kind, "fuzz", "3000", "1000000")
+
+
+@pytest.mark.parametrize("kind", list(BUILDS))
+def test_arguments_that_make_no_sense_are_refused(kind: str) -> None:
+    """Every such argument gives -1, want of memory -2, and nothing is written."""
+    assert "bad: passed" in _passes(kind, "bad")
+
+
+@pytest.mark.parametrize("kind", list(BUILDS))
+def test_callers_on_several_threads(kind: str) -> None:
+    """Calls at once from three threads all end, with the bits of calls made alone."""
+    assert "threads: passed" in _passes(kind, "threads")
+
+
+@pytest.mark.parametrize("kind", ["plain", "address"])  # a thread sanitizer allows no new threads after a fork
+def test_children_compute(kind: str) -> None:
+    """Children forked before, after and in the midst of threaded calls compute, and end."""
+    assert "fork: passed" in _passes(kind, "fork")
+
+
+@pytest.mark.parametrize(("kind", "flaw"), [("address", "heap"), ("address", "sign"), ("thread", "race")])
+def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
+    """A flaw of the kind that each watches for ends the program, and the kernels are compiled in the same way."""
+    assert _run("plain", "flaw", flaw).returncode == 0
+    done = _run(kind, "flaw", flaw)
+    assert done.returncode not in {0, 2}, done.stdout
+    told = {"heap": "heap-buffer-overflow", "sign": "signed integer overflow", "race": "data race"}
+    assert told[flaw] in done.stderr
+    commands = subprocess.run(
+        [_tool("ninja"), "-C", str(_folder(kind)), "-t", "commands"], capture_output=True, text=True, check=True
+    )
+    compiled = [line for line in commands.stdout.splitlines() if " -c " in line]
+    assert any("kernels_" in line for line in compiled)
+    assert all(f"-fsanitize={kind}" in line for line in compiled)
