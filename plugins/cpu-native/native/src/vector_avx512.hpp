@@ -6,6 +6,7 @@
 #include "dots.hpp"
 
 namespace q4 {
+namespace {
 
 struct Avx512 {
     static constexpr int kLanes = 16;
@@ -111,4 +112,5 @@ struct Avx512 {
     template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
 };
 
+}  // namespace
 }  // namespace q4

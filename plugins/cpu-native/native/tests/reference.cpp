@@ -128,9 +128,10 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
     const int32_t type = c.call.y_type;
     if (std::isnan(sum)) return {Interval::NOT_A_NUMBER, 0.0, 0.0};
     // Sums of levels before their scale, and of scaled ones before step and global scale, may pass float32's end: a level
-    // and what it is taken from are below 512, and int8 sums are scaled chunk by chunk.
+    // and what it is taken from are below 512, and int8 sums are scaled chunk by chunk, by x's scale or the weight's first.
     const double unscaled = peak * 512.0 * (row.is_a8 ? 32.0 : static_cast<double>(filled));
-    if (std::max({sizes, sizes * w.step, unscaled}) > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
+    const double levels = row.is_a8 ? largest_scale * 512.0 * 127.0 * 32.0 : 0.0;
+    if (std::max({sizes, sizes * w.step, unscaled, levels}) > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
     bool is_exact = c.is_whole && slack == 0.0;
     if (is_exact) {
         double unit = std::numeric_limits<double>::infinity();
