@@ -15,7 +15,7 @@ NOT_SERVED = frozenset(
 )
 
 
-ISAS = [isa for isa in ("avx2", "avx512") if CpuNative(isa).isa]
+ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 
 
 @pytest.fixture(scope="module", params=ISAS)

@@ -20,7 +20,7 @@ from q4_cpu_native.tables import table_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ISAS = [isa for isa in ("avx2", "avx512") if CpuNative(isa).isa]
+ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 NF4 = q4.BUILTIN_FORMATS["nf4"].codebook
 
 

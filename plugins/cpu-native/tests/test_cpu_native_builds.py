@@ -138,3 +138,28 @@ def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
     compiled = [line for line in commands.stdout.splitlines() if " -c " in line]
     assert any("kernels_" in line for line in compiled)
     assert all(f"-fsanitize={kind}" in line for line in compiled)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Arm's kernels are read in test_cpu_native_arm.py")
+@pytest.mark.parametrize(
+    ("isa", "used", "unused"),
+    [
+        ("avx2", {"vpmaddubsw"}, {"vpdpbusd", "{vex}"}),
+        ("avxvnni", {"{vex} vpdpbusd"}, {"vpmaddubsw", "zmm", "{%k"}),
+        ("avx512", {"vpdpbusd", "zmm"}, {"vpmaddubsw"}),
+    ],
+)
+def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused: set[str]) -> None:
+    """Kernels multiply by the instructions that their set is named after, and by none that it lacks."""
+    _program("plain")
+    code = _folder("plain") / "CMakeFiles" / f"q4_kernels_{isa}.dir" / "native" / "src" / f"kernels_{isa}.cpp.o"
+    listing = _answer("objdump", "-d", "--no-show-raw-insn", str(code))
+    assert all(word in listing for word in used)
+    assert not any(word in listing for word in unused)
+    # Compiled for more than every processor has, a function must not be taken by the linker for its namesakes.
+    offered = _answer("nm", "-C", "--defined-only", "--extern-only", str(code))
+    assert [line.split(" ", 2)[2] for line in offered.splitlines()] == [f"q4::kernels_{isa}()"]
+
+
+def _answer(*command: str) -> str:
+    return subprocess.run([_tool(command[0]), *command[1:]], capture_output=True, text=True, check=True).stdout

@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 1
+#define Q4_CPU_ABI_VERSION 2
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -29,7 +29,15 @@ typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 }
 typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
 typedef enum { Q4_EXACT, Q4_A8 } q4_family;
-typedef enum { Q4_ISA_NONE, Q4_ISA_AVX2, Q4_ISA_AVX512 } q4_isa;
+/* Where a machine has several, the later one is preferred. */
+typedef enum {
+    Q4_ISA_NONE,
+    Q4_ISA_AVX2,
+    Q4_ISA_AVXVNNI,
+    Q4_ISA_AVX512,
+    Q4_ISA_NEON_DOTPROD,
+    Q4_ISA_NEON_I8MM
+} q4_isa;
 
 /* One kind of prepared weight. Where `second` is ZERO, bits are 4, and each code is its own level and value; where it is
  * OFFSET, and for 8 bits, step is 1. Sizes are at most 2^30. */
@@ -80,7 +88,13 @@ typedef struct {
 } q4_call;
 
 int32_t q4_cpu_abi_version(void);
-/* The best instruction set that was compiled in and that this machine has. */
+/* The name of an instruction set, as people write it; NULL for a number that is none. */
+const char *q4_cpu_isa_name(int32_t isa);
+/* 1 where this machine has it, 0 where it has not, -1 where it was not compiled in. */
+int32_t q4_cpu_has_isa(int32_t isa);
+/* Whether its kernels were ever run on hardware. Those of the others run only for who asks for them by name. */
+int32_t q4_cpu_isa_was_run(int32_t isa);
+/* The best instruction set for who does not ask: compiled in, run on hardware before, and had by this machine. */
 int32_t q4_cpu_best_isa(void);
 int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
 /* Each of the following returns 0; -1 for arguments that make no sense, before anything is written: a null pointer where

@@ -6,7 +6,7 @@
 namespace q4 {
 
 // Levels of a chunk, decoded as they are read; a step is four in-features.
-template <class V, int Kind, int Second, bool Bytes> struct A8Codes : Numbers<V, Second> {
+template <class V, int Kind, int Second, int ScaleType, bool Bytes> struct A8Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Levels<Kind>& table;
     const uint8_t* codes;
     Q4_INLINE typename V::Ints levels(int step, int part) const {
@@ -40,20 +40,15 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
     const float* scale = x.scale + chunk * Rows;
     const int32_t* start = x.start + chunk * Rows * 2;
     const float* side = x.side + chunk * Rows * 2;
-    typename V::template Dot<Kind> dot[Rows];
-    F both[Rows];
+    typename V::template Dots<Kind, Rows> dots;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-        if (Halves || half == 0)
-            for (int r = 0; r < Rows; ++r) dot[r].begin(start[2 * r + half]);
-#pragma GCC unroll 4
-        for (int step = 4 * half; step < 4 * half + 4; ++step) {
-            const auto line = source.levels(step, part);
-#pragma GCC unroll 16
-            for (int r = 0; r < Rows; ++r) dot[r].add(line, levels + r * kChunk + step * 4);
-        }
+        if (Halves || half == 0) dots.begin(start + half);
+#pragma GCC unroll 2
+        for (int step = 4 * half; step < 4 * half + 4; step += 2)
+            dots.add(source.levels(step, part), source.levels(step + 1, part), levels + step * 4);
         if (!Halves && half == 0) {
-            for (int r = 0; r < Rows; ++r) dot[r].half();
+            dots.half();
             continue;
         }
         const int set = Halves ? half : 0;
@@ -62,22 +57,17 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
         if constexpr (Second != Q4_NONE) z = source.second(set, part);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) {
-            F whole = dot[r].floats();
+            F whole = dots.floats(r);
             const F beside = V::splat(side[2 * r + set]);
             // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
             if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);
-            if constexpr (Halves) {
-                both[r] = half ? V::fma(s, whole, both[r]) : V::mul(s, whole);
-                if (half) sum[r] = V::fma(both[r], V::splat(scale[r]), sum[r]);
-            } else {
-                sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
-            }
+            sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
             if constexpr (Second == Q4_OFFSET) sum[r] = V::fma(z, beside, sum[r]);
         }
     }
 }
 
-template <class V, int Rows, int Kind, int Second, bool Bytes, bool Halves>
+template <class V, int Rows, int Kind, int Second, int ScaleType, bool Bytes, bool Halves>
 void a8_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     const typename V::template Levels<Kind> table(t.matrix.level);
@@ -87,7 +77,7 @@ void a8_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, ScaleType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part)
             a8_chunk<V, Rows, Kind, Second, Halves>(source, x, chunk, part, sum[part]);
@@ -105,7 +95,7 @@ void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
         for (int step = 0; step < 8; ++step, to += 64)
             for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
         for (int set = 0; set < kSets; ++set, scale += kTileRows, second += kTileRows)

@@ -29,10 +29,14 @@ struct Pass {
     int64_t first;
     int rows;
 };
+thread_local std::vector<Pass> t_plan;
+thread_local std::vector<int64_t> t_rows, t_again;
+thread_local std::vector<uint8_t> t_odd;
 
 // Rows in passes: of `most` as long as they last, then of powers of two.
-std::vector<Pass> passes(int64_t count, int most, int power) {
-    std::vector<Pass> out;
+const std::vector<Pass>& passes(int64_t count, int most, int power) {
+    std::vector<Pass>& out = t_plan;
+    out.clear();
     for (int64_t row = 0; row < count;) {
         int rows = most;
         if (rows > count - row)
@@ -82,16 +86,19 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const int size = size_of(c.x_type);
     const bool is_signed = kernels.is_wide_signed && has_wide_levels(m);  // a signed level's zero is the code's own
     const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
+    alignas(64) float buffer[kChunk];
+    alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {
         const auto* x = static_cast<const uint8_t*>(c.x) + index[pass.first + r] * c.x_stride * size;
         bool is_odd = false;
         for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
-            alignas(64) float buffer[kChunk];
-            alignas(64) uint8_t tail[kChunk * 4] = {};
             const uint8_t* from = x + k * size;
-            if (here < kChunk) from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
+            if (here < kChunk) {
+                std::memset(tail, 0, sizeof tail);
+                from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
+            }
             float* values = to.values ? to.values + place * kChunk : buffer;
             kernels.widen(from, c.x_type, values);
             if (to.values) continue;
@@ -129,7 +136,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
          const std::vector<int64_t>& index, std::vector<uint8_t>& odd) {
     const auto count = static_cast<int64_t>(index.size());
     const bool has_panels = count >= kernels.panel_from[c.family];
-    const std::vector<Pass> plan =
+    const std::vector<Pass>& plan =
         passes(count, has_panels ? kernels.panel_rows[c.family] : kernels.direct_rows, kernels.direct_rows);
     const Rows rows(at, c.family, count);
     odd.assign(index.size(), 0);
@@ -176,8 +183,8 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
 void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
     const Layout at(m);
     const int64_t most = batch_rows(at, kernels.panel_rows[c.family]);
-    std::vector<int64_t> rows, again;
-    std::vector<uint8_t> odd;
+    std::vector<int64_t>&rows = t_rows, &again = t_again;
+    std::vector<uint8_t>& odd = t_odd;
     q4_call exact = c;
     exact.family = Q4_EXACT;
     for (int64_t first = 0; first < c.x_rows; first += most) {
@@ -197,25 +204,11 @@ void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
 
 extern "C" int32_t q4_cpu_abi_version(void) { return Q4_CPU_ABI_VERSION; }
 
-extern "C" int32_t q4_cpu_best_isa(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni"))
-        return Q4_ISA_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return Q4_ISA_AVX2;
-#endif
-    return Q4_ISA_NONE;
-}
-
 extern "C" int32_t q4_cpu_linear(const q4_matrix* matrix, const q4_call* call, int32_t isa) {
-    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || isa <= Q4_ISA_NONE || isa > q4_cpu_best_isa()) return -1;
+    if (!q4::is_sound(matrix) || !q4::is_sound(*matrix, call) || q4_cpu_has_isa(isa) != 1) return -1;
     q4::watch_forks();
     try {
-#if defined(__x86_64__)
-        q4::run_all(*matrix, *call, isa == Q4_ISA_AVX512 ? q4::kernels_avx512() : q4::kernels_avx2());
-#endif
+        q4::run_all(*matrix, *call, *q4::kernels_of(isa));
     } catch (...) {  // no memory for scratch; nothing may be thrown across the C ABI
         return -2;
     }

@@ -71,7 +71,12 @@ struct Kernels {
     void (*finish)(const Finish&, const float* sums);
 };
 
+// Those of an instruction set that was compiled in, or NULL; see isa.cpp.
+const Kernels* kernels_of(int32_t isa);
 const Kernels& kernels_avx2();
+const Kernels& kernels_avxvnni();
 const Kernels& kernels_avx512();
+const Kernels& kernels_neon_dotprod();
+const Kernels& kernels_neon_i8mm();
 
 }  // namespace q4

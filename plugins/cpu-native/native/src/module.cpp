@@ -91,7 +91,10 @@ NB_MODULE(_native, module) {
     q4::watch_forks();
     nb::set_leak_warnings(false);  // descriptions are cached for the life of the process
     module.attr("ABI_VERSION") = q4_cpu_abi_version();
-    module.def("best_isa", &q4_cpu_best_isa, "The best instruction set compiled in that this machine has.");
+    module.def("best_isa", &q4_cpu_best_isa, "The best instruction set for who does not ask for one.");
+    module.def("has_isa", &q4_cpu_has_isa, "1 where this machine has it, 0 where not, -1 where it was not compiled in.");
+    module.def("isa_was_run", [](int isa) { return q4_cpu_isa_was_run(isa) == 1; }, "Whether it was run on hardware.");
+    module.def("isa_name", &q4_cpu_isa_name, "Its name, or None where there is no such number.");
     nb::class_<Matrix>(module, "Matrix")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int, const std::vector<float>&, const std::vector<int>&,
                       float, float>())

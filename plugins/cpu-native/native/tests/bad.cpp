@@ -1,4 +1,5 @@
-// `bad`: arguments that make no sense are refused with -1, want of memory is told with -2, and nothing is written.
+// `bad`: arguments that make no sense are refused with -1, want of memory is told with -2, and nothing is written; a call
+// like the one before it wants none.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -203,7 +204,18 @@ int judge_memory(int32_t isa) {
         if (status != -2) ++failures, std::printf("bad: %s without memory returned %d\n", what, status);
     };
     check("pack", [&] { return e.pack(); });
-    check("linear", [&] { return e.linear(); });
+    std::thread([&] { check("linear", [&] { return e.linear(); }); }).join();  // on a thread that has kept nothing yet
+    for (const int32_t family : {Q4_EXACT, Q4_A8})
+        for (const int64_t x_rows : {1, 5, 80}) {
+            std::vector<float> x(static_cast<size_t>(x_rows * kColumns), 1.0f), y(static_cast<size_t>(x_rows * kRows));
+            e.call.family = family, e.call.x = x.data(), e.call.x_rows = x_rows, e.call.y = y.data();
+            if (e.linear() != 0) ++failures, std::puts("bad: a call before one without memory failed");
+            t_has_no_memory = true;
+            const int32_t status = e.linear();
+            t_has_no_memory = false;
+            if (status != 0) ++failures, std::printf("bad: a second call with %ld rows wanted memory\n", static_cast<long>(x_rows));
+        }
+    e.call.x = e.x.data(), e.call.x_rows = 2, e.call.y = e.y.data();
     if (e.pack() != 0 || e.linear() != 0) ++failures, std::puts("bad: want of memory did not pass");
     return failures;
 }

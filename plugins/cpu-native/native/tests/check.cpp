@@ -33,18 +33,11 @@ std::string run(const Case& c, const q4_call& call, int32_t isa, uint8_t mark, s
 
 }  // namespace
 
-std::vector<Isa> isas_here() {
-    static const Isa all[] = {{"avx2", Q4_ISA_AVX2}, {"avx512", Q4_ISA_AVX512}};
-    q4_matrix m{};
-    m.rows = m.columns = 1, m.block = 32, m.bits = 8, m.scale_type = Q4_F32, m.step = 1.0f;
-    std::vector<uint8_t> tiles(static_cast<size_t>(q4_cpu_prepared_bytes(&m)));
-    float x = 0.0f, y = 1.0f;
-    q4_call call{};
-    call.tiles = tiles.data(), call.x = &x, call.x_rows = 1, call.x_stride = 1, call.y = &y, call.y_stride = 1, call.threads = 1;
-    std::vector<Isa> here;
-    for (const Isa& isa : all)
-        if (q4_cpu_linear(&m, &call, isa.number) == 0) here.push_back(isa);
-    return here;
+std::vector<Isa> isas(int32_t state) {
+    std::vector<Isa> out;
+    for (int32_t number = 1; const char* name = q4_cpu_isa_name(number); ++number)
+        if (q4_cpu_has_isa(number) == state) out.push_back({name, number});
+    return out;
 }
 
 std::string check_pack(const Case& c, Memory& memory, uint8_t*& tiles) {

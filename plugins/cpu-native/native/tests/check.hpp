@@ -13,8 +13,8 @@ struct Isa {
     const char* name;
     int32_t number;
 };
-// Those that run here.
-std::vector<Isa> isas_here();
+// Those in a state of q4_cpu_has_isa: 1 that run here, 0 that this machine has not, -1 not compiled in.
+std::vector<Isa> isas(int32_t state);
 
 // Pack into tiles that the case keeps: empty where all is right.
 std::string check_pack(const Case& c, Memory& memory, uint8_t*& tiles);

@@ -1,6 +1,6 @@
 // Tests of the C ABI without Python:
 //
-//   q4_cpu_tests isas                       the instruction sets that run here
+//   q4_cpu_tests isas                       the instruction sets that run here, and which of these does unasked
 //   q4_cpu_tests fuzz  COUNT SEED [ISA]     random cases, against float64; `fuzz 1 SEED` repeats one
 //   q4_cpu_tests guard COUNT SEED [ISA]     the same, every buffer ending (or starting) at a page that may not be touched
 //   q4_cpu_tests plant COUNT SEED [ISA]     the same with planted faults, each of which must be found
@@ -38,9 +38,12 @@ int main(int count, char** values) {
     if (words.empty()) return usage();
     const std::string command = words[0];
     if (command == "flaw") return words.size() == 2 ? flaw(words[1]) : usage();
-    arguments.isas = isas_here();
+    arguments.isas = isas(1);
     if (command == "isas") {
         for (const Isa& isa : arguments.isas) std::puts(isa.name);
+        for (const Isa& isa : isas(0)) std::fprintf(stderr, "%s: not on this machine\n", isa.name);
+        const char* unasked = q4_cpu_isa_name(q4_cpu_best_isa());
+        std::fprintf(stderr, "unasked: %s\n", unasked ? unasked : "none");
         return arguments.isas.empty() ? 1 : 0;
     }
     size_t next = 1;

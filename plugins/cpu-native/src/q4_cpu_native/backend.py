@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
 import torch
 
+from q4_cpu_native.isa import choose
 from q4_cpu_native.layout import TileMeta, matrix_of, source_arguments
 from q4_cpu_native.tables import table_of
 from q4core import (
@@ -33,50 +33,18 @@ from q4core import (
 
 __all__ = ["CpuNative"]
 
-_ISAS = {"avx2": 1, "avx512": 2}
-_ABI_VERSION = 1
-_NAMES = {number: name for name, number in _ISAS.items()}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8 = 0, 1
 _SMALL_BLOCK, _CHUNK = 16, 32
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
 
-@functools.cache
-def _native() -> Any:
-    """Return the native module, or the error that loading it gave."""
-    try:
-        from q4_cpu_native import _native as module  # noqa: PLC0415  # missing where it was not built
-    except ImportError as error:
-        return error
-    return module
-
-
-def _choose(wish: str) -> tuple[int, str, ReasonCode]:
-    """Return the number of an instruction set and its name; or 0, and what is wrong with the code for it."""
-    module = _native()
-    if isinstance(module, ImportError):
-        way_out = "install q4-cpu-native again, from its wheel or with a C++17 compiler that has OpenMP"
-        return 0, f"the native module is not built or can't be loaded ({module}); {way_out}", ReasonCode.NOT_BUILT
-    if module.ABI_VERSION != _ABI_VERSION:
-        told = (
-            f"the native module has ABI {module.ABI_VERSION}, and {_ABI_VERSION} is wanted; install q4-cpu-native again"
-        )
-        return 0, told, ReasonCode.NOT_BUILT
-    best = module.best_isa()
-    if wish and wish not in _ISAS:
-        return 0, f"Q4_CPU_ISA must be one of {', '.join(_ISAS)}, got {wish!r}", ReasonCode.POLICY
-    if wish and _ISAS[wish] > best:
-        return 0, f"Q4_CPU_ISA asks for {wish}, which this machine has not", ReasonCode.ARCH
-    chosen = _ISAS[wish] if wish else best
-    return chosen, _NAMES.get(chosen, "this machine has no AVX2 with FMA and F16C"), ReasonCode.ARCH
-
-
 class CpuNative:
-    """Kernels for x86 CPUs with AVX2 (the baseline) or AVX-512 with VNNI.
+    """Kernels for x86 CPUs with AVX2 (the baseline), AVX-VNNI, or AVX-512 with VNNI.
 
     Args:
-        isa: ``"avx2"`` or ``"avx512"``; unless told, what ``Q4_CPU_ISA`` says, or else the best that the machine has.
+        isa: ``"avx2"``, ``"avxvnni"`` or ``"avx512"``; unless told, what ``Q4_CPU_ISA`` says, or else the best that the
+            machine has.
     """
 
     name: str = "cpu-native"
@@ -99,18 +67,19 @@ class CpuNative:
 
     def __init__(self, isa: str | None = None) -> None:
         wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
-        self._isa, self._told, self._code = _choose(wish.strip().lower())
+        self._chosen = choose(wish.strip().lower())
+        self._isa = self._chosen.number
 
     @property
     def isa(self) -> str | None:
         """Name of the instruction set that runs, or None."""
-        return _NAMES.get(self._isa)
+        return self._chosen.told if self._isa else None
 
     def check(self, request: Request) -> Verdict:
         """Offer the exact path and the w4a8 one, or say what is missing."""
-        told = self._told
+        told = self._chosen.told
         if not self._isa:
-            return Verdict.refuse([Reason(self._code, told)], native_state="not usable")
+            return Verdict.refuse([Reason(self._chosen.code, told)], native_state="not usable")
         reasons = []
         if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
             message = f"blocks must be of {_SMALL_BLOCK} or a multiple of {_CHUNK}, got {request.block_size}"
@@ -119,12 +88,13 @@ class CpuNative:
             reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
         if reasons:
             return Verdict.refuse(reasons, native_state=f"loaded ({told})")
+        name = told.replace("-", "_")
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
-        paths = [KernelPath(f"exact_{told}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
+        paths = [KernelPath(f"exact_{name}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
         values = None
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             values = table_of(request.format.codebook).values
-        paths.append(KernelPath(f"w4a8_{told}", (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
+        paths.append(KernelPath(f"w4a8_{name}", (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
         return Verdict.offer(paths, native_state=f"loaded ({told})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

@@ -1,0 +1,28 @@
+// The dot products of a vector's rows with Rows rows of x, each row of x by itself.
+#pragma once
+
+#include "codes.hpp"
+
+namespace q4 {
+
+template <class Dot, int Rows> struct EachRow {
+    Dot dot[Rows];
+
+    Q4_INLINE void begin(const int32_t* start) {
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].begin(start[2 * r]);
+    }
+    // Eight in-features of each row: the levels of the first four, and of the others.
+    template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x) {
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].add(first, x + r * kChunk);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) dot[r].add(others, x + r * kChunk + 4);
+    }
+    Q4_INLINE void half() {
+        for (int r = 0; r < Rows; ++r) dot[r].half();
+    }
+    Q4_INLINE auto floats(int row) { return dot[row].floats(); }
+};
+
+}  // namespace q4

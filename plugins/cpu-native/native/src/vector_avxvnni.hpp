@@ -1,0 +1,32 @@
+// 8 rows at once: AVX2 with the dot products of AVX-VNNI.
+#pragma once
+
+#include "vector_avx2.hpp"
+
+namespace q4 {
+namespace {
+
+struct AvxVnni : Avx2 {
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
+    static constexpr bool kIsWideSigned = false;
+
+    template <int Kind> struct Levels : Avx2::Levels<Avx2::kNarrow> {
+        using Avx2::Levels<Avx2::kNarrow>::Levels;
+    };
+    static Ints byte_levels(Ints line) { return _mm256_xor_si256(line, _mm256_set1_epi8(-128)); }
+    template <int Kind> struct Dot {
+        __m256i sum;
+        void begin(int32_t start) { sum = _mm256_set1_epi32(start); }
+        void add(Ints levels, const int8_t* x) {
+            int32_t four;
+            __builtin_memcpy(&four, x, 4);
+            sum = _mm256_dpbusd_avx_epi32(sum, levels, _mm256_set1_epi32(four));
+        }
+        void half() {}
+        Floats floats() { return _mm256_cvtepi32_ps(sum); }
+    };
+    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+};
+
+}  // namespace
+}  // namespace q4

@@ -1,0 +1,118 @@
+"""Which instruction set runs: asked for or not, here or not, built or not, run on hardware before or not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+
+import q4_cpu_native.isa
+import q4core as q4
+from q4_cpu_native import CpuNative
+from q4_cpu_native.isa import Isa, choose, native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HERE, NOT_HERE, NOT_BUILT = 1, 0, -1
+
+
+@attrs.frozen
+class FakeModule:
+    """A native module on a machine of our making: name -> (state, whether it was run on hardware)."""
+
+    sets: dict[str, tuple[int, bool]]
+    ABI_VERSION: int = 2
+
+    def isa_name(self, number: int) -> str | None:
+        """Return the name of a set, or None past the last."""
+        return dict(enumerate(self.sets, 1)).get(number)
+
+    def has_isa(self, number: int) -> int:
+        """Return whether a set is here."""
+        return list(self.sets.values())[number - 1][0]
+
+    def best_isa(self) -> int:
+        """Return the last set that is here and was run."""
+        usable = [i for i, (state, was_run) in enumerate(self.sets.values(), 1) if state == HERE and was_run]
+        return max(usable, default=0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what puts a machine of those sets in place of this one."""
+
+    def place(sets: dict[str, tuple[int, bool]], abi: int = 2) -> None:
+        module = FakeModule(sets, abi)
+        monkeypatch.setattr(q4_cpu_native.isa, "native", lambda: module)
+
+    return place
+
+
+def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unasked, the plugin loads and refuses by policy, with the way out; asked for by name, the set is taken."""
+    machine({"neon-dotprod": (HERE, False), "neon-i8mm": (HERE, False)})
+    monkeypatch.delenv("Q4_CPU_ISA", raising=False)
+    request = q4.Request.for_weight(q4.quantize(torch.rand(16, 64), "q4_0"))
+    (reason,) = CpuNative().check(request).reasons
+    assert reason.code is q4.ReasonCode.POLICY
+    assert "neon-dotprod and neon-i8mm have not been run on hardware" in reason.message
+    assert "set Q4_CPU_ISA=neon-i8mm" in reason.message
+    monkeypatch.setenv("Q4_CPU_ISA", "neon-dotprod")
+    assert CpuNative().isa == "neon-dotprod"
+    assert [path.name for path in CpuNative().check(request).paths] == ["exact_neon_dotprod", "w4a8_neon_dotprod"]
+
+
+def test_a_set_run_on_hardware_comes_first(machine: Callable[..., None]) -> None:
+    """Beside a set that was run on hardware, a later one that was not is left alone."""
+    machine({"old": (HERE, True), "new": (HERE, False)})
+    assert choose("") == Isa(1, "old")
+    assert choose("new") == Isa(2, "new")
+
+
+def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
+    """A machine may have a later set without an earlier one: asking for that one is refused, as its own lack."""
+    machine({"avx2": (HERE, True), "avxvnni": (NOT_HERE, True), "avx512": (HERE, True)})
+    assert choose("") == Isa(3, "avx512")
+    refused = choose("avxvnni")
+    assert refused.number == 0
+    assert refused.code is q4.ReasonCode.ARCH
+    assert refused.told == "Q4_CPU_ISA asks for avxvnni, which this machine has not"
+
+
+def test_what_was_not_compiled_is_not_blamed_on_the_machine(machine: Callable[..., None]) -> None:
+    """A set that the compiler did not know is refused as not built, asked for or not."""
+    machine({"avx2": (NOT_HERE, True), "avxvnni": (NOT_BUILT, True)})
+    assert choose("avxvnni").code is q4.ReasonCode.NOT_BUILT
+    assert choose("").code is q4.ReasonCode.ARCH
+    assert choose("").told.endswith("there are kernels for: avx2")
+    machine({"avx2": (NOT_BUILT, True)})
+    assert choose("").code is q4.ReasonCode.NOT_BUILT
+
+
+def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> None:
+    """A native module that was built from other sources is refused before anything is asked of it."""
+    machine({"avx2": (HERE, True)}, abi=1)
+    refused = choose("avx2")
+    assert refused.number == 0
+    assert refused.code is q4.ReasonCode.NOT_BUILT
+    assert "has ABI 1, and 2 is wanted" in refused.told
+
+
+def test_the_built_module_knows_its_sets() -> None:
+    """The names are those of the README, each number is answered, and none of x86 is also one of Arm."""
+    module = native()
+    names: list[str] = []
+    while (name := module.isa_name(len(names) + 1)) is not None:
+        names.append(name)
+    assert module.isa_name(0) is None
+    assert module.has_isa(0) == module.has_isa(len(names) + 1) == NOT_BUILT
+    built = {name for number, name in enumerate(names, 1) if module.has_isa(number) != NOT_BUILT}
+    assert {name.startswith("neon") for name in built} in ({True}, {False})
+    assert {name for number, name in enumerate(names, 1) if module.isa_was_run(number)} == {"avx2", "avxvnni", "avx512"}
+    best = module.best_isa()
+    assert best == 0 or (module.has_isa(best) == HERE and module.isa_was_run(best))
