@@ -1,12 +1,12 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu] [generate]``, options last."""
+"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu] [generate] [threads]``, options last."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, generate, overhead
+from benchmarks import cpu, generate, overhead, threads
 
-BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main, "generate": generate.main}
+BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main, "generate": generate.main, "threads": threads.main}
 
 
 def main() -> int:
