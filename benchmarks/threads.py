@@ -21,7 +21,7 @@ import torch
 from benchmarks import record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "plugins/cpu-native"
@@ -205,8 +205,10 @@ def _scene(
     }
 
 
-def main() -> None:
-    """Measure, write ``threads.json`` and print the table."""
+def main(options: Sequence[str] = ()) -> None:
+    """Measure, write ``threads.json`` and print the table; there are no options."""
+    if options:
+        raise SystemExit(f"there are no options, got {' '.join(options)}")
     torch.set_num_threads(2)
     libraries = {way: _library(way) for way in WAYS}
     first = next(iter(libraries.values()))
