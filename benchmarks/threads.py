@@ -115,7 +115,12 @@ class _Layer:
         self.kept, self.calls = [x, y], []
         for _ in range(max(2, CACHE_BYTES // size)):
             tiles = torch.empty(size, dtype=torch.uint8)
-            assert library.q4_cpu_pack(ctypes.byref(self.matrix), ctypes.byref(source), tiles.data_ptr(), 1) == 0
+            assert (
+                library.q4_cpu_pack(
+                    ctypes.byref(self.matrix), ctypes.byref(source), ctypes.c_void_p(tiles.data_ptr()), 1
+                )
+                == 0
+            )
             self.kept.append(tiles)
             self.calls.append(
                 _Call(tiles.data_ptr(), None, 0, 0, x.data_ptr(), 1, columns, 0, y.data_ptr(), rows, 0, None, 1, 1)
