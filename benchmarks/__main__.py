@@ -1,23 +1,28 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu]``."""
+"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu] [generate]``, options last."""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, overhead
+from benchmarks import cpu, generate, overhead
 
-BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main}
+BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main, "generate": generate.main}
 
 
 def main() -> int:
-    """Run the benchmarks that were named, all of them where none was."""
-    names = sys.argv[1:] or list(BENCHMARKS)
+    """Run the benchmarks that were named, all of them where none was; options go to the one that was."""
+    words = sys.argv[1:]
+    count = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    names, options = words[:count] or list(BENCHMARKS), words[count:]
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         print(f"unknown benchmark {unknown[0]!r}; there are: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
+    if options and len(names) > 1:
+        print("options are taken by one benchmark at a time; name it first", file=sys.stderr)
+        return 2
     for name in names:
-        BENCHMARKS[name]()
+        BENCHMARKS[name](options)
     return 0
 
 

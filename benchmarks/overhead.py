@@ -7,7 +7,7 @@ the bare backend call in the same run.
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -18,6 +18,9 @@ from matplotlib import pyplot as plt
 
 import q4core as q4
 from benchmarks import record
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TARGETS_US = {
     "forward, out=": 3.0,
@@ -118,8 +121,10 @@ def draw(over: dict[str, float], path: str) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    """Measure, write ``overhead.json`` and ``overhead.png``, and print the table."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure, write ``overhead.json`` and ``overhead.png``, and print the table; there are no options."""
+    if arguments:
+        raise SystemExit(f"overhead takes no options, got {arguments[0]!r}")
     samples = measure()
     summaries = {name: record.summary(values) for name, values in samples.items()}
     bare = summaries["backend alone"]["median"]

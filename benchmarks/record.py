@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 RESULTS = Path(__file__).parent / "results"
+BUILD = Path(__file__).parents[1] / "build" / "benchmarks"
+"""Where runs that are no results go: quick ones, and partial ones."""
 
 
 def _commit() -> str:
@@ -53,8 +56,9 @@ def environment() -> dict[str, Any]:
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
     """Return median, 10th and 90th percentile, and the samples."""
-    cuts = statistics.quantiles(samples, n=10)
-    return {"median": statistics.median(samples), "p10": cuts[0], "p90": cuts[-1], "samples": list(samples)}
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    rounded = [round(sample, 3) for sample in samples]
+    return {"median": statistics.median(samples), "p10": cuts[0], "p90": cuts[-1], "samples": rounded}
 
 
 def interleaved_us(
@@ -83,9 +87,11 @@ def interleaved_us(
     return samples
 
 
-def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Write one result as JSON and return where it is."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n", encoding="utf-8")
+def write(name: str, result: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
+    """Write one result as JSON, a list of numbers to a line, and return where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    text = json.dumps({"environment": environment(), **result}, indent=1)
+    text = re.sub(r"\[[-+.eE\d,\s]+\]", lambda found: " ".join(found[0].split()), text)
+    path.write_text(text + "\n", encoding="utf-8")
     return path

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4core import checkpoint, codec, schema
+from q4core import checkpoint, codec
+from q4core import schema as schemas
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.formats import find_format
 from q4core.registry import default_registry
@@ -133,7 +134,7 @@ def detect(  # noqa: PLR0913  # the contract's arguments
     options: Mapping[str, Any] | None = None,
 ) -> Schema | None:
     """Return what a mapping of names to tensors holds, in any dialect there is; see ``schema.detect``."""
-    return schema.detect(
+    return schemas.detect(
         tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
     )
 
@@ -147,7 +148,9 @@ def detect_all(  # the contract's arguments
     options: Mapping[str, Any] | None = None,
 ) -> tuple[LayerSchema, ...]:
     """Return every reading of every layer, in any dialect there is; see ``schema.detect_all``."""
-    return schema.detect_all(tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects())
+    return schemas.detect_all(
+        tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
+    )
 
 
 def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
@@ -160,13 +163,13 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
     options: Mapping[str, Any] | None = None,
 ) -> Schema:
     """Return what a mapping holds, once nothing is wrong with it; see ``schema.detect_or_fail``."""
-    return schema.detect_or_fail(
+    return schemas.detect_or_fail(
         tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
     )
 
 
 def validate(  # noqa: PLR0913  # the contract's arguments
-    found: Schema,
+    schema: Schema,
     tensors: Mapping[str, Any],
     *,
     metadata: Mapping[str, str] | None = None,
@@ -175,6 +178,6 @@ def validate(  # noqa: PLR0913  # the contract's arguments
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, ...]:
     """Return every problem of a schema over tensors, or () when all is well; see ``schema.validate``."""
-    return schema.validate(
-        found, tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
+    return schemas.validate(
+        schema, tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
     )

@@ -69,8 +69,12 @@ class SourceGuard:
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
     """Return whether a path of the selection, or the backend's export, has not been probed yet."""
     request = selection.backend_request
-    parts: list[KernelPath | None] = [*selection.paths, *([None] if can_export(backend) else [])]
-    return any(book.result(backend.name, part, request) is None for part in parts)
+    return any(book.result(backend.name, part, request) is None for part in _parts(selection, backend))
+
+
+def _parts(selection: Selection, backend: Backend) -> list[KernelPath | None]:
+    """Return what is to be probed: each path of the selection, and None for the backend's export where it has one."""
+    return [*selection.paths, *([None] if can_export(backend) else [])]
 
 
 def bar_writer(book: ProbeBook, backend: Backend, weight: PackedWeight, given: PackedWeight) -> None:
@@ -99,9 +103,8 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
         selection: Which paths are to serve.
     """
     request = selection.backend_request
-    parts: list[KernelPath | None] = [*selection.paths, *([None] if can_export(backend) else [])]
     good = True
-    for part in parts:
+    for part in _parts(selection, backend):
         result = book.result(backend.name, part, request)
         name = "export" if part is None else part.name
         if result is None:

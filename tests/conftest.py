@@ -64,6 +64,12 @@ def mode(request: pytest.FixtureRequest) -> MutableMode:
     return MutableMode(request.param)
 
 
+@pytest.fixture(params=[True, False], ids=["kept", "collected"])
+def keeps(request: pytest.FixtureRequest) -> bool:
+    """Whether somebody still holds the block that its thread did not leave."""
+    return bool(request.param)
+
+
 @pytest.fixture
 def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Give a pool whose threads are joined at the end."""

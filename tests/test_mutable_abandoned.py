@@ -1,4 +1,4 @@
-"""``MutableTensor`` and blocks that nobody leaves: their thread has ended, or they were collected."""
+"""``MutableTensor`` and blocks whose thread has ended: whoever comes next is let in, or told."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from abandonment import HUNG, Abandoned, Call, content_of, write
 from sharing import until
 
 import q4core as q4
@@ -17,85 +18,16 @@ from q4core.mutable import MutableMode, MutableTensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HUNG = 10.0
-"""Seconds after which a call has hung. Its thread is a daemon, so that it can't hang the suite."""
-
-
-class _Call:
-    """A call in a thread of its own, and what became of it."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        call, self._call = self._call, lambda: None
-        try:
-            self._result = call()
-        except BaseException as error:  # noqa: BLE001  # it is what the test asks for
-            self._error = error
-
-    def _join(self) -> None:
-        self._thread.join(HUNG)
-        assert not self._thread.is_alive(), "hung"
-
-    def result(self) -> Any:
-        self._join()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def error(self) -> BaseException | None:
-        self._join()
-        return self._error
-
-
-class _Abandoned:
-    """A thread that enters a block, uses it, and ends inside it when it is told to."""
-
-    def __init__(self, block: Any, *, keeps: bool, use: Callable[[Any], object] = lambda _: None) -> None:
-        self._entered, self._go = threading.Event(), threading.Event()
-        self.block: Any = block if keeps else None
-        self._use = use
-        holder = [block]
-        del block
-        self._call = _Call(lambda: self._run(holder))
-        until(self._entered.is_set)
-
-    def _run(self, holder: list[Any]) -> None:
-        block = holder.pop()
-        self._use(block.__enter__())
-        self._entered.set()
-        assert self._go.wait(HUNG)
-
-    def end(self) -> None:
-        """Let the thread end without leaving the block."""
-        self._go.set()
-        self._call.result()
-
-
-def _content_of(state: MutableTensor, timeout: float | None = HUNG) -> list[float]:
-    with state.read(timeout=timeout) as view:
-        return list(view.tensor.tolist())
-
-
-def _write(state: MutableTensor, value: float, *, wait: bool = False, timeout: float | None = HUNG) -> None:
-    with state.write(wait=wait, timeout=timeout) as tensor:
-        tensor.fill_(value)
-
 
 def _in_place(*, keeps: bool) -> MutableTensor:
     """Return an ``IN_PLACE`` tensor whose writer's thread has ended half-way."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane")
-    _KEPT.append(writer := _Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0)))
+    _KEPT.append(writer := Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0)))
     writer.end()
     return state
 
 
-_KEPT: list[_Abandoned] = []
+_KEPT: list[Abandoned] = []
 
 
 @pytest.fixture(autouse=True)
@@ -104,21 +36,15 @@ def _let_go() -> Any:
     _KEPT.clear()
 
 
-@pytest.fixture(params=[True, False], ids=["kept", "collected"])
-def keeps(request: pytest.FixtureRequest) -> bool:
-    """Whether somebody still holds the block that its thread did not leave."""
-    return bool(request.param)
-
-
 USES: dict[str, Callable[[MutableTensor], object]] = {
-    "read": lambda state: _content_of(state, timeout=None),
+    "read": lambda state: content_of(state, timeout=None),
     "read at once": lambda state: state.read(timeout=0).__enter__(),
     "snapshot": lambda state: state.snapshot(),
     "wait": lambda state: state.wait(1),
     "wait at once": lambda state: state.wait(1, timeout=0),
-    "write": lambda state: _write(state, 1.0, timeout=None),
-    "write in turn": lambda state: _write(state, 1.0, wait=True, timeout=None),
-    "write at once": lambda state: _write(state, 1.0, wait=True, timeout=0),
+    "write": lambda state: write(state, 1.0, timeout=None),
+    "write in turn": lambda state: write(state, 1.0, wait=True, timeout=None),
+    "write at once": lambda state: write(state, 1.0, wait=True, timeout=0),
     "replace": lambda state: state.replace(torch.ones(4)),
 }
 
@@ -130,14 +56,14 @@ USES: dict[str, Callable[[MutableTensor], object]] = {
 def test_in_place_writer_that_ended_poisons(use: str, keeps: bool) -> None:
     """Whoever comes next, by whatever call and without a timeout, gets PoisonedError that says why; reset() heals."""
     state = _in_place(keeps=keeps)
-    error = _Call(lambda: USES[use](state)).error()
+    error = Call(lambda: USES[use](state)).error()
     assert isinstance(error, q4.PoisonedError)
     assert "membrane" in str(error)
     assert "without leaving" in str(error.value)
-    _Call(lambda: state.reset(torch.ones(4))).result()
+    Call(lambda: state.reset(torch.ones(4))).result()
     assert not state.is_poisoned
-    assert _Call(lambda: _content_of(state)).result() == [1.0] * 4
-    _Call(lambda: _write(state, 2.0)).result()
+    assert Call(lambda: content_of(state)).result() == [1.0] * 4
+    Call(lambda: write(state, 2.0)).result()
     assert (state.version, state.stats().failures) == (2, 1)
 
 
@@ -151,8 +77,8 @@ def test_is_poisoned_looks_itself(keeps: bool) -> None:
 def test_reset_looks_itself(keeps: bool) -> None:
     """A supervisor may reset first thing, without having asked."""
     state = _in_place(keeps=keeps)
-    _Call(state.reset).result()
-    assert _content_of(state) == [0.0] * 4
+    Call(state.reset).result()
+    assert content_of(state) == [0.0] * 4
 
 
 @pytest.mark.parametrize("timeout", [None, 2 * HUNG])
@@ -162,11 +88,11 @@ def test_who_waits_is_told_that_the_writer_ended(
 ) -> None:
     """Readers, writers and those who wait for a version, who wait already when the writer's thread ends, are told."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    writer = _Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0))
+    writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0))
     waiting = [
-        _Call(lambda: state.read(timeout=timeout).__enter__()),
-        _Call(lambda: _write(state, 1.0, wait=True, timeout=timeout)),
-        _Call(lambda: state.wait(1, timeout=timeout)),
+        Call(lambda: state.read(timeout=timeout).__enter__()),
+        Call(lambda: write(state, 1.0, wait=True, timeout=timeout)),
+        Call(lambda: state.wait(1, timeout=timeout)),
     ]
     content = state._content
     until(lambda: bool(content.waiting and content.gate._waiting_readers and content.gate._waiting_writers))
@@ -174,14 +100,14 @@ def test_who_waits_is_told_that_the_writer_ended(
     for call in waiting:
         assert isinstance(call.error(), q4.PoisonedError)
     state.reset(torch.ones(4), timeout=HUNG)
-    assert _content_of(state) == [1.0] * 4
+    assert content_of(state) == [1.0] * 4
 
 
 def test_who_waits_only_for_a_version_is_told(keeps: bool) -> None:
     """Also if nobody else waits who could notice."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    writer = _Abandoned(state.write(), keeps=keeps)
-    waiting = _Call(lambda: state.wait(1))
+    writer = Abandoned(state.write(), keeps=keeps)
+    waiting = Call(lambda: state.wait(1))
     until(lambda: bool(state._content.waiting))
     writer.end()
     assert isinstance(waiting.error(), q4.PoisonedError)
@@ -196,12 +122,12 @@ def test_versioned_writer_that_ended_changes_nothing(
 ) -> None:
     """The version before stays, nothing is poisoned, and the next writer is let in as if nobody had been there."""
     state = MutableTensor(torch.zeros(4))
-    writer = _Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
+    writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
     writer.end()
-    assert (_content_of(state), state.version) == ([0.0] * 4, 0)
-    _Call(lambda: _write(state, 1.0, **options)).result()
+    assert (content_of(state), state.version) == ([0.0] * 4, 0)
+    Call(lambda: write(state, 1.0, **options)).result()
     assert not state.is_poisoned
-    assert (_content_of(state), state.version) == ([1.0] * 4, 1)
+    assert (content_of(state), state.version) == ([1.0] * 4, 1)
     stats = state.stats()
     assert (stats.writes, stats.failures, stats.conflicts) == (1, 1, 0)
 
@@ -209,13 +135,13 @@ def test_versioned_writer_that_ended_changes_nothing(
 def test_versioned_writer_that_waits_gets_its_turn(keeps: bool) -> None:
     """Writers that wait already when the writer's thread ends go on, all of them."""
     state = MutableTensor(torch.zeros(4))
-    writer = _Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
-    waiting = [_Call(lambda: _write(state, 1.0, wait=True, timeout=None)) for _ in range(3)]
+    writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
+    waiting = [Call(lambda: write(state, 1.0, wait=True, timeout=None)) for _ in range(3)]
     until(lambda: len(state._content.gate._waiting_writers) == 3)
     writer.end()
     for call in waiting:
         call.result()
-    assert (_content_of(state), state.version) == ([1.0] * 4, 3)
+    assert (content_of(state), state.version) == ([1.0] * 4, 3)
 
 
 # -- a reader's thread ends
@@ -229,19 +155,19 @@ def test_reader_that_ended_keeps_no_writer_out(
 ) -> None:
     """Its place is given back, and nothing is poisoned."""
     state = MutableTensor(torch.zeros(4), mode=mode)
-    for reader in [_Abandoned(state.read(), keeps=keeps) for _ in range(2)]:
+    for reader in [Abandoned(state.read(), keeps=keeps) for _ in range(2)]:
         reader.end()
-    _Call(lambda: _write(state, 1.0, **options)).result()
-    assert (_content_of(state), state.version, state.is_poisoned) == ([1.0] * 4, 1, False)
+    Call(lambda: write(state, 1.0, **options)).result()
+    assert (content_of(state), state.version, state.is_poisoned) == ([1.0] * 4, 1, False)
 
 
 def test_writer_that_waits_for_a_reader_that_ends(keeps: bool) -> None:
     """It is let in once the reader's thread has ended, and readers behind it after it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    reader = _Abandoned(state.read(), keeps=keeps)
-    writer = _Call(lambda: _write(state, 1.0, timeout=None))
+    reader = Abandoned(state.read(), keeps=keeps)
+    writer = Call(lambda: write(state, 1.0, timeout=None))
     until(lambda: state._content.gate.has_writer)
-    late = _Call(lambda: _content_of(state, timeout=None))
+    late = Call(lambda: content_of(state, timeout=None))
     until(lambda: bool(state._content.gate._waiting_readers))
     reader.end()
     writer.result()
@@ -251,13 +177,13 @@ def test_writer_that_waits_for_a_reader_that_ends(keeps: bool) -> None:
 def test_living_reader_still_keeps_the_writer_out(keeps: bool) -> None:
     """A place that is given back is only the one of the thread that ended."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    living, ending = _Abandoned(state.read(), keeps=True), _Abandoned(state.read(), keeps=keeps)
+    living, ending = Abandoned(state.read(), keeps=True), Abandoned(state.read(), keeps=keeps)
     ending.end()
     for timeout in (0, 0.4):
-        assert isinstance(_Call(lambda: _write(state, 1.0, timeout=timeout)).error(), q4.WriteConflictError)  # noqa: B023
+        assert isinstance(Call(lambda: write(state, 1.0, timeout=timeout)).error(), q4.WriteConflictError)  # noqa: B023
     assert not state.is_poisoned
     living.end()
-    _write(state, 1.0)
+    write(state, 1.0)
 
 
 def test_reader_that_wrote_and_ended_is_found_out(
@@ -265,85 +191,14 @@ def test_reader_that_wrote_and_ended_is_found_out(
     keeps: bool,
 ) -> None:
     """What it changed is no version, so whoever comes next is told."""
-    for use in (_content_of, lambda state: _write(state, 1.0)):
+    for use in (content_of, lambda state: write(state, 1.0)):
         state = MutableTensor(torch.zeros(4), mode=mode)
-        _Abandoned(state.read(), keeps=keeps, use=lambda view: view.tensor.fill_(7.0)).end()
-        error = _Call(lambda: use(state)).error()  # noqa: B023
+        Abandoned(state.read(), keeps=keeps, use=lambda view: view.tensor.fill_(7.0)).end()
+        error = Call(lambda: use(state)).error()  # noqa: B023
         assert isinstance(error, q4.PoisonedError)
         assert "outside write()" in str(error.value)
         state.reset(timeout=HUNG)
-        assert _content_of(state) == [0.0] * 4
-
-
-# -- a block is collected while its thread lives
-
-
-def test_collected_write_block_is_a_failed_update(mode: MutableMode) -> None:
-    """A block that can't be left any more has failed: for its own thread and for others, also by way of a cycle."""
-    for makes_cycle in (False, True):
-        state = MutableTensor(torch.zeros(4), mode=mode)
-        block = state.write()
-        block.__enter__().fill_(7.0)
-        if makes_cycle:
-            block.source = cycle = [block]  # type: ignore[assignment]  # any cycle will do
-            del cycle
-        del block
-        gc.collect()
-        if mode is MutableMode.IN_PLACE:
-            for call in (lambda: _content_of(state), lambda: _Call(lambda: _content_of(state)).result()):  # noqa: B023
-                with pytest.raises(q4.PoisonedError) as caught:
-                    call()
-                assert "without leaving" in str(caught.value.value)
-            state.reset(timeout=HUNG)
-        assert _content_of(state) == [0.0] * 4
-        _write(state, 1.0, timeout=0)
-        assert state.stats().failures == 1
-
-
-def test_collected_read_block_keeps_no_writer_out(mode: MutableMode) -> None:
-    """Its own thread and others may write; an outer block of the same thread still counts."""
-    state = MutableTensor(torch.zeros(4), mode=mode)
-    with state.read():
-        state.read().__enter__()
-        with pytest.raises(q4.WriteConflictError):
-            _write(state, 1.0, timeout=0)
-    state.read().__enter__()
-    _write(state, 1.0, timeout=0)
-    state.read().__enter__()
-    _Call(lambda: _write(state, 2.0, timeout=0)).result()
-    assert (_content_of(state), state.is_poisoned) == ([2.0] * 4, False)
-
-
-def test_collected_blocks_leave_nothing_behind(mode: MutableMode) -> None:
-    """The bookkeeping does not grow by blocks that nobody left, once there has been an update."""
-    for drop in (
-        lambda state: state.read().__enter__(),
-        lambda state: _Abandoned(state.read(), keeps=False).end(),
-        lambda state: _Call(lambda: state.read().__enter__()).result(),
-    ):
-        state = MutableTensor(torch.zeros(4), mode=mode)
-        for _ in range(5):
-            drop(state)
-        _write(state, 1.0)
-        gate = state._content.gate
-        assert (len(gate._reads_by_thread), len(gate.lost_reads), len(gate.lost_writes)) == (0, 0, 0)
-
-
-def test_collected_generator_leaves_its_block(mode: MutableMode) -> None:
-    """A generator that its thread did not finish is closed by the interpreter, which fails its update."""
-    state = MutableTensor(torch.zeros(4), mode=mode)
-
-    def update() -> Any:
-        with state.write(timeout=HUNG) as tensor:
-            tensor.fill_(7.0)
-            yield
-
-    _Call(lambda: next(update())).result()
-    assert state.is_poisoned is (mode is MutableMode.IN_PLACE)
-    if state.is_poisoned:
-        state.reset(timeout=HUNG)
-    assert _Call(lambda: _content_of(state)).result() == [0.0] * 4
-    assert state.stats().failures == 1
+        assert content_of(state) == [0.0] * 4
 
 
 # -- who is taken for whom
@@ -354,11 +209,11 @@ def test_living_holder_is_left_alone(mode: MutableMode) -> None:
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write(timeout=HUNG) as tensor:
         gc.collect()
-        error = _Call(lambda: _write(state, 1.0, wait=True, timeout=0.5)).error()
+        error = Call(lambda: write(state, 1.0, wait=True, timeout=0.5)).error()
         assert isinstance(error, q4.WriteConflictError)
         assert not state.is_poisoned
         tensor.fill_(7.0)
-    assert (_content_of(state), state.version) == ([7.0] * 4, 1)
+    assert (content_of(state), state.version) == ([7.0] * 4, 1)
 
 
 def test_new_thread_is_not_taken_for_one_that_ended(
@@ -373,7 +228,7 @@ def test_new_thread_is_not_taken_for_one_that_ended(
         def note(_: object, numbers: list[int] = numbers) -> None:
             numbers.append(threading.get_ident())
 
-        ended = _Abandoned(hold(state), keeps=keeps, use=note)
+        ended = Abandoned(hold(state), keeps=keeps, use=note)
         ended.end()
 
         def use(state: MutableTensor = state, numbers: list[int] = numbers) -> bool:
@@ -381,83 +236,13 @@ def test_new_thread_is_not_taken_for_one_that_ended(
                 return False
             if state.is_poisoned:
                 state.reset(timeout=HUNG)
-            _write(state, 1.0)
+            write(state, 1.0)
             return True
 
         deadline = time.monotonic() + HUNG
-        while not _Call(use).result():
+        while not Call(use).result():
             assert time.monotonic() < deadline, "no thread got the number, so nothing was tested"
-        assert _content_of(state) == [1.0] * 4
-
-
-# -- leaving too late
-
-
-def test_write_block_that_is_left_too_late(mode: MutableMode) -> None:
-    """Once its place was given back, leaving it is a LifecycleError for who does, and nothing happens to the rest."""
-    state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
-    for version, error in enumerate((None, RuntimeError("boom"))):
-        writer = _Abandoned(state.write(), keeps=True, use=lambda tensor: tensor.fill_(7.0))
-        writer.end()
-        _Call(state.reset if state.is_poisoned else lambda: _write(state, 0.0)).result()
-        stats = state.stats()
-        if error is None:
-            with pytest.raises(q4.LifecycleError) as caught:
-                writer.block.__exit__(None, None, None)
-            assert "membrane" in str(caught.value)
-            assert "thread" in str(caught.value)
-        else:
-            writer.block.__exit__(type(error), error, None)
-        assert (state.version, state.is_poisoned, state.stats()) == (version + 1, False, stats)
-        assert _content_of(state) == [0.0] * 4
-
-
-def test_write_block_that_is_left_too_late_does_not_end_another(mode: MutableMode) -> None:
-    """The writer who came after stays the only one."""
-    state = MutableTensor(torch.zeros(4), mode=mode)
-    writer = _Abandoned(state.write(), keeps=True)
-    writer.end()
-    if state.is_poisoned:
-        state.reset(timeout=HUNG)
-    with state.write(timeout=HUNG) as tensor:
-        with pytest.raises(q4.LifecycleError):
-            writer.block.__exit__(None, None, None)
-        assert isinstance(_Call(lambda: _write(state, 1.0)).error(), q4.WriteConflictError)
-        tensor.fill_(2.0)
-    assert _content_of(state) == [2.0] * 4
-
-
-def test_in_place_read_block_that_is_left_too_late() -> None:
-    """What it saw may be two versions, so it is a LifecycleError; the tensor, which is right, is not poisoned."""
-    state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane")
-    for error in (None, RuntimeError("boom")):
-        reader = _Abandoned(state.read(), keeps=True)
-        reader.end()
-        _Call(lambda: _write(state, 1.0)).result()
-        if error is None:
-            with pytest.raises(q4.LifecycleError, match="membrane"):
-                reader.block.__exit__(None, None, None)
-        else:
-            reader.block.__exit__(type(error), error, None)
-        assert not state.is_poisoned
-        assert _content_of(state) == [1.0] * 4
-
-
-def test_versioned_read_block_may_be_left_late() -> None:
-    """Its version stayed what it was, so leaving it is fine; if the reader changed it, it is still told."""
-    state = MutableTensor(torch.zeros(4))
-    for touches in (False, True):
-        reader = _Abandoned(state.read(), keeps=True)
-        reader.end()
-        assert not state.is_poisoned
-        _Call(lambda: _write(state, 1.0)).result()
-        if touches:
-            reader.block.tensor.fill_(7.0)
-            with pytest.raises(q4.PoisonedError):
-                reader.block.__exit__(None, None, None)
-        else:
-            reader.block.__exit__(None, None, None)
-        assert (_content_of(state), state.is_poisoned) == ([1.0] * 4, False)
+        assert content_of(state) == [1.0] * 4
 
 
 # -- many of them
@@ -474,8 +259,8 @@ def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> 
         for round_ in range(10):
             try:
                 if (index + round_) % 3 == 0:
-                    _Call(lambda: state.write(wait=True).__enter__()[:32].add_(1.0)).result()
-                    _Call(lambda: state.read().__enter__()).result()
+                    Call(lambda: state.write(wait=True).__enter__()[:32].add_(1.0)).result()
+                    Call(lambda: state.read().__enter__()).result()
                 with state.write(wait=True) as tensor:
                     tensor[:32].add_(1.0)
                     tensor[32:].add_(1.0)
@@ -489,7 +274,7 @@ def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> 
                 except q4.LifecycleError:  # another one was faster
                     continue
 
-    for call in [_Call(lambda index=index: add(index)) for index in range(6)]:  # type: ignore[misc]  # a default
+    for call in [Call(lambda index=index: add(index)) for index in range(6)]:  # type: ignore[misc]  # a default
         call.result()
     if state.is_poisoned:
         state.reset(timeout=HUNG)
@@ -518,20 +303,20 @@ def test_device_is_waited_for_before_the_content_is_written_again(
     monkeypatch.setattr(content, "is_asynchronous", True)
     monkeypatch.setattr(content, "synchronise", lambda: None)
     monkeypatch.setattr(content, "settle", settle)
-    _write(state, 1.0)
+    write(state, 1.0)
     assert seen == []
-    _Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0)).end()
+    Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0)).end()
     state.reset(timeout=HUNG)
     assert seen.pop() == ([7.0] * 4, 1)
-    _Abandoned(state.read(), keeps=keeps).end()
-    _write(state, 1.0)
+    Abandoned(state.read(), keeps=keeps).end()
+    write(state, 1.0)
     assert seen.pop() == ([0.0] * 4, 2)
     with pytest.raises(RuntimeError, match="boom"), state.write() as tensor:  # noqa: PT012  # the block is the subject
         tensor.fill_(7.0)
         raise RuntimeError("boom")
     state.reset(timeout=HUNG)
     assert seen.pop() == ([7.0] * 4, 3)
-    _write(state, 1.0)
+    write(state, 1.0)
     assert seen == []
 
 
@@ -545,7 +330,7 @@ def test_cuda_work_of_a_writer_that_ended_is_over_before_the_next(keeps: bool) -
             tensor.fill_(7.0)
 
     state = MutableTensor(torch.zeros(1 << 20, device="cuda"), mode=MutableMode.IN_PLACE)
-    _Abandoned(state.write(), keeps=keeps, use=queue).end()
+    Abandoned(state.write(), keeps=keeps, use=queue).end()
     with torch.cuda.stream(torch.cuda.Stream()):
         state.reset(timeout=HUNG)
     torch.cuda.synchronize()

@@ -13,6 +13,7 @@ from fakes import FakeBackend
 import q4core as q4
 from q4core import training
 from q4core.events import forget_warnings
+from q4core.training import quantising
 
 N, K = 24, 64
 
@@ -209,10 +210,10 @@ def test_a_native_quantiser_is_compared_before_it_is_used(wrong: bool) -> None:
     """A native quantiser serves only if its bytes equal the reference's; a wrong one is told and left out."""
     backend = _NativeQuantiser(wrong=wrong)
     dense = _tensor(N, K)
-    request = training._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
+    request = quantising._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
     if wrong:
         with pytest.warns(q4.Q4ProbeWarning, match="native quantiser"):
-            assert not training._is_right(backend, request, dense)
+            assert not quantising._is_right(backend, request, dense)
     else:
-        assert training._is_right(backend, request, dense)
+        assert quantising._is_right(backend, request, dense)
     assert backend.quantised == 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,8 +15,9 @@ from q4core.checkpoint.arguments import (
     require_names,
     require_texts,
 )
-from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_index, read_object
+from q4core.checkpoint.files import read_object
 from q4core.checkpoint.shard import Shard, StagedText, sync_folder
+from q4core.checkpoint.target import INDEX, SINGLE, Target
 from q4core.dialect import Catalogue, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import CheckpointError, DialectError, WeightError
@@ -26,7 +26,7 @@ from q4core.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     import torch
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["save_checkpoint"]
 
-_DEFAULT = "model"
-_FILE_SUFFIXES = frozenset({".gguf", ".bin", ".pt", ".pth", ".json", ".st", ".npz"})
 _MATRIX = 2
 
 
@@ -48,8 +46,8 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
     dialect: str,
     dense: Mapping[str, torch.Tensor] | None = None,
     metadata: Mapping[str, str] | None = None,
-    max_shard_bytes: int | None = None,
     config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
     lossy: bool = False,
     dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
 ) -> Path:
@@ -65,8 +63,8 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
         dialect: Name of the dialect.
         dense: Name → tensor for everything else.
         metadata: Further header metadata, text by key; the dialect's own entries come before it.
-        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
         config: The model's ``config.json``, for a folder; None keeps the one that is there.
+        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
         lossy: Allow what can't be expressed exactly to be rounded or left out.
         dialects: The dialects to look among.
 
@@ -85,7 +83,7 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
         require_names(argument, given)
     require_texts("metadata", metadata or {})
     require_config(config or {})
-    target = _Target.at(place, config=config, max_shard_bytes=max_shard_bytes)
+    target = Target.at(place, config=config, max_shard_bytes=max_shard_bytes)
     writer = _Writer(target, find_dialect(dialect, known), dict(metadata or {}), lossy=lossy)
     try:
         for module in weights:
@@ -102,37 +100,10 @@ def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
         writer.discard()
 
 
-@attrs.frozen
-class _Target:
-    """Where a checkpoint goes: one file of a folder, or the folder."""
-
-    folder: Path
-    file: Path | None
-    config: Mapping[str, Any] | None
-    max_shard_bytes: int | None
-
-    @classmethod
-    def at(cls, path: Path, *, config: Mapping[str, Any] | None, max_shard_bytes: int | None) -> _Target:
-        def fail(name: str, rule: str, value: object) -> NoReturn:
-            raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, where=str(path))
-
-        if max_shard_bytes is not None and not (isinstance(max_shard_bytes, int) and max_shard_bytes > 0):
-            fail("max_shard_bytes", "a positive integer", max_shard_bytes)
-        if path.is_dir() or (
-            not path.name.endswith(SUFFIX) and path.suffix not in _FILE_SUFFIXES and not path.exists()
-        ):
-            return cls(path, None, config, max_shard_bytes)
-        if not path.name.endswith(SUFFIX):
-            fail("path", f"a folder, or a file that ends in {SUFFIX}", path.name)
-        if config is not None or max_shard_bytes is not None:
-            fail("path", "a folder, where config or max_shard_bytes is given", path.name)
-        return cls(path.parent, path, None, None)
-
-
 class _Writer:
     """Collects the tensors of one checkpoint in shards, and publishes them together."""
 
-    def __init__(self, target: _Target, dialect: Dialect, metadata: Mapping[str, str], *, lossy: bool) -> None:
+    def __init__(self, target: Target, dialect: Dialect, metadata: Mapping[str, str], *, lossy: bool) -> None:
         self._target = target
         self._dialect = dialect
         self._metadata = metadata
@@ -261,13 +232,14 @@ class _Writer:
             self._shards[0][0].publish(self._target.file)
             sync_folder(folder)
             return self._target.file
-        old = set(_members(folder))
+        old = set(self._target.members())
         if self._config is not None:
             self._texts.append(StagedText(folder / "config.json", json.dumps(self._config, indent=2) + "\n"))
-        names = [f"{_DEFAULT}{SUFFIX}"] if len(self._shards) == 1 else self._shard_names()
+        count = len(self._shards)
+        names = [SINGLE] if count == 1 else self._target.free_names(count)
         main = folder / names[0]
         if len(names) > 1:
-            main = folder / f"{_DEFAULT}{INDEX_SUFFIX}"
+            main = folder / INDEX
             self._texts.append(StagedText(main, self._index(names)))
             self._publish_shards(names)
         for text in self._texts:
@@ -289,16 +261,6 @@ class _Writer:
         weight_map = {tensor: names[index] for tensor, index in sorted(self._homes.items())}
         return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
-    def _shard_names(self) -> list[str]:
-        """Return names that no file of the folder has, so that an old index never finds a new shard."""
-        count = len(self._shards)
-        stem = _DEFAULT
-        while True:
-            names = [f"{stem}-{index:05d}-of-{count:05d}{SUFFIX}" for index in range(1, count + 1)]
-            if not any((self._target.folder / name).exists() for name in names):
-                return names
-            stem = f"{_DEFAULT}-{secrets.token_hex(4)}"
-
     def discard(self) -> None:
         """Remove every temporary file; after ``publish`` there is none."""
         for text in self._texts:
@@ -307,16 +269,3 @@ class _Writer:
             shard.discard()
         if self._is_new_folder and self._target.folder.is_dir() and not any(self._target.folder.iterdir()):
             self._target.folder.rmdir()
-
-
-def _members(folder: Path) -> Iterator[Path]:
-    """Yield the files of the checkpoint that a folder holds under the usual names."""
-    single, index = folder / f"{_DEFAULT}{SUFFIX}", folder / f"{_DEFAULT}{INDEX_SUFFIX}"
-    if single.is_file():
-        yield single
-    if index.is_file():
-        yield index
-        try:
-            yield from (folder / shard for shard in set(read_index(index).values()))
-        except CheckpointError:
-            return  # a broken index gives its shards away to nobody

@@ -130,7 +130,7 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     except BrokenPipeError:
         return _quiet_pipe()
     except SystemExit as stop:
-        if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # typer's own answer to a broken pipe
+        if isinstance(stop.__context__, BrokenPipeError):  # typer's own answer to a broken pipe
             return _quiet_pipe()
         return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001  # the last line of defence: a message instead of a traceback

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,6 +9,7 @@ import torch
 
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.memory import detached_copy
+from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
 from q4core.mutable.blocks import ReadView, WriteBlock
 from q4core.mutable.content import Content
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
@@ -21,16 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["MutableMode", "MutableTensor"]
-
-
-class MutableMode(enum.Enum):
-    """How an update and its readers are kept apart."""
-
-    VERSIONED = "versioned"
-    """Copy-on-write: readers never wait for a writer, a failed writer changes nothing, the address moves."""
-    IN_PLACE = "in_place"
-    """Stable address, no copy: readers and the writer keep each other out, a failed writer poisons the tensor."""
+__all__ = ["MutableTensor"]
 
 
 class MutableTensor:
@@ -55,15 +45,9 @@ class MutableTensor:
         name: str | None = None,
         copy: bool = True,
     ) -> None:
-        label = "mutable tensor" if name is None else f"mutable tensor {name!r}"
-        if name is not None and not isinstance(name, str):
-            raise ConfigError("MutableTensor", name="name", rule="text or None", value=name)
-        try:
-            self._mode = MutableMode(mode)
-        except ValueError:
-            legal = " or ".join(repr(member.value) for member in MutableMode)
-            raise ConfigError(label, name="mode", rule=f"a MutableMode ({legal})", value=mode) from None
-        _check_content(label, tensor, copy=copy)
+        label = label_of(name)
+        self._mode = to_mode(label, mode)
+        check_content(label, tensor, copy=copy)
         self._name = name
         self._content = Content(
             detached_copy(tensor) if copy else tensor.detach(), label, is_in_place=self._mode is MutableMode.IN_PLACE
@@ -153,11 +137,11 @@ class MutableTensor:
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
             ConfigError: ``timeout`` is not legal.
         """
-        return ReadView(self._content, None if timeout is None else _to_seconds(self._content.label, timeout))
+        return ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
-        return self._content.snapshot(None if timeout is None else _to_seconds(self._content.label, timeout))
+        return self._content.snapshot(None if timeout is None else to_seconds(self._content.label, timeout))
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``.
@@ -178,7 +162,7 @@ class MutableTensor:
         content = self._content
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError(content.label, name="version", rule="an integer", value=version)
-        deadline = None if timeout is None else time.monotonic() + _to_seconds(content.label, timeout)
+        deadline = None if timeout is None else time.monotonic() + to_seconds(content.label, timeout)
         thread = HERE.thread
         with content.lock:
             while True:
@@ -217,7 +201,7 @@ class MutableTensor:
             InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
             ConfigError: ``timeout`` is not legal.
         """
-        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         return WriteBlock(self._content, wait, seconds)
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
@@ -233,7 +217,7 @@ class MutableTensor:
             WriteConflictError, LifecycleError, PoisonedError, ConfigError: As ``write``.
         """
         source = self._fitting("replace", tensor)
-        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, wait, seconds, source) as content:
             if self._mode is MutableMode.IN_PLACE:
                 content.copy_(source)
@@ -251,14 +235,14 @@ class MutableTensor:
             WriteConflictError, ConfigError: As ``write``.
         """
         source = None if tensor is None else self._fitting("reset", tensor)
-        seconds = None if timeout is None else _to_seconds(self._content.label, timeout)
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
             if self._mode is MutableMode.IN_PLACE:
                 content.zero_() if source is None else content.copy_(source)
 
     def _fitting(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         label = f"{what}() of {self._content.label}"
-        _check_content(label, tensor, copy=True)
+        check_content(label, tensor, copy=True)
         for name in ("shape", "dtype", "device"):
             wanted, got = getattr(self, name), getattr(tensor, name)
             if wanted != got:
@@ -315,25 +299,3 @@ class MutableTensor:
         name = "" if self._name is None else f"{self._name!r}, "
         form = f"{content.dtype} {list(content.shape)} on {content.device}"
         return f"MutableTensor({name}{self._mode.value}, {form}, {state})"
-
-
-def _check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
-    if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
-        raise InputError(label, name="tensor", rule="plain and strided", value=f"{type(tensor).__name__}")
-    if tensor.device.type not in {"cpu", "cuda"}:
-        raise InputError(label, name="tensor", rule="on CPU or CUDA", value=str(tensor.device))
-    if copy:
-        return
-    hint = "Leave copy=True."
-    if tensor.is_inference():
-        raise InputError(label, name="tensor", rule="one that counts its changes", value="inference tensor", hint=hint)
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise InputError(label, name="tensor", rule="without overlap", value=tensor.stride(), hint=hint)
-
-
-def _to_seconds(label: str, timeout: float) -> float:
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
-        return min(float(timeout), threading.TIMEOUT_MAX)
-    raise ConfigError(label, name="timeout", rule="seconds, 0 or more, or None", value=timeout)

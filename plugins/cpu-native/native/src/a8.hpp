@@ -41,7 +41,6 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
     const int32_t* start = x.start + chunk * Rows * 2;
     const float* side = x.side + chunk * Rows * 2;
     typename V::template Dots<Kind, Rows> dots;
-    F both[Rows];
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
         if (Halves || half == 0) dots.begin(start + half);
@@ -62,12 +61,7 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
             const F beside = V::splat(side[2 * r + set]);
             // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
             if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);
-            if constexpr (Halves) {
-                both[r] = half ? V::fma(s, whole, both[r]) : V::mul(s, whole);
-                if (half) sum[r] = V::fma(both[r], V::splat(scale[r]), sum[r]);
-            } else {
-                sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
-            }
+            sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
             if constexpr (Second == Q4_OFFSET) sum[r] = V::fma(z, beside, sum[r]);
         }
     }

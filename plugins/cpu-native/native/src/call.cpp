@@ -29,10 +29,14 @@ struct Pass {
     int64_t first;
     int rows;
 };
+thread_local std::vector<Pass> t_plan;
+thread_local std::vector<int64_t> t_rows, t_again;
+thread_local std::vector<uint8_t> t_odd;
 
 // Rows in passes: of `most` as long as they last, then of powers of two.
-std::vector<Pass> passes(int64_t count, int most, int power) {
-    std::vector<Pass> out;
+const std::vector<Pass>& passes(int64_t count, int most, int power) {
+    std::vector<Pass>& out = t_plan;
+    out.clear();
     for (int64_t row = 0; row < count;) {
         int rows = most;
         if (rows > count - row)
@@ -129,7 +133,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
          const std::vector<int64_t>& index, std::vector<uint8_t>& odd) {
     const auto count = static_cast<int64_t>(index.size());
     const bool has_panels = count >= kernels.panel_from[c.family];
-    const std::vector<Pass> plan =
+    const std::vector<Pass>& plan =
         passes(count, has_panels ? kernels.panel_rows[c.family] : kernels.direct_rows, kernels.direct_rows);
     const Rows rows(at, c.family, count);
     odd.assign(index.size(), 0);
@@ -176,8 +180,8 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
 void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
     const Layout at(m);
     const int64_t most = batch_rows(at, kernels.panel_rows[c.family]);
-    std::vector<int64_t> rows, again;
-    std::vector<uint8_t> odd;
+    std::vector<int64_t>&rows = t_rows, &again = t_again;
+    std::vector<uint8_t>& odd = t_odd;
     q4_call exact = c;
     exact.family = Q4_EXACT;
     for (int64_t first = 0; first < c.x_rows; first += most) {

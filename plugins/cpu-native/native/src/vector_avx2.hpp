@@ -54,10 +54,9 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight_halves(p)), 16));
     }
     static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
-        const __m128i wide = _mm_cvtepu8_epi16(eight_bytes(p));
-        const __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
-        const __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
-        return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+        const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes(p)), 7);  // the sign is there twice
+        const __m128i half = _mm_and_si128(shifted, _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
+        return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
     }
     static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
         const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));

@@ -1,4 +1,5 @@
-// `bad`: arguments that make no sense are refused with -1, want of memory is told with -2, and nothing is written.
+// `bad`: arguments that make no sense are refused with -1, want of memory is told with -2, and nothing is written; a call
+// like the one before it wants none.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -96,11 +97,11 @@ const Spoilt kSpoilt[] = {
     {"a zero for codes that are not their own levels", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.level[3] = 4; }},
     {"a zero for codes that are not their own values", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.codebook[3] = 4; }},
     {"a zero for 8 bits", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
-    {"a center between levels", ALL, [](Everything& e) { e.matrix.center = 7.5f; }},
-    {"a center beyond levels", ALL, [](Everything& e) { e.matrix.center = 256.0f; }},
-    {"a center that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
-    {"another center for wide levels", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.level[0] = 1; }},
-    {"level 0 among wide ones", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.center = 128.0f; }},
+    {"a centre that is not whole", ALL, [](Everything& e) { e.matrix.center = 1.5f; }},
+    {"a negative centre", ALL, [](Everything& e) { e.matrix.center = -1; }},
+    {"a centre that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
+    {"wide levels around 8", ALL, [](Everything& e) { e.matrix.level[3] = 25, e.matrix.level[0] = 1, e.matrix.center = 8; }},
+    {"wide levels down to 0", ALL, [](Everything& e) { e.matrix.level[3] = 25, e.matrix.center = 128; }},
     {"an offset with a step", ALL, [](Everything& e) { e.matrix.step = 0.5f; }},
     {"8 bits with a step", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.source.order = Q4_BYTES, e.matrix.step = 0; }},
     {"no source", PACK, [](Everything& e) { e.the_source = nullptr; }},
@@ -203,7 +204,18 @@ int judge_memory(int32_t isa) {
         if (status != -2) ++failures, std::printf("bad: %s without memory returned %d\n", what, status);
     };
     check("pack", [&] { return e.pack(); });
-    check("linear", [&] { return e.linear(); });
+    std::thread([&] { check("linear", [&] { return e.linear(); }); }).join();  // on a thread that has kept nothing yet
+    for (const int32_t family : {Q4_EXACT, Q4_A8})
+        for (const int64_t x_rows : {1, 5, 80}) {
+            std::vector<float> x(static_cast<size_t>(x_rows * kColumns), 1.0f), y(static_cast<size_t>(x_rows * kRows));
+            e.call.family = family, e.call.x = x.data(), e.call.x_rows = x_rows, e.call.y = y.data();
+            if (e.linear() != 0) ++failures, std::puts("bad: a call before one without memory failed");
+            t_has_no_memory = true;
+            const int32_t status = e.linear();
+            t_has_no_memory = false;
+            if (status != 0) ++failures, std::printf("bad: a second call with %ld rows wanted memory\n", static_cast<long>(x_rows));
+        }
+    e.call.x = e.x.data(), e.call.x_rows = 2, e.call.y = e.y.data();
     if (e.pack() != 0 || e.linear() != 0) ++failures, std::puts("bad: want of memory did not pass");
     return failures;
 }

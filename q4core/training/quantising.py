@@ -1,11 +1,4 @@
-"""Straight-through-estimator training: full-precision masters, four-bit forward passes.
-
-Forward equals the quantised weight exactly; the gradient of the master weight is the identity's, the input's is exact.
-``docs/training.md`` states what a training loop owns and what is kept alive.
-
-Reference:
-    Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (straight-through estimator).
-"""
+"""Quantises masters: by a backend's native quantiser that gives the reference's very bytes, else by the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +18,6 @@ from q4core.events import emit, warn_once
 from q4core.formats import Format, find_format
 from q4core.plan import as_bytes
 from q4core.registry import default_registry
-from q4core.torch_modes import is_forward_mode
 from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
 
@@ -33,13 +25,10 @@ if TYPE_CHECKING:
     from q4core.backend import Backend
     from q4core.registry import Registry
 
-__all__ = ["clear_eval_cache", "dequantize_packed", "eval_cache_bytes", "linear_ste", "quantize_packed", "ste_weight"]
+__all__ = ["check_master", "dequantize_packed", "named_format", "quantize_packed"]
 
 _MASTER_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _SAMPLE_SHAPE = (16, 256)
-
-
-# -- quantising
 
 
 def quantize_packed(master: torch.Tensor, format: str | Format = "nvfp4") -> PackedWeight:  # noqa: A002  # the contract's name
@@ -57,8 +46,8 @@ def quantize_packed(master: torch.Tensor, format: str | Format = "nvfp4") -> Pac
         FormatError: The format is unknown, or does not take K.
         WeightError: ``master`` holds NaN or infinity.
     """
-    _check_master(master)
-    kind = _find(format)
+    check_master(master)
+    kind = named_format(format)
     dense = master.detach()
     if dense.device.type != "cpu":
         native = _native_quantizer(kind, dense)
@@ -74,11 +63,13 @@ def dequantize_packed(weight: PackedWeight, dtype: torch.dtype | None = None) ->
     return codec.dequantize(weight, dtype)
 
 
-def _find(format_: str | Format) -> Format:
+def named_format(format_: str | Format) -> Format:
+    """Return a format by name, the plugins' among them."""
     return find_format(format_, default_registry().formats().values())
 
 
-def _check_master(master: torch.Tensor) -> None:
+def check_master(master: torch.Tensor) -> None:
+    """Refuse what can't be a master."""
     if not isinstance(master, torch.Tensor) or master.dim() != 2 or master.dtype not in _MASTER_DTYPES:  # noqa: PLR2004  # [N, K]
         value = f"{master.dtype} {list(master.shape)}" if isinstance(master, torch.Tensor) else type(master).__name__
         raise InputError(
@@ -166,150 +157,3 @@ def _difference(wanted: PackedWeight, got: object) -> str | None:
         if not torch.equal(as_bytes(ours), as_bytes(theirs)):
             return f"the bytes of its {field} differ from the reference's"
     return None
-
-
-# -- the straight-through estimator
-
-
-class _StraightThrough(torch.autograd.Function):
-    """quantise → dequantise forward, identity backward."""
-
-    @staticmethod
-    def forward(master: torch.Tensor, kind: Format) -> torch.Tensor:
-        return codec.dequantize(quantize_packed(master, kind), master.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep nothing: the identity's backward needs nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
-        del ctx
-        return tangent.clone()
-
-
-def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Tensor:  # noqa: A002  # the contract's name
-    """Return the quantised weight as a dense tensor whose gradient goes to ``master`` unchanged.
-
-    Args:
-        master: [N, K], float32, bfloat16 or float16.
-        format: Name of the format, or a ``Format``.
-
-    Returns:
-        [N, K] of the master's dtype: exactly ``dequantize_packed(quantize_packed(master))``. Without gradients it may
-        come from the eval cache: do not write to it.
-
-    Raises:
-        As ``quantize_packed``.
-    """
-    _check_master(master)
-    kind = _find(format)
-    if is_forward_mode() or (torch.is_grad_enabled() and master.requires_grad):
-        call: Any = _StraightThrough.apply
-        dense: torch.Tensor = call(master, kind)
-        return dense
-    return _cached(master, kind)
-
-
-def linear_ste(
-    x: torch.Tensor,
-    master: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    format: str | Format = "nvfp4",  # noqa: A002  # the contract's name
-) -> torch.Tensor:
-    """Return ``x @ quantised(master)ᵀ + bias``, with straight-through gradients to ``master``.
-
-    Gradients: to x, ``grad @ quantised(master)``, exact; to ``master``, ``gradᵀ @ x`` as if it were not quantised; to
-    the bias, the sum. Double backward works.
-
-    Args:
-        x: [..., K] of the master's dtype, on its device.
-        master: [N, K], float32, bfloat16 or float16.
-        bias: [N] or None.
-        format: Name of the format, or a ``Format``.
-
-    Returns:
-        [..., N].
-
-    Raises:
-        InputError: x or the bias does not fit ``master``.
-        As ``quantize_packed``.
-    """
-    _check_master(master)
-    _check_operand("x", x, master, ["...", master.shape[1]])
-    if bias is not None:
-        _check_operand("bias", bias, master, [master.shape[0]])
-    return torch.nn.functional.linear(x, ste_weight(master, format), bias)
-
-
-def _check_operand(name: str, operand: object, master: torch.Tensor, shape: list[Any]) -> None:
-    fits = (
-        isinstance(operand, torch.Tensor)
-        and operand.dtype == master.dtype
-        and operand.device == master.device
-        and operand.dim() >= 1
-        and operand.shape[-1] == shape[-1]
-        and (len(shape) > 1 or operand.dim() == 1)
-    )
-    if not fits:
-        got = type(operand).__name__
-        if isinstance(operand, torch.Tensor):
-            got = f"{operand.dtype} {list(operand.shape)} on {operand.device}"
-        wanted = ", ".join(map(str, shape))
-        raise InputError("linear_ste", name=name, rule=f"{master.dtype} [{wanted}] on {master.device}", value=got)
-
-
-# -- the eval cache
-
-
-@attrs.frozen(eq=False)
-class _Cached:
-    master: weakref.ref[torch.Tensor]
-    version: int
-    address: int
-    dense: torch.Tensor
-
-
-_cache: dict[tuple[int, Format], _Cached] = {}
-_cache_lock = threading.Lock()
-
-
-def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
-    """Return the quantised weight of a master that needs no gradient, made again when the master's version moved."""
-    if master.is_inference():  # has no version to tell a change by
-        return codec.dequantize(quantize_packed(master, kind), master.dtype)
-    key = (id(master), kind)
-    with _cache_lock:
-        known = _cache.get(key)
-    if (
-        known is not None
-        and known.master() is master
-        and known.version == master._version  # noqa: SLF001  # torch's documented counter of in-place changes
-        and known.address == master.data_ptr()
-    ):
-        return known.dense
-    version = master._version  # noqa: SLF001  # as above; read before the data is
-    with torch.no_grad(), torch.inference_mode(mode=False):
-        dense = codec.dequantize(quantize_packed(master, kind), master.dtype)
-    reference = weakref.ref(master, lambda _: _cache.pop(key, None))
-    with _cache_lock:
-        _cache[key] = _Cached(reference, version, master.data_ptr(), dense)
-    return dense
-
-
-def clear_eval_cache() -> None:
-    """Give back every weight that the eval cache holds."""
-    with _cache_lock:
-        _cache.clear()
-
-
-def eval_cache_bytes() -> int:
-    """Return the bytes that the eval cache holds."""
-    with _cache_lock:
-        return sum(entry.dense.numel() * entry.dense.element_size() for entry in list(_cache.values()))

@@ -1,0 +1,92 @@
+"""``python -m benchmarks cpu``: measure, write JSON and pictures, print tables and verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.cpu import (
+    decode_picture,
+    ours,
+    peers,
+    plan,
+    prefill_picture,
+    report,
+    roofline_picture,
+    small_layers,
+    verdicts,
+)
+from benchmarks.cpu.problem import last_level_cache_bytes, rotation_bytes
+from q4_nn.statistics import peak_resident_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one shape and few samples, for development")
+    parser.add_argument("--only", metavar="WHAT", help="ours, peers, or a part of the names that are measured")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="judge and draw a result again; measure nothing")
+    return parser.parse_args(arguments)
+
+
+def _pictures(result: dict[str, Any], written: Path) -> list[Path]:
+    """Draw what the result has, beside its file."""
+    stem = written.with_suffix("")
+    drawn = [
+        prefill_picture.draw(result, Path(f"{stem}-prefill.png")),
+        roofline_picture.draw(result, Path(f"{stem}-roofline.png")),
+    ]
+    counts = sorted({stage["threads"] for stage in result["stages"]}, reverse=True)
+    drawn += [decode_picture.draw(result, threads, Path(f"{stem}-decode-{threads}.png")) for threads in counts]
+    return [path for path in drawn if path is not None]
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of a run, without its verdicts."""
+    found = peers.facts()
+    stages = plan.measure(plan.QUICK if options.quick else plan.FULL, found, options.only)
+    small = small_layers.measure(is_quick=options.quick) if options.only in {None, "ours"} else []
+    return {
+        "unit": "us",
+        "isa": ours.isa(),
+        "torch_threads": torch.get_num_threads(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "rotation_bytes": rotation_bytes(),
+        "is_quick": options.quick,
+        "only": options.only,
+        "peers": found,
+        "stages": stages,
+        "small_layers": small,
+        "peak_resident_bytes": peak_resident_bytes(),
+    }
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure, write ``cpu-<isa>.json`` and its pictures, and print tables and verdicts.
+
+    A quick or partial run writes under ``build/benchmarks`` instead of ``benchmarks/results``.
+    """
+    options = _options(arguments)
+    if options.file is None:
+        result = _measure(options)
+        folder = record.BUILD if options.quick or options.only is not None else record.RESULTS
+        judged = verdicts.judge(result["stages"], result["small_layers"])
+        result["verdicts"] = [verdict.to_json() for verdict in judged]
+        written = record.write(f"cpu-{result['isa']}", result, folder=folder)
+    else:
+        written = Path(options.file)
+    result = json.loads(written.read_text(encoding="utf-8"))
+    judged = verdicts.judge(result["stages"], result["small_layers"])
+    for line in report.lines(result, judged):
+        print(line)
+    for path in (written, *_pictures(result, written)):
+        print(f"written: {path}")

@@ -1,0 +1,100 @@
+"""Our layers: every format of the cpu-native backend, with exact and with int8 activations."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from benchmarks.cpu.candidate import OURS, Calls, Candidate
+
+if TYPE_CHECKING:
+    from benchmarks.cpu.problem import Problem
+
+__all__ = ["FORMATS", "LIBRARY", "candidates", "isa", "session"]
+
+LIBRARY = "q4core"
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {},
+    "fp4": {},
+    "nvfp4": {},
+    "mxfp4": {},
+    "q4_0": {},
+    "q4_1": {},
+    "int4 g32": {"block_size": 32},
+    "int4 g128": {"block_size": 128},
+    "q8_0": {},
+}
+"""What is measured, with the choices that the format leaves open."""
+_LIMITS = {"exact": 1e-11, "int8": 1e-4}
+
+
+def session(precision: str) -> q4.Session:
+    """Return a session that takes nothing but cpu-native."""
+    config = q4.SessionConfig(
+        device="cpu", backend="cpu-native", activation_precision=precision, compute_dtype=torch.float32
+    )
+    return q4.Session(config, registry=_registry())
+
+
+@functools.cache
+def _registry() -> q4.Registry:
+    """Return one registry for the process, which remembers what has been proven."""
+    return q4.Registry(environment={})
+
+
+def isa() -> str:
+    """Return the instruction set that runs, as its path's name has it."""
+    layer = session("int8").linear(q4.quantize(torch.zeros(16, 64), "q4_0"))
+    return layer.diagnostics().path_name.split("_", 1)[1]
+
+
+def weight_of(name: str, dense: torch.Tensor) -> q4.PackedWeight:
+    """Return a dense weight in one of ``FORMATS``; INT4 with half-precision scales, as its checkpoints have."""
+    format_ = name.split(maxsplit=1)[0]
+    return q4.quantize(dense.half() if format_ == "int4" else dense, format_, **FORMATS[name])
+
+
+def candidates(problem: Problem) -> list[Candidate]:
+    """Return one candidate for each format and precision."""
+    found = []
+    for name in FORMATS:
+        pattern = weight_of(name, problem.pattern)
+        weight = q4.cat([pattern] * problem.repeats)
+        reference = _exact(pattern)
+        found += [_candidate(name, precision, weight, reference, problem) for precision in _LIMITS]
+    return found
+
+
+def _candidate(
+    name: str, precision: str, weight: q4.PackedWeight, reference: torch.Tensor, problem: Problem
+) -> Candidate:
+    made = session(precision)
+    first = made.linear(weight)
+    size = first.diagnostics().prepared_bytes
+    layers = [first, *(made.linear(weight) for _ in range(problem.copies(size) - 1))]
+
+    def make(x: torch.Tensor, threads: int, resident: bool) -> Calls:  # noqa: FBT001  # the contract of make
+        del threads  # torch's own number, which the sampler sets
+        out = torch.empty(x.shape[0], problem.out_features)
+        used = layers[:1] if resident else layers
+        return Calls([functools.partial(layer.forward, x, out=out) for layer in used], lambda: out)
+
+    return Candidate(
+        name=f"{name} {precision}",
+        library=LIBRARY,
+        role=OURS,
+        format=name,
+        precision=precision,
+        weight_bytes=size,
+        make=make,
+        reference=reference,
+        limit=_LIMITS[precision],
+    )
+
+
+def _exact(weight: q4.PackedWeight) -> torch.Tensor:
+    """Return scale × code in float64, without the rounding of any library's own dtype."""
+    return q4.dequantize(weight, torch.float64)

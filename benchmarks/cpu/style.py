@@ -1,0 +1,72 @@
+"""How the pictures look: one colour for each library, and what a result file calls things."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLORS", "bandwidth", "caption", "color", "find", "is_wide", "plt", "save", "tidy"]
+
+COLORS = {
+    "ours int8": "#0b6e4f",
+    "ours exact": "#4fae87",
+    "ggml": "#d1731f",
+    "onnxruntime": "#3b6fb6",
+    "torch": "#8c8c8c",
+    "bitsandbytes": "#8a4fa3",
+    "torchao": "#c25b8a",
+    "read": "#222222",
+}
+_WIDE = {"q8_0", "Q8_0", "int8 g32"}
+plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "figure.titlesize": 12})
+
+
+def color(call: dict[str, Any]) -> str:
+    """Return the colour of whose call it is."""
+    return COLORS[f"ours {call['precision']}" if call["role"] == "ours" else call["library"]]
+
+
+def is_wide(call: dict[str, Any]) -> bool:
+    """Say whether a format has 8 bits or more."""
+    return call["format"] in _WIDE or call["format"] in {"fp32", "bf16"}
+
+
+def find(result: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    """Return the stages that have all the given values."""
+    return [stage for stage in result["stages"] if all(stage[key] == value for key, value in wanted.items())]
+
+
+def bandwidth(stage: dict[str, Any]) -> float | None:
+    """Return GB/s of the best reader of a stage."""
+    return max((call["gb_per_s"] for call in stage["calls"].values() if call["format"] == "read"), default=None)
+
+
+def caption(result: dict[str, Any]) -> str:
+    """Return the line that tells where and when it was measured."""
+    facts = result["environment"]
+    machine = facts["machine"]["processor"] or facts["machine"]["machine"]
+    return f"{machine}, {facts['machine']['cpu_count']} cores, {result['isa']}, {facts['date'][:10]}, {facts['commit']}"
+
+
+def tidy(axes: Axes) -> None:
+    """Leave the lines that carry something."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture, and let the figure go."""
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

@@ -1,0 +1,135 @@
+"""The targets, and whether a run met them: computed from its results alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from benchmarks.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["judge"]
+
+_CONTENDERS = {"ggml", "onnxruntime"}
+_WIDE = {"q8_0": 8, "Q8_0": 8, "int8 g32": 8}
+"""Formats of 8 bits, which are compared with one another; all others have 4."""
+_SPARSE_SCALES = {"int4 g128"}
+"""Peers' formats with fewer scales, which are compared with ours of the same kind alone."""
+
+
+Stage = dict[str, Any]
+Call = dict[str, Any]
+
+
+def _calls(stage: Stage, **wanted: str) -> dict[str, Call]:
+    return {
+        name: call for name, call in stage["calls"].items() if all(call[key] == value for key, value in wanted.items())
+    }
+
+
+def _is_decode(stage: Stage) -> bool:
+    return bool(stage["rows"] == 1 and stage["weights_from"] == "memory")
+
+
+def _best(calls: Mapping[str, Call]) -> tuple[str, float] | None:
+    """Return the name and the microseconds of the fastest."""
+    return min(((name, call["median"]) for name, call in calls.items()), key=lambda item: item[1], default=None)
+
+
+def _rivals(stage: Stage, format_: str) -> dict[str, Call]:
+    """Return the calls of ggml and ONNX Runtime that a format of ours is compared with."""
+    return {
+        name: call
+        for name, call in stage["calls"].items()
+        if call["library"] in _CONTENDERS
+        and _WIDE.get(call["format"], 4) == _WIDE.get(format_, 4)
+        and (call["format"] not in _SPARSE_SCALES or call["format"] == format_)
+    }
+
+
+def _faster(stage: Stage, target: str, limit: float) -> Iterator[Verdict]:
+    for call in _calls(stage, role="ours", precision="int8").values():
+        best = _best(_rivals(stage, call["format"]))
+        ratio = None if best is None else best[1] / call["median"]
+        against = "" if best is None else best[0]
+        yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against=against)
+
+
+def _share(stage: Stage, target: str, precision: str, limit: float) -> Iterator[Verdict]:
+    rates = {name: call["gb_per_s"] for name, call in _calls(stage, format="read").items()}
+    reader = max(rates, key=lambda name: rates[name], default=None)
+    for call in _calls(stage, role="ours", precision=precision).values():
+        ratio = None if reader is None else call["gb_per_s"] / rates[reader]
+        yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against=reader or "")
+
+
+def _against(stage: Stage, target: str, ours: str, rivals: Mapping[str, Call], limit: float) -> Iterator[Verdict]:
+    call, best = stage["calls"].get(ours), _best(rivals)
+    if call is None:
+        return
+    ratio = None if best is None else best[1] / call["median"]
+    yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against="" if best is None else best[0])
+
+
+def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
+    single = stage["threads"] == 1
+    yield from _faster(stage, "decode, int8: faster than the best of ggml and ONNX Runtime", 1.0)
+    limit = 0.90 if single else 0.88
+    yield from _share(
+        stage,
+        f"decode, int8, {'one thread' if single else 'all threads'}: {limit} of the read bandwidth",
+        "int8",
+        limit,
+    )
+    if not single:
+        yield from _share(stage, "decode, exact, all threads: 0.45 of the read bandwidth", "exact", 0.45)
+    for verdict in _against(
+        stage,
+        "decode: NVFP4 in 0.65 of the time of ggml's",
+        "nvfp4 int8",
+        _calls(stage, library="ggml", format="NVFP4"),
+        0.65,
+    ):
+        yield attrs.evolve(verdict, ratio=None if verdict.ratio is None else 1 / verdict.ratio, is_most=True)
+    yield from _against(
+        stage, "decode: NF4 40 times as fast as bitsandbytes", "nf4 int8", _calls(stage, library="bitsandbytes"), 40
+    )
+    yield from _against(
+        stage, "decode: NVFP4 500 times as fast as torchao", "nvfp4 int8", _calls(stage, library="torchao"), 500
+    )
+
+
+def _prefill_verdicts(stage: Stage) -> Iterator[Verdict]:
+    yield from _faster(stage, "prefill, int8: 1.1 times the best of ggml and ONNX Runtime", 1.1)
+    if stage["rows"] >= 64:  # noqa: PLR2004  # from there on
+        dense = stage["calls"].get("torch fp32")
+        for call in _calls(stage, role="ours", precision="exact").values():
+            ratio = None if dense is None else dense["median"] / call["median"]
+            target = "prefill, exact, M >= 64: 0.9 of torch fp32"
+            yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, 0.9, against="torch fp32")
+
+
+def _small_verdicts(small: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
+    for layer in small:
+        for words, limit in (("with out=", 3.0), ("without out=", 7.0)):
+            over = layer["calls"][f"forward {words}"]["median"] - layer["calls"]["kernel"]["median"]
+            target = f"small layers: forward {words} adds {limit:g} µs to the kernel"
+            yield Verdict(target, layer["name"], over, limit, is_most=True, against="backend.linear")
+
+
+def judge(stages: Sequence[Stage], small: Sequence[dict[str, Any]]) -> list[Verdict]:
+    """Return a verdict for each target and each subject that was measured.
+
+    Args:
+        stages: The results of ``plan.measure``.
+        small: The results of ``small_layers.measure``.
+    """
+    rules: list[tuple[Callable[[Stage], bool], Callable[[Stage], Iterator[Verdict]]]] = [
+        (_is_decode, _decode_verdicts),
+        (lambda stage: bool(stage["rows"] > 1), _prefill_verdicts),
+    ]
+    found = [verdict for stage in stages for fits, rule in rules if fits(stage) for verdict in rule(stage)]
+    return [*found, *_small_verdicts(small)]

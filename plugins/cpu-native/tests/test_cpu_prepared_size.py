@@ -1,0 +1,45 @@
+"""How much memory a prepared weight takes beside the packed one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_cpu_native import CpuNative
+
+FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
+
+
+def _ratio(weight: q4.PackedWeight) -> float:
+    """Return the bytes of what the backend prepares over those of the weight's tensors."""
+
+    class Plugin:
+        @q4.hookimpl
+        def q4_backends(self) -> list[CpuNative]:
+            return [CpuNative()]
+
+    layer = q4.Session(registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+    return layer.diagnostics().prepared_bytes / sum(tensor.nbytes for _, tensor in weight.tensors())
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_prepared_weight_is_hardly_larger_than_a_packed_one(format_: str) -> None:
+    """Nothing but rows beyond the last tile is added: at most 5 percent."""
+    weight = q4.quantize(torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)), format_)
+    assert _ratio(weight) <= 1.05
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_zeros_of_integer_groups_stay_as_they_are(group: int) -> None:
+    """INT4 with groups of 32, 64 and 128 keeps its scales and zeros in their own types."""
+    weight = q4.quantize(torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)), "int4", block_size=group)
+    assert _ratio(weight) <= 1.05
+
+
+def test_double_quantised_scales_cost_less_than_a_tenth() -> None:
+    """A byte for each block's scale becomes four."""
+    dense = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1))
+    weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)
+    assert weight.scale_kind is q4.ScaleKind.DOUBLE_QUANT
+    assert _ratio(weight) <= 1.10

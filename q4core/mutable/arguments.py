@@ -1,0 +1,61 @@
+"""What a ``MutableTensor`` is given: its mode, a name, contents and times, each checked."""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+import torch
+
+from q4core.errors import ConfigError, InputError
+
+__all__ = ["MutableMode", "check_content", "label_of", "to_mode", "to_seconds"]
+
+
+class MutableMode(enum.Enum):
+    """How an update and its readers are kept apart."""
+
+    VERSIONED = "versioned"
+    """Copy-on-write: readers never wait for a writer, a failed writer changes nothing, the address moves."""
+    IN_PLACE = "in_place"
+    """Stable address, no copy: readers and the writer keep each other out, a failed writer poisons the tensor."""
+
+
+def label_of(name: object) -> str:
+    """Return how messages call a tensor of this name."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError("MutableTensor", name="name", rule="text or None", value=name)
+    return "mutable tensor" if name is None else f"mutable tensor {name!r}"
+
+
+def to_mode(label: str, mode: object) -> MutableMode:
+    """Return the mode that is meant."""
+    try:
+        return MutableMode(mode)
+    except ValueError:
+        legal = " or ".join(repr(member.value) for member in MutableMode)
+        raise ConfigError(label, name="mode", rule=f"a MutableMode ({legal})", value=mode) from None
+
+
+def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
+    """Refuse a tensor that can't be shared; one that is taken uncopied must tell its changes as well."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
+    if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
+        raise InputError(label, name="tensor", rule="plain and strided", value=f"{type(tensor).__name__}")
+    if tensor.device.type not in {"cpu", "cuda"}:
+        raise InputError(label, name="tensor", rule="on CPU or CUDA", value=str(tensor.device))
+    if copy:
+        return
+    hint = "Leave copy=True."
+    if tensor.is_inference():
+        raise InputError(label, name="tensor", rule="one that counts its changes", value="inference tensor", hint=hint)
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise InputError(label, name="tensor", rule="without overlap", value=tensor.stride(), hint=hint)
+
+
+def to_seconds(label: str, timeout: float) -> float:
+    """Return a timeout that threads can wait for."""
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
+        return min(float(timeout), threading.TIMEOUT_MAX)
+    raise ConfigError(label, name="timeout", rule="seconds, 0 or more, or None", value=timeout)

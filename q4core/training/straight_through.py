@@ -1,0 +1,164 @@
+"""The straight-through estimator: forward by the quantised weight, backward past it; and the weights kept for eval."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core import codec
+from q4core.errors import InputError
+from q4core.torch_modes import is_forward_mode
+from q4core.training.quantising import check_master, named_format, quantize_packed
+
+if TYPE_CHECKING:
+    from q4core.formats import Format
+
+__all__ = ["clear_eval_cache", "eval_cache_bytes", "linear_ste", "ste_weight"]
+
+
+class _StraightThrough(torch.autograd.Function):
+    """quantise → dequantise forward, identity backward."""
+
+    @staticmethod
+    def forward(master: torch.Tensor, kind: Format) -> torch.Tensor:
+        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keep nothing: the identity's backward needs nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, _: None) -> torch.Tensor:
+        del ctx
+        return tangent.clone()
+
+
+def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Tensor:  # noqa: A002  # the contract's name
+    """Return the quantised weight as a dense tensor whose gradient goes to ``master`` unchanged.
+
+    Args:
+        master: [N, K], float32, bfloat16 or float16.
+        format: Name of the format, or a ``Format``.
+
+    Returns:
+        [N, K] of the master's dtype: exactly ``dequantize_packed(quantize_packed(master))``. Without gradients it may
+        come from the eval cache: do not write to it.
+
+    Raises:
+        As ``quantize_packed``.
+    """
+    check_master(master)
+    kind = named_format(format)
+    if is_forward_mode() or (torch.is_grad_enabled() and master.requires_grad):
+        call: Any = _StraightThrough.apply
+        dense: torch.Tensor = call(master, kind)
+        return dense
+    return _cached(master, kind)
+
+
+def linear_ste(
+    x: torch.Tensor,
+    master: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    format: str | Format = "nvfp4",  # noqa: A002  # the contract's name
+) -> torch.Tensor:
+    """Return ``x @ quantised(master)ᵀ + bias``, with straight-through gradients to ``master``.
+
+    Gradients: to x, ``grad @ quantised(master)``, exact; to ``master``, ``gradᵀ @ x`` as if it were not quantised; to
+    the bias, the sum. Double backward works.
+
+    Args:
+        x: [..., K] of the master's dtype, on its device.
+        master: [N, K], float32, bfloat16 or float16.
+        bias: [N] or None.
+        format: Name of the format, or a ``Format``.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        InputError: x or the bias does not fit ``master``.
+        As ``quantize_packed``.
+    """
+    check_master(master)
+    _check_operand("x", x, master, ["...", master.shape[1]])
+    if bias is not None:
+        _check_operand("bias", bias, master, [master.shape[0]])
+    return torch.nn.functional.linear(x, ste_weight(master, format), bias)
+
+
+def _check_operand(name: str, operand: object, master: torch.Tensor, shape: list[Any]) -> None:
+    fits = (
+        isinstance(operand, torch.Tensor)
+        and operand.dtype == master.dtype
+        and operand.device == master.device
+        and operand.dim() >= 1
+        and operand.shape[-1] == shape[-1]
+        and (len(shape) > 1 or operand.dim() == 1)
+    )
+    if not fits:
+        got = type(operand).__name__
+        if isinstance(operand, torch.Tensor):
+            got = f"{operand.dtype} {list(operand.shape)} on {operand.device}"
+        wanted = ", ".join(map(str, shape))
+        raise InputError("linear_ste", name=name, rule=f"{master.dtype} [{wanted}] on {master.device}", value=got)
+
+
+# -- the eval cache
+
+
+@attrs.frozen(eq=False)
+class _Cached:
+    master: weakref.ref[torch.Tensor]
+    version: int
+    address: int
+    dense: torch.Tensor
+
+
+_cache: dict[tuple[int, Format], _Cached] = {}
+_cache_lock = threading.Lock()
+
+
+def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
+    """Return the quantised weight of a master that needs no gradient, made again when the master's version moved."""
+    if master.is_inference():  # has no version to tell a change by
+        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+    key = (id(master), kind)
+    with _cache_lock:
+        known = _cache.get(key)
+    if (
+        known is not None
+        and known.master() is master
+        and known.version == master._version  # noqa: SLF001  # torch's documented counter of in-place changes
+        and known.address == master.data_ptr()
+    ):
+        return known.dense
+    version = master._version  # noqa: SLF001  # as above; read before the data is
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        dense = codec.dequantize(quantize_packed(master, kind), master.dtype)
+    reference = weakref.ref(master, lambda _: _cache.pop(key, None))
+    with _cache_lock:
+        _cache[key] = _Cached(reference, version, master.data_ptr(), dense)
+    return dense
+
+
+def clear_eval_cache() -> None:
+    """Give back every weight that the eval cache holds."""
+    with _cache_lock:
+        _cache.clear()
+
+
+def eval_cache_bytes() -> int:
+    """Return the bytes that the eval cache holds."""
+    with _cache_lock:
+        return sum(entry.dense.numel() * entry.dense.element_size() for entry in list(_cache.values()))
