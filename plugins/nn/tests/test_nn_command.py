@@ -48,7 +48,7 @@ def test_text_and_table(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.stdout.startswith(printable(text))
     for word in ("tokens/s", "time to first token", "prepared weights", "key-value cache", "dequant-fallback"):
         assert word in result.stdout, word
-    for word in ("token_embd", "blk.*.attn_q (2)", "blk.*.ffn_down (2)", "no other backend is installed"):
+    for word in ("token_embd", "blk.*.attn_q+attn_k (2)", "blk.*.ffn_down (2)", "no other backend is installed"):
         assert word in result.stdout, word
 
 
@@ -71,17 +71,18 @@ def test_json_is_alone_and_true(tiny_llama: Path) -> None:
     assert generation.cache is not None
     assert record["cache_bytes"] == generation.cache.nbytes
     assert record["prepared_bytes"] > 0
-    # One prefill and one step for every further token, through each of the six packed matrices of a block and the head.
+    # One prefill and one step for every further token, through the head and the five layers of a block: its packed
+    # matrices, q and k as one.
     steps = 1 + generation.decode_steps
-    assert sum(use["calls"] for use in record["paths"]) == steps * (2 * 6 + 1)
+    assert sum(use["calls"] for use in record["paths"]) == steps * (2 * 5 + 1)
     assert {use["layer"]: (use["layers"], use["calls"]) for use in record["paths"]} == {
         "token_embd": (1, steps),
         **{
             f"blk.*.{name}": (2, 2 * steps)
-            for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")
+            for name in ("attn_q+attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_down")
         },
     }
-    assert record["report"]["path_calls"] == {"dequant-fallback/dequant_matmul": steps * 13}
+    assert record["report"]["path_calls"] == {"dequant-fallback/dequant_matmul": steps * 11}
 
 
 def test_raw_continues_the_prompt(tiny_llama: Path) -> None:

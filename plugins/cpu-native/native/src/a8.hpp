@@ -6,7 +6,7 @@
 namespace q4 {
 
 // Levels of a chunk, decoded as they are read; a step is four in-features.
-template <class V, int Kind, int Second, bool Bytes> struct A8Codes : Numbers<V, Second> {
+template <class V, int Kind, int Second, int ScaleType, bool Bytes> struct A8Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Levels<Kind>& table;
     const uint8_t* codes;
     Q4_INLINE typename V::Ints levels(int step, int part) const {
@@ -67,7 +67,7 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
     }
 }
 
-template <class V, int Rows, int Kind, int Second, bool Bytes, bool Halves>
+template <class V, int Rows, int Kind, int Second, int ScaleType, bool Bytes, bool Halves>
 void a8_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     const typename V::template Levels<Kind> table(t.matrix.level);
@@ -77,7 +77,7 @@ void a8_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, ScaleType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part)
             a8_chunk<V, Rows, Kind, Second, Halves>(source, x, chunk, part, sum[part]);
@@ -95,7 +95,7 @@ void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
         for (int step = 0; step < 8; ++step, to += 64)
             for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
         for (int set = 0; set < kSets; ++set, scale += kTileRows, second += kTileRows)

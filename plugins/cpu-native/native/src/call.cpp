@@ -86,16 +86,19 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const int size = size_of(c.x_type);
     const bool is_signed = kernels.is_wide_signed && has_wide_levels(m);  // a signed level's zero is the code's own
     const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
+    alignas(64) float buffer[kChunk];
+    alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {
         const auto* x = static_cast<const uint8_t*>(c.x) + index[pass.first + r] * c.x_stride * size;
         bool is_odd = false;
         for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
-            alignas(64) float buffer[kChunk];
-            alignas(64) uint8_t tail[kChunk * 4] = {};
             const uint8_t* from = x + k * size;
-            if (here < kChunk) from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
+            if (here < kChunk) {
+                std::memset(tail, 0, sizeof tail);
+                from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
+            }
             float* values = to.values ? to.values + place * kChunk : buffer;
             kernels.widen(from, c.x_type, values);
             if (to.values) continue;

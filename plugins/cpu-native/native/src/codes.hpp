@@ -51,13 +51,16 @@ template <bool Bytes> struct Stream {
     }
 };
 
+// A scale's type that is asked for at each chunk; a type that the kernel is made for costs no jump.
+constexpr int kAnyType = -1;
+
 // Scale and second number of the chunk that a stream is at.
-template <class V, int Second> struct Numbers {
+template <class V, int Second, int ScaleType> struct Numbers {
     const q4_matrix& m;
     const Layout& at;
     const uint8_t* head;
     Q4_INLINE typename V::Floats scale(int set, int part) const {
-        return numbers<V>(m.scale_type, head + at.scale_offset(set, part * V::kLanes));
+        return numbers<V>(ScaleType == kAnyType ? m.scale_type : ScaleType, head + at.scale_offset(set, part * V::kLanes));
     }
     Q4_INLINE typename V::Floats second(int set, int part) const {
         if constexpr (Second == Q4_NONE) return V::zero();

@@ -53,7 +53,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const Numbers<V, Second> of{t.matrix, t.at, stream.head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head};
         const float* values = x.values + chunk * Rows * kChunk;
         // One row of x is a chain of sums for each half and part, which take turns so that none waits for itself; more rows
         // fill the registers with one half of one part.
@@ -113,7 +113,7 @@ void exact_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float* scale = panel.scale;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next(), to += kChunk * kTileRows, scale += 2 * kTileRows) {
         stream.prefetch();
-        const Numbers<V, Second> of{t.matrix, t.at, stream.head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head};
         for (int l = 0; l < kLines; ++l)
             for (int part = 0; part < kParts; ++part) {
                 const int half = 2 * l / kLines, lane = part * V::kLanes;

@@ -27,13 +27,29 @@ template <class V, class Pick> auto with_levels(const q4_matrix& m, const Pick& 
     return with_halves(std::integral_constant<int, V::kNarrow>{});
 }
 
+// The same with the type of the scales, for those formats that have no second number.
+template <int Second, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
+    if constexpr (Second == Q4_NONE) switch (m.scale_type) {
+        case Q4_F32: return pick(std::integral_constant<int, Q4_F32>{});
+        case Q4_F16: return pick(std::integral_constant<int, Q4_F16>{});
+        case Q4_E4M3: return pick(std::integral_constant<int, Q4_E4M3>{});
+        case Q4_E8M0: return pick(std::integral_constant<int, Q4_E8M0>{});
+        default: break;
+        }
+    return pick(std::integral_constant<int, kAnyType>{});
+}
+
 template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int32_t family) {
     return with_form(m, [&](auto second, auto bytes) -> DirectKernel {
         constexpr int kSecond = decltype(second)::value;
         constexpr bool kBytes = decltype(bytes)::value;
         if (family == Q4_A8)
-            return with_levels<V>(m, [](auto kind, auto halves) -> DirectKernel {
-                return a8_direct<V, Rows, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            return with_levels<V>(m, [&](auto kind, auto halves) {
+                return with_scale<decltype(second)::value>(m, [](auto scale) -> DirectKernel {
+                    constexpr int kKind = decltype(bytes)::value ? V::kWide : decltype(kind)::value;
+                    return a8_direct<V, Rows, kKind, decltype(second)::value, decltype(scale)::value, decltype(bytes)::value,
+                                     decltype(halves)::value>;
+                });
             });
         if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBytes, typename V::WholeBook>;
         return exact_direct<V, Rows, kSecond, kBytes, typename V::Codebook>;

@@ -18,9 +18,10 @@ template <class V> void widen_chunk(const uint8_t* from, int32_t type, float* to
 // not finite, or amax / 127 is below the normal numbers, by which levels would overflow. The caller computes such a row
 // exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep any one.
 template <class V> float quantize_chunk(const float* x, int8_t* levels, int32_t* sums) {
-    int32_t bits[kChunk], most = 0;
-    std::memcpy(bits, x, sizeof bits);
-    for (int j = 0; j < kChunk; ++j) most = std::max(most, bits[j] & 0x7fffffff);  // of finite numbers, NaNs on top
+    using Bits [[gnu::may_alias]] = int32_t;  // a copy would be written in parts that a whole load then waits for
+    const auto* bits = reinterpret_cast<const Bits*>(x);
+    int32_t most = 0;
+    for (int j = 0; j < kChunk; ++j) most = std::max(most, static_cast<int32_t>(bits[j] & 0x7fffffff));  // NaNs on top
     float amax;
     std::memcpy(&amax, &most, 4);
     const float scale = amax / 127.0f;

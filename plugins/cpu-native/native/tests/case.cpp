@@ -75,10 +75,9 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
     set_levels(m);
     if (is_extreme || (kind >= 6 && r.chance(0.5))) {  // levels that have nothing to do with the codebook
         const int64_t most = r.of<int64_t>({24, 25, 32, 33, 40, 128, 255});
-        const bool is_wide = most > 24;
-        for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(is_wide ? 1 : 0, most));
+        for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(most > 24, most));
         m.level[r.between(0, 15)] = static_cast<uint8_t>(most);
-        m.center = is_wide ? 128.0f : static_cast<float>(r.between(0, 255));
+        m.center = most > 24 ? 128.0f : static_cast<float>(r.between(0, 255));
         m.step = static_cast<float>(std::fabs(r.bell()) + 0.01);
     }
 }
@@ -88,7 +87,7 @@ void choose_matrix(Random& r, Case& c, const Sizes& sizes) {
     const bool is_large = sizes.has_large && r.chance(0.02), is_long = sizes.has_large && r.chance(0.005);
     m.rows = r.chance(0.3) ? r.of<int64_t>({1, 1, 2, 15, 16, 17, 31, 32, 33, 48}) : r.between(1, r.chance(0.2) ? 90 : 40);
     m.columns = r.chance(0.4) ? r.of<int64_t>({1, 1, 2, 16, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 256})
-                              : r.between(1, r.chance(0.1) ? 900 : 260);
+                              : r.between(1, r.chance(0.05) ? 2600 : 260);
     if (is_large) m.rows = r.between(280, 600), m.columns = r.between(280, 600);
     if (is_long) m.rows = r.between(1, 4), m.columns = r.between(5000, 40000);
     m.block = r.of<int64_t>({16, 16, 32, 32, 64, 64, 96, 128, 256, ceil_div(m.columns, 32) * 32});

@@ -8,6 +8,7 @@ from q4_nn.cache import KVCache
 from q4_nn.chat import render_chat
 from q4_nn.decoder import Block, Decoder, DecoderShape, SwiGLU
 from q4_nn.generation import Generation, StopReason
+from q4_nn.joined import JoinedLinear
 from q4_nn.metadata import Metadata
 from q4_nn.model import LanguageModel
 from q4_nn.norm import RMSNorm
@@ -25,6 +26,7 @@ __all__ = [
     "DecoderShape",
     "DenseLinear",
     "Generation",
+    "JoinedLinear",
     "KVCache",
     "LanguageModel",
     "Metadata",

@@ -9,6 +9,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from q4_nn.cache import KVCache
+    from q4_nn.joined import JoinedLinear
     from q4_nn.rope import Rotary
 
 __all__ = ["Attention", "attend"]
@@ -48,30 +49,16 @@ class Attention(nn.Module):
     """Projects, turns, attends and projects back.
 
     Args:
-        q: Linear layer hidden → heads · head_dim.
-        k: Linear layer hidden → kv_heads · head_dim.
-        v: Linear layer of the same shape as ``k``.
+        qkv: Linear layers hidden → heads · head_dim (queries), and twice hidden → kv_heads · head_dim (keys, values).
         output: Linear layer heads · head_dim → hidden.
         rotary: Turns queries and keys.
         head_dim: Features of a head.
         layer: The layer's index in the cache.
     """
 
-    def __init__(  # noqa: PLR0913  # its parts
-        self,
-        *,
-        q: nn.Module,
-        k: nn.Module,
-        v: nn.Module,
-        output: nn.Module,
-        rotary: Rotary,
-        head_dim: int,
-        layer: int,
-    ) -> None:
+    def __init__(self, *, qkv: JoinedLinear, output: nn.Module, rotary: Rotary, head_dim: int, layer: int) -> None:
         super().__init__()
-        self.q = q
-        self.k = k
-        self.v = v
+        self.qkv = qkv
         self.output = output
         self.rotary = rotary
         self.head_dim = head_dim
@@ -84,9 +71,8 @@ class Attention(nn.Module):
             x: [B, T, hidden], the T tokens behind ``cache.length``.
             cache: Keys and values of the tokens before.
         """
-        split = (-1, self.head_dim)
-        query = self.rotary(self.q(x).unflatten(-1, split), cache.length)
-        key = self.rotary(self.k(x).unflatten(-1, split), cache.length)
-        keys, values = cache.write(self.layer, key, self.v(x).unflatten(-1, split))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
+        query, key = self.rotary(query, cache.length), self.rotary(key, cache.length)
+        keys, values = cache.write(self.layer, key, value)
         mixed: torch.Tensor = self.output(attend(query, keys, values).flatten(-2))
         return mixed

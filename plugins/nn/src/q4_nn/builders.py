@@ -185,9 +185,9 @@ def build_llama(weights: Weights, metadata: Metadata) -> Decoder:
         return Block(
             attention_norm=norm(f"{at}.attn_norm"),
             attention=Attention(
-                q=weights.linear(f"{at}.attn_q", wide, shape.hidden),
-                k=weights.linear(f"{at}.attn_k", narrow, shape.hidden),
-                v=weights.linear(f"{at}.attn_v", narrow, shape.hidden),
+                qkv=weights.joined(
+                    {f"{at}.attn_q": wide, f"{at}.attn_k": narrow, f"{at}.attn_v": narrow}, shape.hidden
+                ),
                 output=weights.linear(f"{at}.attn_output", shape.hidden, wide),
                 rotary=rotary,
                 head_dim=shape.head_dim,
@@ -195,8 +195,9 @@ def build_llama(weights: Weights, metadata: Metadata) -> Decoder:
             ),
             feed_forward_norm=norm(f"{at}.ffn_norm"),
             feed_forward=SwiGLU(
-                gate=weights.linear(f"{at}.ffn_gate", shape.feed_forward, shape.hidden),
-                up=weights.linear(f"{at}.ffn_up", shape.feed_forward, shape.hidden),
+                gate_up=weights.joined(
+                    {f"{at}.ffn_gate": shape.feed_forward, f"{at}.ffn_up": shape.feed_forward}, shape.hidden
+                ),
                 down=weights.linear(f"{at}.ffn_down", shape.hidden, shape.feed_forward),
             ),
         )

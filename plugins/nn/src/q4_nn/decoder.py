@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4_nn.attention import Attention
+    from q4_nn.joined import JoinedLinear
     from q4_nn.norm import RMSNorm
     from q4_nn.rope import Rotary
 
@@ -49,19 +50,23 @@ class DecoderShape:
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``.
 
+    Args:
+        gate_up: Two linear layers hidden → feed_forward.
+        down: Linear layer feed_forward → hidden.
+
     Reference:
         Shazeer, GLU Variants Improve Transformer.
     """
 
-    def __init__(self, *, gate: nn.Module, up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, *, gate_up: JoinedLinear, down: nn.Module) -> None:
         super().__init__()
-        self.gate = gate
-        self.up = up
+        self.gate_up = gate_up
         self.down = down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., hidden] from [..., hidden]."""
-        y: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x)
+        y: torch.Tensor = self.down(nn.functional.silu(gate) * up)
         return y
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import attrs
 import torch
 from torch import nn
 
-from q4core import CheckpointError
+from q4_nn.joined import JoinedLinear
+from q4core import BlockOrder, CheckpointError, PackedWeight, WeightSpec, cat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Mapping
 
     from q4core import Checkpoint, Session
 
 __all__ = ["DenseLinear", "Weights"]
+
+_BLOCK_FIELDS = frozenset({"qdata", "scale", "offset", "zero"})
 
 
 class DenseLinear(nn.Module):
@@ -32,14 +37,44 @@ class DenseLinear(nn.Module):
         self.weight: torch.Tensor
         self.bias: torch.Tensor | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., N] from [..., K]."""
-        return nn.functional.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return [..., N] from [..., K]; in ``out`` where given."""
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return y if out is None else out.copy_(y)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the rows [n, K] of an index [n]."""
         found = nn.functional.embedding(index, self.weight)
         return found if dtype is None else found.to(dtype)
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A matrix of the file with its bias, before it is a layer."""
+
+    name: str
+    weight: PackedWeight | torch.Tensor
+    bias: torch.Tensor | None
+
+    def join_key(self) -> Hashable:
+        """Return what two neighbours must share to be one matrix of the very same numbers; itself where none can."""
+        weight = self.weight
+        if not isinstance(weight, PackedWeight):
+            return self
+        spec = attrs.evolve(WeightSpec.of(weight), out_features=1)
+        if not _BLOCK_FIELDS.issuperset(spec.fields) or spec.blocks is not BlockOrder.ROW:
+            return self  # what belongs to the whole matrix would have to change its form
+        return spec, weight.scale.dtype, self.bias is None
+
+
+def _join(parts: list[_Part]) -> _Part:
+    """Return one matrix of all rows; its name is the first one's, with the last words of the others."""
+    if len(parts) == 1:
+        return parts[0]
+    name = "+".join([parts[0].name, *(part.name.rpartition(".")[2] for part in parts[1:])])
+    weights = [part.weight for part in parts if isinstance(part.weight, PackedWeight)]
+    biases = [part.bias for part in parts if part.bias is not None]
+    return _Part(name, cat(weights, name=name), torch.cat(biases) if biases else None)
 
 
 class Weights:
@@ -98,20 +133,41 @@ class Weights:
         Raises:
             CheckpointError: It is missing or has another shape.
         """
+        return self._layer(self._part(name, out_features, in_features))
+
+    def joined(self, sizes: Mapping[str, int], in_features: int) -> JoinedLinear:
+        """Return linear layers that share their x, those next to one another as one where their formats are equal.
+
+        Args:
+            sizes: Out-features by name, in the order in which the layers give their results.
+            in_features: K of all.
+
+        Raises:
+            CheckpointError: One is missing or has another shape.
+        """
+        parts = (self._part(name, size, in_features) for name, size in sizes.items())
+        groups = [list(group) for _, group in itertools.groupby(parts, _Part.join_key)]
+        return JoinedLinear(
+            [self._layer(_join(group)) for group in groups],
+            [tuple(sizes[part.name] for part in group) for group in groups],
+        )
+
+    def _part(self, name: str, out_features: int, in_features: int) -> _Part:
+        """Take a matrix and its bias out of the file."""
         bias = self.vector(f"{name}.bias", out_features) if f"{name}.bias" in self._checkpoint.dense else None
-        wanted = (out_features, in_features)
-        if name in self._checkpoint:
-            self._left.discard(name)
-            weight = self._checkpoint[name]
-            self._check_shape(name, weight.shape, wanted)
-            return self._session.linear(weight, bias=bias, name=name)
-        key = f"{name}.weight"
-        if key not in self._checkpoint.dense:
+        is_packed = name in self._checkpoint
+        key = name if is_packed else f"{name}.weight"
+        if not is_packed and key not in self._checkpoint.dense:
             self._miss(key)
         self._left.discard(key)
-        dense = self._checkpoint.dense[key]
-        self._check_shape(name, tuple(dense.shape), wanted)
-        return DenseLinear(dense.to(self.device, self.dtype, copy=True), bias)
+        weight = self._checkpoint[name] if is_packed else self._checkpoint.dense[key]
+        self._check_shape(name, tuple(weight.shape), (out_features, in_features))
+        return _Part(name, weight, bias)
+
+    def _layer(self, part: _Part) -> nn.Module:
+        if isinstance(part.weight, PackedWeight):
+            return self._session.linear(part.weight, bias=part.bias, name=part.name)
+        return DenseLinear(part.weight.to(self.device, self.dtype, copy=True), part.bias)
 
     def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, int]) -> None:
         if found != wanted:
