@@ -80,9 +80,9 @@ def check_index(layer: WeightOwner, index: object) -> torch.Tensor:
         raise InputError(label, name="index", rule=rule, value=got)
     flat = index.reshape(-1)
     if flat.numel():
-        outside = (flat < 0) | (flat >= layer.out_features)
-        if bool(outside.any()):
-            raise InputError(label, name="index", rule=rule, value=int(flat[outside][0]))
+        low, high = map(int, torch.aminmax(flat))
+        if low < 0 or high >= layer.out_features:
+            raise InputError(label, name="index", rule=rule, value=low if low < 0 else high)
     return flat
 
 

@@ -46,7 +46,7 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
         if (Halves || half == 0) dots.begin(start + half);
 #pragma GCC unroll 2
         for (int step = 4 * half; step < 4 * half + 4; step += 2)
-            dots.add(source.levels(step, part), source.levels(step + 1, part), levels + step * 4);
+            dots.add(source.levels(step, part), source.levels(step + 1, part), levels, step);
         if (!Halves && half == 0) {
             dots.half();
             continue;

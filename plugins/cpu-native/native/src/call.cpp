@@ -115,6 +115,9 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
         }
         odd[pass.first + r] = is_odd;
     }
+    if (!to.levels || !kernels.pair_rows || pass.rows == 1) return;
+    for (int64_t chunk = 0; chunk < at.chunks; ++chunk)
+        kernels.pair_rows(to.levels + (pass.first * at.chunks + chunk * pass.rows) * kChunk, pass.rows);
 }
 
 Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row) {

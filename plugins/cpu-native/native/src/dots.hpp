@@ -12,12 +12,12 @@ template <class Dot, int Rows> struct EachRow {
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) dot[r].begin(start[2 * r]);
     }
-    // Eight in-features of each row: the levels of the first four, and of the others.
-    template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x) {
+    // Two steps of a chunk: the levels of its in-features 4 * step … + 3, and of the next four.
+    template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x, int step) {
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) dot[r].add(first, x + r * kChunk);
+        for (int r = 0; r < Rows; ++r) dot[r].add(first, x + r * kChunk + step * 4);
 #pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) dot[r].add(others, x + r * kChunk + 4);
+        for (int r = 0; r < Rows; ++r) dot[r].add(others, x + r * kChunk + step * 4 + 4);
     }
     Q4_INLINE void half() {
         for (int r = 0; r < Rows; ++r) dot[r].half();

@@ -58,7 +58,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
         // One row of x is a chain of sums for each half and part, which take turns so that none waits for itself; more rows
         // fill the registers with one half of one part.
         constexpr int kLines = Bytes ? 4 : 2, kStep = Bytes ? 4 : 8;  // of half a chunk
-        constexpr int kHalves = Rows == 1 ? 2 : 1, kTogether = Rows == 1 ? kParts : 1;
+        constexpr int kHalves = Rows == 1 && kParts < 4 ? 2 : 1, kTogether = Rows == 1 ? kParts : 1;
 #pragma GCC unroll 1
         for (int first_part = 0; first_part < kParts; first_part += kTogether)
 #pragma GCC unroll 1

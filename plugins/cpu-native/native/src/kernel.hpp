@@ -69,6 +69,8 @@ struct Kernels {
     // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.
     float (*quantize)(const float* x, int8_t* levels, int32_t* sums);
     void (*finish)(const Finish&, const float* sums);
+    // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
+    void (*pair_rows)(int8_t* levels, int rows) = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

@@ -12,9 +12,10 @@ namespace {  // two instruction sets build on this file: neither's copy of a fun
 
 struct NeonDotprod {
     static constexpr int kLanes = 4;
-    static constexpr int kDirectRows = 8;  // 32 registers: 8 dot products, tables; sums wait in L1
+    // By llvm-mca's model of Neoverse N2, not measured yet: 8 rows of x would spill, and panels pay early.
+    static constexpr int kDirectRows = 4;
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 8;
-    static constexpr int64_t kExactPanelFrom = 12, kA8PanelFrom = 16;  // by count of operations: not measured yet
+    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 8;
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;
     static constexpr bool kIsWideSigned = true;  // sdot takes signed levels, and not every machine has usdot
     using Floats = float32x4_t;
@@ -71,46 +72,62 @@ struct NeonDotprod {
     }
     static Floats i32(const uint8_t* p) { return vcvtq_f32_s32(vreinterpretq_s32_u8(vld1q_u8(p))); }
 
-    // -- exact values of codes
-    struct Codebook {
+    // -- exact values of codes: a table for each byte of a value that isn't 0 in all of them, and the bytes zipped together.
+    // Before, in-features 0 of all rows are put side by side, then in-features 1 and so on.
+    struct Line {
+        Floats low[4], high[4];
+    };
+    static Ints by_feature(Ints codes) {
+        static constexpr uint8_t kPlaces[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+        return vqtbl1q_u8(codes, vld1q_u8(kPlaces));
+    }
+    static Ints low_codes(Ints codes) { return vandq_u8(codes, vdupq_n_u8(15)); }
+    static Ints high_codes(Ints codes) { return vshrq_n_u8(codes, 4); }
+    // 16 values from the lower and upper halves of their bits, of 8 and 8.
+    static void zip_halves(const uint16x8_t* lower, const uint16x8_t* upper, Floats* to) {
+        for (int i = 0; i < 2; ++i) {
+            to[2 * i] = vreinterpretq_f32_u16(vzip1q_u16(lower[i], upper[i]));
+            to[2 * i + 1] = vreinterpretq_f32_u16(vzip2q_u16(lower[i], upper[i]));
+        }
+    }
+    template <int Bytes> struct Book {  // whose values have but 0 beyond their topmost bytes
+        using Line = NeonDotprod::Line;
         static constexpr float unit = 1.0f;
-        uint8x16x4_t bytes;  // of the 16 values
-        explicit Codebook(const float* table) {
-            for (int i = 0; i < 4; ++i) bytes.val[i] = vreinterpretq_u8_f32(vld1q_f32(table + 4 * i));
+        uint8x16_t tables[Bytes];
+        explicit Book(const float* table) {
+            uint8_t bytes[Bytes][16];
+            for (int i = 0; i < 16; ++i) {
+                uint8_t value[4];
+                __builtin_memcpy(value, table + i, 4);
+                for (int b = 0; b < Bytes; ++b) bytes[b][i] = value[4 - Bytes + b];
+            }
+            for (int b = 0; b < Bytes; ++b) tables[b] = vld1q_u8(bytes[b]);
         }
-        struct Line {
-            uint8x16_t low, high;  // four times the codes
-        };
-        static Line line(Ints codes) {
-            return {vandq_u8(vshlq_n_u8(codes, 2), vdupq_n_u8(60)), vandq_u8(vshrq_n_u8(codes, 2), vdupq_n_u8(60))};
+        Q4_INLINE void look_up(Ints codes, Floats* to) const {
+            uint8x16_t bytes[Bytes];
+            for (int b = 0; b < Bytes; ++b) bytes[b] = vqtbl1q_u8(tables[b], codes);
+            const auto pair = [&](int b, uint16x8_t(&both)[2]) {
+                both[0] = vreinterpretq_u16_u8(vzip1q_u8(bytes[b], bytes[b + 1]));
+                both[1] = vreinterpretq_u16_u8(vzip2q_u8(bytes[b], bytes[b + 1]));
+            };
+            uint16x8_t lower[2] = {vdupq_n_u16(0), vdupq_n_u16(0)}, upper[2];
+            if constexpr (Bytes == 4) pair(0, lower);
+            pair(Bytes - 2, upper);
+            zip_halves(lower, upper, to);
         }
-        // Four times the code, in each byte of its lane, plus 0 … 3 are the places of the value's four bytes.
-        template <int Nibble> Floats at(const Line& line) const {
-            constexpr uint8_t b = Nibble / 2;
-            static constexpr uint8_t kSpread[16] = {b,     b,     b,     b,     b + 4,  b + 4,  b + 4,  b + 4,
-                                                    b + 8, b + 8, b + 8, b + 8, b + 12, b + 12, b + 12, b + 12};
-            const uint8x16_t first = vqtbl1q_u8(Nibble % 2 ? line.high : line.low, vld1q_u8(kSpread));
-            const uint8x16_t places = vorrq_u8(first, vreinterpretq_u8_u32(vdupq_n_u32(0x03020100)));
-            return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, places));
+        Q4_INLINE Line line(Ints codes) const {
+            Line out;
+            const Ints ordered = by_feature(codes);
+            look_up(low_codes(ordered), out.low);
+            look_up(high_codes(ordered), out.high);
+            return out;
         }
-    };
-    // Codebooks of small whole numbers (times a power of two) are converted instead of looked up, as on AVX2.
-    struct WholeBook {
-        uint8x16_t levels;
-        float unit;
-        explicit WholeBook(const float* table) : unit(whole_unit(table)) {
-            uint8_t bytes[16];
-            for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(table[i] / unit));
-            levels = vld1q_u8(bytes);
-        }
-        using Line = Codebook::Line;
-        Line line(Ints codes) const {
-            return {vqtbl1q_u8(levels, vandq_u8(codes, vdupq_n_u8(15))), vqtbl1q_u8(levels, vshrq_n_u8(codes, 4))};
-        }
-        template <int Nibble> Floats at(const Line& line) const {
-            return signed_byte<Nibble / 2>(Nibble % 2 ? line.high : line.low);
+        template <int Nibble> Q4_INLINE Floats at(const Line& line) const {
+            return Nibble % 2 ? line.high[Nibble / 2] : line.low[Nibble / 2];
         }
     };
+    using Codebook = Book<4>;
+    using WholeBook = Book<2>;  // whole numbers up to 127, and halves of them, have 7 bits after the first one
     template <int Byte> static Floats signed_byte(Ints line) {
         return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u8(line), 24 - 8 * Byte), 24));
     }
@@ -121,8 +138,8 @@ struct NeonDotprod {
         explicit Levels(const uint8_t* level) : table(vld1q_u8(level)) {
             if (vmaxvq_u8(table) > kNarrowLevel) table = veorq_u8(table, vdupq_n_u8(128));  // a wide table's centre
         }
-        Ints low(Ints line) const { return vqtbl1q_u8(table, vandq_u8(line, vdupq_n_u8(15))); }
-        Ints high(Ints line) const { return vqtbl1q_u8(table, vshrq_n_u8(line, 4)); }
+        Ints low(Ints line) const { return vqtbl1q_u8(table, low_codes(line)); }
+        Ints high(Ints line) const { return vqtbl1q_u8(table, high_codes(line)); }
     };
     static Ints byte_levels(Ints line) { return line; }
     template <int Kind, int Rows> struct Dots {
@@ -131,11 +148,11 @@ struct NeonDotprod {
         Q4_INLINE void begin(const int32_t* start) {
             for (int r = 0; r < Rows; ++r) sum[r] = vdupq_n_s32(start[2 * r]);
         }
-        // Eight in-features of each row: the levels of the first four, and of the others.
-        Q4_INLINE void add(Ints first, Ints others, const int8_t* x) {
+        // Two steps of a chunk: the levels of its in-features 4 * step … + 3, and of the next four.
+        Q4_INLINE void add(Ints first, Ints others, const int8_t* x, int step) {
 #pragma GCC unroll 16
             for (int r = 0; r < Rows; ++r) {
-                const int8x8_t eight = vld1_s8(x + r * kChunk);
+                const int8x8_t eight = vld1_s8(x + r * kChunk + step * 4);
                 sum[r] = vdotq_lane_s32(sum[r], vreinterpretq_s8_u8(first), eight, 0);
                 sum[r] = vdotq_lane_s32(sum[r], vreinterpretq_s8_u8(others), eight, 1);
             }
@@ -147,6 +164,16 @@ struct NeonDotprod {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 struct NeonI8mm : NeonDotprod {
+    // A chunk of two rows of x, so that eight in-features of one stand beside those of the other.
+    static void pair_rows(int8_t* levels, int rows) {
+        for (int8_t* pair = levels; pair < levels + rows * kChunk; pair += 2 * kChunk) {
+            const int8x16x2_t a = vld1q_s8_x2(pair), b = vld1q_s8_x2(pair + kChunk);
+            for (int i = 0; i < 2; ++i) {
+                vst1q_s8(pair + 32 * i, vcombine_s8(vget_low_s8(a.val[i]), vget_low_s8(b.val[i])));
+                vst1q_s8(pair + 32 * i + 16, vcombine_s8(vget_high_s8(a.val[i]), vget_high_s8(b.val[i])));
+            }
+        }
+    }
     // smmla multiplies 2 rows by 2 rows of x over 8 in-features: twice the products of sdot.
     template <int Rows> struct Pairs {
         static_assert(Rows % 2 == 0);
@@ -158,14 +185,13 @@ struct NeonI8mm : NeonDotprod {
                 sum[p][0] = sum[p][1] = vcombine_s32(both, both);
             }
         }
-        Q4_INLINE void add(Ints first, Ints others, const int8_t* x) {
+        Q4_INLINE void add(Ints first, Ints others, const int8_t* x, int step) {
             const int32x4_t a = vreinterpretq_s32_u8(first), b = vreinterpretq_s32_u8(others);
             const int8x16_t upper = vreinterpretq_s8_s32(vzip1q_s32(a, b));
             const int8x16_t lower = vreinterpretq_s8_s32(vzip2q_s32(a, b));
 #pragma GCC unroll 16
             for (int p = 0; p < Rows / 2; ++p) {
-                const int8_t* pair = x + 2 * p * kChunk;
-                const int8x16_t both = vcombine_s8(vld1_s8(pair), vld1_s8(pair + kChunk));
+                const int8x16_t both = vld1q_s8(x + 2 * p * kChunk + step * 8);
                 sum[p][0] = vmmlaq_s32(sum[p][0], upper, both);
                 sum[p][1] = vmmlaq_s32(sum[p][1], lower, both);
             }

@@ -1,4 +1,4 @@
-"""SIMD kernels for every 4-bit format of q4core on x86 CPUs."""
+"""SIMD kernels for every 4-bit format of q4core on x86 and Arm CPUs."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
 
 class CpuNative:
-    """Kernels for x86 CPUs with AVX2 (the baseline), AVX-VNNI, or AVX-512 with VNNI.
+    """Kernels for x86 CPUs with AVX2 (the baseline), AVX-VNNI or AVX-512, and for Arm CPUs with NEON dot products.
 
     Args:
-        isa: ``"avx2"``, ``"avxvnni"`` or ``"avx512"``; unless told, what ``Q4_CPU_ISA`` says, or else the best that the
-            machine has.
+        isa: One of the names that the README lists; unless told, what ``Q4_CPU_ISA`` says, or else the best that the
+            machine has and that needs no asking.
     """
 
     name: str = "cpu-native"

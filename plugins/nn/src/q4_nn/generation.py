@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from q4_nn.sampling import Sampler
+from q4_nn.step import make_step
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from q4_nn.cache import KVCache
     from q4_nn.decoder import Decoder
+    from q4_nn.step import DecodeStep
 
 __all__ = ["Generation", "StopReason"]
 
@@ -93,10 +95,11 @@ class Generation:
         """Decoded tokens per second, prefill left out; None before the second token."""
         return self.decode_steps / self.decode_seconds if self.decode_steps and self.decode_seconds > 0 else None
 
-    def _step(self, tokens: Sequence[int], cache: KVCache) -> int:
+    def _logits(self, tokens: Sequence[int], cache: KVCache) -> torch.Tensor:
         batch = torch.tensor([list(tokens)], dtype=torch.int64, device=self.decoder.device)
         with torch.inference_mode():
-            return self.sampler(self.decoder(batch, cache, last_only=True)[0, -1])
+            logits: torch.Tensor = self.decoder(batch, cache, last_only=True)[0, -1]
+        return logits
 
     def __iter__(self) -> Iterator[int]:
         """Yield the new tokens as they come."""
@@ -104,8 +107,9 @@ class Generation:
         if cache is None or self.stop_reason is not None or self.tokens:
             raise InputError("generation", name="iteration", rule="done once", value=self.stop_reason)
         start = self.clock()
-        token = self._step(self.prompt, cache)
+        token = self.sampler(self._logits(self.prompt, cache))
         self.prefill_seconds = self.clock() - start
+        step: DecodeStep | None = None
         while True:
             if token in self.stops:
                 self.stop_reason = StopReason.STOP_TOKEN
@@ -120,6 +124,8 @@ class Generation:
                 return
             # Only the model's own time counts, not what the caller does between two tokens.
             start = self.clock()
-            token = self._step((token,), cache)
+            if not self.decode_steps:
+                step = make_step(self.decoder, cache)
+            token = self.sampler(self._logits((token,), cache) if step is None else step(token))
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

@@ -1,0 +1,67 @@
+"""Python's lock is released while a long call computes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+import q4core as q4
+from q4_cpu_native import CpuNative
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def _layer(rows: int, columns: int) -> q4.Q4Linear:
+    class Plugin:
+        @q4.hookimpl
+        def q4_backends(self) -> list[CpuNative]:
+            return [CpuNative()]
+
+    config = q4.SessionConfig(activation_precision="exact")
+    weight = q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), "nf4")
+    return q4.Session(config, registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[list[int]]:
+    """Let another thread count, which never gives the lock up by itself."""
+    counted, ends = [0], threading.Event()
+
+    def count() -> None:
+        while not ends.is_set():
+            counted[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        yield counted
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_a_long_call_lets_other_threads_run() -> None:
+    """While one call computes for a long time, another thread goes on."""
+    layer, x, out = _layer(2048, 2048), torch.randn(512, 2048), torch.empty(512, 2048)
+    with torch.no_grad():
+        layer(x, out=out)
+        started = time.perf_counter()
+        layer(x, out=out)
+        alone = time.perf_counter() - started
+        assert alone > sys.getswitchinterval(), "too fast to show anything: enlarge x"
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(0.3)  # far longer than all but the call itself
+        try:
+            with _busy() as counted:
+                before = counted[0]
+                layer(x, out=out)
+                during = counted[0] - before
+        finally:
+            sys.setswitchinterval(interval)
+    assert during > 0
