@@ -28,7 +28,6 @@ SOURCE = ROOT / "plugins/cpu-native"
 WAYS = {
     "openmp, steps aside": "",
     "openmp": "-DQ4_CPU_STALL_NS=1000000000000",
-    "pool": "-DQ4_CPU_POOL",
 }
 """What each is compiled with."""
 ALONE = "one thread"

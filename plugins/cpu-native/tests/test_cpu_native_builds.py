@@ -17,11 +17,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SEED = "1"
 """Fixed, so that a failure is a change's and not the day's; `q4_cpu_tests fuzz 1000000 $RANDOM` searches further."""
-COMMON = "-O1 -g1 -fno-sanitize-recover=all"
+COMMON = "-O1 -g1 -fno-sanitize-recover=all -DQ4_CPU_STALL_NS=1000000000000"
+"""However slow threads are here, they share the work."""
 BUILDS = {
     "plain": [],
     "address": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=address,undefined -fno-omit-frame-pointer"],
-    "thread": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_POOL=ON"],
+    "thread": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_STD_THREADS=ON"],
 }
 
 
@@ -116,6 +117,11 @@ def test_arguments_that_make_no_sense_are_refused(kind: str) -> None:
 def test_callers_on_several_threads(kind: str) -> None:
     """Calls at once from three threads all end, with the bits of calls made alone."""
     assert "threads: passed" in _passes(kind, "threads")
+
+
+def test_calls_step_aside_for_other_processes() -> None:
+    """After a wait for a core that another process has, calls run alone for a while, longer where it recurs."""
+    assert "patience: passed" in _passes("plain", "patience")
 
 
 @pytest.mark.parametrize("kind", ["plain", "address"])  # a thread sanitizer allows no new threads after a fork

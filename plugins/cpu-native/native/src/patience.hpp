@@ -7,8 +7,9 @@
 #include <atomic>
 #include <cstdint>
 
+// A wait longer than one's own part by this much is no mere imbalance.
 #ifndef Q4_CPU_STALL_NS
-#define Q4_CPU_STALL_NS 500000  // a wait longer than one's own part by this much is no mere imbalance
+#define Q4_CPU_STALL_NS 500000
 #endif
 
 namespace q4 {

@@ -1,5 +1,7 @@
 // Threads of the OpenMP runtime that torch uses too, so that the two never fight; one thread after a fork, because that
 // runtime's workers do not survive one and waiting for them would hang.
+//
+// With Q4_CPU_STD_THREADS, threads that live as long as one call: for thread sanitizers, which can't see into OpenMP's.
 #pragma once
 
 #include <pthread.h>
@@ -11,8 +13,9 @@
 
 #include "patience.hpp"
 
-#ifdef Q4_CPU_POOL
-#include "pool.hpp"
+#ifdef Q4_CPU_STD_THREADS
+#include <thread>
+#include <vector>
 #else
 #include <omp.h>
 #endif
@@ -22,12 +25,7 @@ namespace q4 {
 inline std::atomic<bool> g_is_forked{false};
 
 inline void watch_forks() {
-    static const int once = pthread_atfork(nullptr, nullptr, [] {
-        g_is_forked.store(true);
-#ifdef Q4_CPU_POOL
-        Pool::forget();
-#endif
-    });
+    static const int once = pthread_atfork(nullptr, nullptr, [] { g_is_forked.store(true); });
     (void)once;
 }
 
@@ -44,41 +42,44 @@ inline int64_t now_ns() {
 
 inline Patience g_patience;
 
+#ifdef Q4_CPU_STD_THREADS
+inline bool is_in_team() { return false; }
+
+// Call work(thread, team) once for each thread of a team.
+template <class Work> void run_team(int threads, const Work& work) {
+    struct Team : std::vector<std::thread> {
+        ~Team() {
+            for (std::thread& thread : *this) thread.join();
+        }
+    } team;
+    team.reserve(static_cast<size_t>(threads));
+    for (int me = 1; me < threads; ++me) team.emplace_back([&work, me, threads] { work(me, threads); });
+    work(0, threads);
+}
+#else
+inline bool is_in_team() { return omp_in_parallel() != 0; }
+
+template <class Work> void run_team(int threads, const Work& work) {
+#pragma omp parallel num_threads(threads)
+    work(omp_get_thread_num(), omp_get_num_threads());
+}
+#endif
+
 // Call body(from, to, thread) over [0, count), in as many equal parts as threads. The body must not throw.
 template <class Body> void parallel(int64_t count, int threads, const Body& body) {
     threads = team_size(count, threads);
-#ifdef Q4_CPU_POOL
-    if (threads == 1) {
-        body(0, count, 0);
-        return;
-    }
-    struct Job {
-        const Body& body;
-        int64_t count, parts;
-    } job{body, count, threads};
-    Pool::here().run(threads, [](const void* given, int part) {
-        const Job& it = *static_cast<const Job*>(given);
-        it.body(it.count * part / it.parts, it.count * (part + 1) / it.parts, part);
-    }, &job);
-#else
-    if (threads == 1 || g_is_forked.load(std::memory_order_relaxed) || omp_in_parallel()) {
-        body(0, count, 0);
-        return;
-    }
-    const int64_t start = now_ns();
-    if (g_patience.is_alone(start)) {
+    const bool may_share = threads > 1 && !g_is_forked.load(std::memory_order_relaxed) && !is_in_team();
+    const int64_t start = may_share ? now_ns() : 0;
+    if (!may_share || g_patience.is_alone(start)) {
         body(0, count, 0);
         return;
     }
     int64_t done = start;
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t team = omp_get_num_threads(), me = omp_get_thread_num();
+    run_team(threads, [&](int64_t me, int64_t team) {
         body(count * me / team, count * (me + 1) / team, static_cast<int>(me));
         if (me == 0) done = now_ns();
-    }
+    });
     g_patience.judge(start, done, now_ns());
-#endif
 }
 
 }  // namespace q4

@@ -21,6 +21,7 @@ int plant(const Arguments& arguments);
 int threads(const Arguments& arguments);
 int forks(const Arguments& arguments);
 int bad(const Arguments& arguments);
+int patience();
 int flaw(const std::string& kind);
 
 }  // namespace q4test

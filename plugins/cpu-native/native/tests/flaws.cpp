@@ -11,8 +11,8 @@ namespace q4test {
 int flaw(const std::string& kind) {
     if (kind == "heap") {
         std::vector<uint8_t> bytes(100);
-        const volatile uint8_t* data = bytes.data();
-        std::printf("read %d past the end\n", data[bytes.size()]);
+        volatile size_t past = bytes.size();
+        std::printf("read %d past the end\n", bytes.data()[past]);
     } else if (kind == "sign") {
         volatile int32_t most = std::numeric_limits<int32_t>::max();
         most = most + 1;

@@ -5,6 +5,7 @@
 //   q4_cpu_tests guard COUNT SEED [ISA]     the same, every buffer ending (or starting) at a page that may not be touched
 //   q4_cpu_tests plant COUNT SEED [ISA]     the same with planted faults, each of which must be found
 //   q4_cpu_tests threads | fork | bad [ISA] calls at once, calls after a fork, arguments that make no sense
+//   q4_cpu_tests patience               when calls stop sharing their work
 //   q4_cpu_tests flaw heap | sign | race    what a sanitizer must stop: only where it does is it at work
 //
 // `--small` leaves out large cases, for where code is emulated or instrumented. Exit status 0: all is right; 1: not; 2: usage.
@@ -18,7 +19,7 @@ namespace {
 
 int usage() {
     std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant) COUNT SEED [ISA] [--small] | (threads | fork | bad) [ISA] |\n"
-               "       q4_cpu_tests flaw (heap | sign | race)\n",
+               "       q4_cpu_tests patience | flaw (heap | sign | race)\n",
                stderr);
     return 2;
 }
@@ -37,6 +38,7 @@ int main(int count, char** values) {
     }
     if (words.empty()) return usage();
     const std::string command = words[0];
+    if (command == "patience") return patience();
     if (command == "flaw") return words.size() == 2 ? flaw(words[1]) : usage();
     arguments.isas = isas(1);
     if (command == "isas") {
