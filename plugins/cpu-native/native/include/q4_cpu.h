@@ -40,7 +40,7 @@ typedef enum {
 } q4_isa;
 
 /* One kind of prepared weight. Where `second` is ZERO, bits are 4, and each code is its own level and value; where it is
- * OFFSET, and for 8 bits, step is 1. Sizes are at most 2^30. */
+ * OFFSET, and for 8 bits, step is 1, and a codebook's value is level - center. Sizes are at most 2^30. */
 typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
@@ -51,7 +51,8 @@ typedef struct {
     int32_t second_type;      /* q4_type */
     float codebook[16];       /* value of each 4-bit code; unused for 8 bits (two's complement) */
     /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
-     * center is whole; where a level is above 24 it is 128, and no level is 0. */
+     * center is whole; where a level is above 24 it is 128, and no level is 0. With a second number step is 1, and the
+     * codebook is level - center. */
     uint8_t level[16];
     float center;
     float step;

@@ -28,28 +28,32 @@ thread_local std::vector<Panel> t_panels;
 struct Pass {
     int64_t first;
     int rows;
+    DirectKernel direct;  // one of the two, which serves this many rows
+    PanelKernel panel;
 };
 thread_local std::vector<Pass> t_plan;
 thread_local std::vector<int64_t> t_rows, t_again;
 thread_local std::vector<uint8_t> t_odd;
 
-// Rows in passes: of `most` as long as they last, then of powers of two.
-const std::vector<Pass>& passes(int64_t count, int most, int power) {
+// Rows in passes: of the family's own number as long as they last, then of powers of two.
+const std::vector<Pass>& passes(const q4_matrix& m, int32_t family, const Kernels& kernels, int64_t count, bool has_panels) {
     std::vector<Pass>& out = t_plan;
     out.clear();
+    const int power = kernels.direct_rows, most = has_panels ? kernels.panel_rows[family] : power;
     for (int64_t row = 0; row < count;) {
         int rows = most;
         if (rows > count - row)
             for (rows = power; rows > count - row;) rows /= 2;
-        out.push_back({row, rows});
+        out.push_back({row, rows, has_panels ? nullptr : kernels.direct(m, family, rows),
+                       has_panels ? kernels.panel(m, family, rows) : nullptr});
         row += rows;
     }
     return out;
 }
 
-// Rows of x in one batch: what scratch holds, in whole passes.
-int64_t batch_rows(const Layout& at, int most) {
-    const int64_t row_bytes = at.chunks * kChunk * 4;
+// Rows of x in one batch: what scratch holds of them, and of each thread's sums, in whole passes.
+int64_t batch_rows(const Layout& at, int most, int threads) {
+    const int64_t row_bytes = std::max<int64_t>(at.chunks * kChunk * 4, int64_t{threads} * kTileRows * 4);
     return std::max<int64_t>(1, kScratchBytes / row_bytes / most) * most;
 }
 
@@ -80,7 +84,12 @@ struct Rows {
     }
 };
 
-// Lay the rows of one pass out; odd[i] tells which of them int8 can't hold.
+// Bits of 2^90: products of larger numbers might pass float32's end before they are scaled. Rows with such are computed
+// exactly, divided by a power of two and multiplied by it at the end.
+constexpr int32_t kHuge = 217 << 23, kInfinity = 0x7f800000;
+constexpr float kShrink = 18446744073709551616.0f;  // 2^64
+
+// Lay the rows of one pass out; odd[i] tells which of them int8 can't hold, or are shrunk (exact).
 void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
              const int64_t* index, const Rows& to, uint8_t* odd) {
     const int size = size_of(c.x_type);
@@ -90,7 +99,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {
         const auto* x = static_cast<const uint8_t*>(c.x) + index[pass.first + r] * c.x_stride * size;
-        bool is_odd = false;
+        bool is_odd = false, is_infinite = false;
         for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
@@ -100,10 +109,14 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
                 from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
             }
             float* values = to.values ? to.values + place * kChunk : buffer;
-            kernels.widen(from, c.x_type, values);
-            if (to.values) continue;
+            const int32_t most = kernels.widen(from, c.x_type, values);
+            is_odd |= most > kHuge;
+            if (to.values) {
+                is_infinite |= most >= kInfinity;
+                continue;
+            }
             int32_t sums[2];
-            const float scale = kernels.quantize(values, to.levels + place * kChunk, sums);
+            const float scale = kernels.quantize(values, most, to.levels + place * kChunk, sums);
             to.scale[place] = scale;
             is_odd |= std::isnan(scale);
             if (at.sets == 1) sums[0] += sums[1], sums[1] = 0;
@@ -113,6 +126,11 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
                 to.side[2 * place + half] = m.second == Q4_OFFSET ? sum * scale : sum;
             }
         }
+        if (to.values && is_odd) {
+            is_odd = !is_infinite;  // beside what is infinite nothing can be saved
+            for (int64_t k = 0; is_odd && k < at.chunks * kChunk; ++k)
+                to.values[(pass.first * at.chunks + k / kChunk * pass.rows + r) * kChunk + k % kChunk] /= kShrink;
+        }
         odd[pass.first + r] = is_odd;
     }
     if (!to.levels || !kernels.pair_rows || pass.rows == 1) return;
@@ -120,10 +138,11 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
         kernels.pair_rows(to.levels + (pass.first * at.chunks + chunk * pass.rows) * kChunk, pass.rows);
 }
 
-Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row) {
+Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row, bool is_odd) {
     const int64_t first = tile * kTileRows, size = size_of(c.y_type);
     Finish f{};
     f.step = c.family == Q4_A8 ? m.step : 1.0f;
+    f.growth = c.family == Q4_EXACT && is_odd ? kShrink : 1.0f;
     f.is_global_per_row = c.global_count > 1;
     f.global = c.global_scale && f.is_global_per_row ? c.global_scale + first : c.global_scale;
     f.divides = c.global_divides != 0;
@@ -134,13 +153,12 @@ Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row
     return f;
 }
 
-// Compute the given rows of x, few enough for scratch; odd[i] tells which of them int8 can't hold.
+// Compute the given rows of x, few enough for scratch; odd[i]: see lay_out.
 void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels,
          const std::vector<int64_t>& index, std::vector<uint8_t>& odd) {
     const auto count = static_cast<int64_t>(index.size());
     const bool has_panels = count >= kernels.panel_from[c.family];
-    const std::vector<Pass>& plan =
-        passes(count, has_panels ? kernels.panel_rows[c.family] : kernels.direct_rows, kernels.direct_rows);
+    const std::vector<Pass>& plan = passes(m, c.family, kernels, count, has_panels);
     const Rows rows(at, c.family, count);
     odd.assign(index.size(), 0);
     parallel(static_cast<int64_t>(plan.size()), count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
@@ -151,26 +169,28 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
     const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
     Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
     float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
+    const auto deliver = [&](int64_t t, int64_t i, const float* sums) {
+        const auto at_row = static_cast<size_t>(i);
+        kernels.finish(finish_of(m, c, t, index[at_row], odd[at_row] != 0), sums);
+    };
     const auto direct = [&](const Tile& tile, int64_t t) {
         alignas(64) float sums[8 * kTileRows];
         for (const Pass& pass : plan) {
-            kernels.direct(m, c.family, pass.rows)(tile, rows.from(at, pass, 0), sums);
-            for (int r = 0; r < pass.rows; ++r)
-                kernels.finish(finish_of(m, c, t, index[static_cast<size_t>(pass.first + r)]), sums + r * kTileRows);
+            pass.direct(tile, rows.from(at, pass, 0), sums);
+            for (int r = 0; r < pass.rows; ++r) deliver(t, pass.first + r, sums + r * kTileRows);
         }
     };
+    const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
     const int64_t stretch = c.family == Q4_A8 ? kA8PanelChunks : kExactPanelChunks;
     const auto panelled = [&](const Tile& tile, int64_t t, Panel& panel, float* sums) {
         std::fill(sums, sums + count * kTileRows, 0.0f);
         for (int64_t first = 0; first < at.chunks; first += stretch) {
             const int64_t last = std::min(at.chunks, first + stretch);
-            kernels.decoder(m, c.family)(tile, first, last, panel);
+            decode(tile, first, last, panel);
             for (const Pass& pass : plan)
-                kernels.panel(m, c.family, pass.rows)(panel, rows.from(at, pass, first), last - first,
-                                                      sums + pass.first * kTileRows);
+                pass.panel(panel, rows.from(at, pass, first), last - first, sums + pass.first * kTileRows);
         }
-        for (int64_t r = 0; r < count; ++r)
-            kernels.finish(finish_of(m, c, t, index[static_cast<size_t>(r)]), sums + r * kTileRows);
+        for (int64_t r = 0; r < count; ++r) deliver(t, r, sums + r * kTileRows);
     };
     parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {
         for (int64_t t = from; t < to; ++t) {
@@ -185,7 +205,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
 
 void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
     const Layout at(m);
-    const int64_t most = batch_rows(at, kernels.panel_rows[c.family]);
+    const int64_t most = batch_rows(at, kernels.panel_rows[c.family], team_size(at.tiles, c.threads));
     std::vector<int64_t>&rows = t_rows, &again = t_again;
     std::vector<uint8_t>& odd = t_odd;
     q4_call exact = c;
@@ -194,7 +214,8 @@ void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
         rows.resize(static_cast<size_t>(std::min(most, c.x_rows - first)));
         std::iota(rows.begin(), rows.end(), first);
         run(m, at, c, kernels, rows, odd);
-        // Rows that int8 can't hold (not finite, or below the normal numbers) are computed again, exactly.
+        if (c.family == Q4_EXACT) continue;
+        // Rows that int8 can't hold (not finite, huge, or below the normal numbers) are computed again, exactly.
         again.clear();
         for (size_t i = 0; i < rows.size(); ++i)
             if (odd[i]) again.push_back(rows[i]);

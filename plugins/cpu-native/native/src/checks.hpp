@@ -36,6 +36,9 @@ inline bool is_sound(const q4_matrix* matrix) {
     if (m.second != Q4_NONE && !is_number_type(m.second_type)) return false;
     if ((m.second == Q4_OFFSET || m.bits == 8) && m.step != 1.0f) return false;
     if (!has_sound_levels(m)) return false;
+    if (m.second == Q4_NONE) return true;
+    for (int q = 0; q < 16 && m.bits == 4; ++q)  // an offset is added to values as they are
+        if (m.codebook[q] != static_cast<float>(m.level[q]) - m.center) return false;
     if (m.second != Q4_ZERO) return true;
     for (int q = 0; q < 16; ++q)
         if (m.level[q] != q || m.codebook[q] != static_cast<float>(q)) return false;

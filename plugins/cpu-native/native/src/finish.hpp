@@ -16,6 +16,7 @@ template <class V> Q4_INLINE void finish_whole(const Finish& f, const uint8_t* b
             const F global = f.is_global_per_row ? V::load(f.global + lane) : V::splat(*f.global);
             value = f.divides ? V::div(value, global) : V::mul(value, global);
         }
+        value = V::mul(value, V::splat(f.growth));
         if (bias) value = V::add(value, numbers<V>(f.type, bias + lane * size));
         uint8_t* to = y + lane * size;
         if (f.type == Q4_F32)

@@ -49,6 +49,7 @@ using PanelKernel = void (*)(const Panel&, const Activations&, int64_t chunks, f
 // Results of one tile for one row of x on their way to y; the pointers are at the tile's first row.
 struct Finish {
     float step;
+    float growth;  // what the row of x was divided by
     const float* global;  // NULL, one, or one per row
     bool is_global_per_row, divides;
     const void* bias;
@@ -65,9 +66,10 @@ struct Kernels {
     int64_t panel_from[2];  // rows of x from which a family's panels pay
     int panel_rows[2];      // of each family
     bool is_wide_signed;  // levels above 24 (and bytes) are multiplied as signed numbers, without a centre
-    void (*widen)(const uint8_t* from, int32_t type, float* to);  // 32 numbers to float32
+    // 32 numbers to float32: returns the bits of the largest magnitude among them.
+    int32_t (*widen)(const uint8_t* from, int32_t type, float* to);
     // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.
-    float (*quantize)(const float* x, int8_t* levels, int32_t* sums);
+    float (*quantize)(const float* x, int32_t most, int8_t* levels, int32_t* sums);
     void (*finish)(const Finish&, const float* sums);
     // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;

@@ -1,4 +1,8 @@
 // Between a source's own order and tiles: one pass, each byte of the source read once.
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <cstring>
 #include <vector>
 
@@ -8,6 +12,19 @@
 
 namespace q4 {
 namespace {
+
+// Ask for huge pages before tiles are first touched: streaming them then costs a tenth less where addresses are translated
+// twice, as in a virtual machine. A wish only: whoever doesn't know it, or has no such pages, goes on without.
+void ask_for_huge_pages(uint8_t* tiles, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t kPage = 2 << 20;
+    const auto begin = (reinterpret_cast<uintptr_t>(tiles) + kPage - 1) / kPage * kPage;
+    const auto end = (reinterpret_cast<uintptr_t>(tiles) + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)tiles, (void)bytes;
+#endif
+}
 
 // The codes of one row, one per byte, in the order of in-features.
 void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, uint8_t* bytes, uint8_t* codes) {
@@ -98,6 +115,7 @@ extern "C" int32_t q4_cpu_pack(const q4_matrix* matrix, const q4_source* source,
     threads = q4::team_for(at, matrix->rows, threads);
     q4::watch_forks();
     try {
+        q4::ask_for_huge_pages(tiles, at.tiles * at.tile_bytes);
         // Taken here, because nothing may be thrown out of a thread.
         const int64_t room = q4::row_room(at, *source);
         std::vector<uint8_t> rows(static_cast<size_t>(q4::team_size(at.tiles, threads) * 2 * room));

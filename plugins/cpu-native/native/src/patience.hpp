@@ -25,11 +25,13 @@ class Patience {
             factor_.store(std::max(factor / 2, kLeast), std::memory_order_relaxed);
             return;
         }
-        until_.store(end_ns + factor * waited, std::memory_order_relaxed);
+        until_.store(end_ns + factor * std::min(waited, kLongest), std::memory_order_relaxed);
         factor_.store(std::min(factor * 2, kMost), std::memory_order_relaxed);
     }
 
   private:
+    // A process that was stopped has waited for hours, which says nothing about others.
+    static constexpr int64_t kLongest = 20'000'000;
     static constexpr int64_t kLeast = 4, kMost = 32;  // how many waits long a time alone is: waiting takes a fifth of all time at most, at last 3 %
     std::atomic<int64_t> until_{0}, factor_{kLeast};  // callers may overwrite each other's verdict, which does no harm
 };

@@ -56,6 +56,9 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
     });
 }
 
+// Whether the exact path has panels; where it has none, nobody asks for them.
+template <class V> constexpr bool has_exact_panels() { return V::kExactPanelFrom < INT64_MAX; }
+
 template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
     return with_form(m, [&](auto second, auto bytes) -> PanelDecoder {
         constexpr int kSecond = decltype(second)::value;
@@ -64,13 +67,17 @@ template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
             return with_levels<V>(m, [](auto kind, auto halves) -> PanelDecoder {
                 return a8_decode<V, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
             });
-        if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBytes, typename V::WholeBook>;
-        return exact_decode<V, kSecond, kBytes, typename V::Codebook>;
+        if constexpr (has_exact_panels<V>()) {
+            if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBytes, typename V::WholeBook>;
+            return exact_decode<V, kSecond, kBytes, typename V::Codebook>;
+        }
+        return nullptr;
     });
 }
 
 template <class V, int Rows> PanelKernel panel_kernel(const q4_matrix& m, int32_t family) {
-    if (family == Q4_EXACT) return exact_panel<V, Rows>;
+    if constexpr (has_exact_panels<V>())
+        if (family == Q4_EXACT) return exact_panel<V, Rows>;
     return with_form(m, [&](auto second, auto) {
         return with_levels<V>(m, [](auto kind, auto halves) -> PanelKernel {
             return a8_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
@@ -87,9 +94,11 @@ template <class V> DirectKernel direct_for(const q4_matrix& m, int32_t family, i
 }
 
 template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int rows) {
-    if (family == Q4_EXACT && rows == V::kExactPanelRows) return exact_panel<V, V::kExactPanelRows>;
+    if constexpr (has_exact_panels<V>())
+        if (family == Q4_EXACT && rows == V::kExactPanelRows) return exact_panel<V, V::kExactPanelRows>;
     if (family == Q4_A8 && rows == V::kA8PanelRows) return panel_kernel<V, V::kA8PanelRows>(m, family);
-    if (rows == 8) return panel_kernel<V, 8>(m, family);
+    if constexpr (V::kDirectRows >= 8)
+        if (rows == 8) return panel_kernel<V, 8>(m, family);
     if (rows == 4) return panel_kernel<V, 4>(m, family);
     if (rows == 2) return panel_kernel<V, 2>(m, family);
     return panel_kernel<V, 1>(m, family);

@@ -9,19 +9,20 @@
 
 namespace q4 {
 
-// 32 numbers of any floating type to float32.
-template <class V> void widen_chunk(const uint8_t* from, int32_t type, float* to) {
+// 32 numbers of any floating type to float32: returns the bits of the largest magnitude, of which NaN's are the largest.
+template <class V> int32_t widen_chunk(const uint8_t* from, int32_t type, float* to) {
     for (int k = 0; k < kChunk; k += V::kLanes) V::store(to + k, numbers<V>(type, from + k * size_of(type)));
+    using Bits [[gnu::may_alias]] = int32_t;  // a copy would be written in parts that a whole load then waits for
+    const auto* bits = reinterpret_cast<const Bits*>(to);
+    int32_t most = 0;
+    for (int j = 0; j < kChunk; ++j) most = std::max(most, static_cast<int32_t>(bits[j] & 0x7fffffff));
+    return most;
 }
 
 // Returns the scale; levels, and the sum of each half's. NaN, with levels of 0, where int8 can't hold the numbers: one is
 // not finite, or amax / 127 is below the normal numbers, by which levels would overflow. The caller computes such a row
 // exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep any one.
-template <class V> float quantize_chunk(const float* x, int8_t* levels, int32_t* sums) {
-    using Bits [[gnu::may_alias]] = int32_t;  // a copy would be written in parts that a whole load then waits for
-    const auto* bits = reinterpret_cast<const Bits*>(x);
-    int32_t most = 0;
-    for (int j = 0; j < kChunk; ++j) most = std::max(most, static_cast<int32_t>(bits[j] & 0x7fffffff));  // NaNs on top
+template <class V> float quantize_chunk(const float* x, int32_t most, int8_t* levels, int32_t* sums) {
     float amax;
     std::memcpy(&amax, &most, 4);
     const float scale = amax / 127.0f;

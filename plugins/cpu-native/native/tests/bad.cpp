@@ -20,7 +20,15 @@ void* operator new(size_t bytes) {
     if (!memory) throw std::bad_alloc();
     return memory;
 }
+void* operator new(size_t bytes, std::align_val_t align) {  // a panel's
+    const auto step = static_cast<size_t>(align);
+    void* memory = t_has_no_memory ? nullptr : std::aligned_alloc(step, (std::max<size_t>(bytes, 1) + step - 1) / step * step);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace q4test {
@@ -102,6 +110,7 @@ const Spoilt kSpoilt[] = {
     {"a center that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
     {"another center for wide levels", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.level[0] = 1; }},
     {"level 0 among wide ones", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.center = 128.0f; }},
+    {"an offset to values that levels don't stand for", ALL, [](Everything& e) { e.matrix.codebook[3] = 3.5f; }},
     {"an offset with a step", ALL, [](Everything& e) { e.matrix.step = 0.5f; }},
     {"8 bits with a step", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.source.order = Q4_BYTES, e.matrix.step = 0; }},
     {"no source", PACK, [](Everything& e) { e.the_source = nullptr; }},

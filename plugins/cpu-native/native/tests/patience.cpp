@@ -47,6 +47,10 @@ int patience() {
     for (int i = 0; i < 9; ++i) patience.judge(now, now + 10 * kUs, now + 12 * kUs);
     now = stall(patience, now);
     check(alone_ms(patience, now) == 24, "and calls without a stall let it be forgotten");
+    now += 24 * kMs;
+    patience.judge(now, now + 10 * kUs, now + 3600 * 1000 * kMs);
+    now += 3600 * 1000 * kMs;
+    check(alone_ms(patience, now) <= 20 * 32, "a process that was stopped for an hour is patient again within a second");
     std::printf("patience: %s\n", failures ? "FAILED" : "passed");
     return failures ? 1 : 0;
 }

@@ -15,7 +15,7 @@
 // int8 activations are x = level * scale with scale = amax / 127 of 32 in-features and level = x / scale to nearest, ties
 // to even. Both are single float32 operations; where x / scale lies so near a tie that multiplying by 1 / scale may
 // fall on the other side (never where scale is a power of two), one level is allowed for that in-feature. Rows with a
-// value that is not finite, or a scale below the normal numbers, are computed exactly.
+// value that is not finite or above 2^90, or a scale below the normal numbers, are computed exactly.
 #include "reference.hpp"
 
 #include <algorithm>
@@ -82,6 +82,8 @@ struct Row {
     bool is_a8;
 };
 
+constexpr double kHuge = 0x1p90;
+
 Row row_of(const Case& c, int64_t i) {
     const int64_t columns = c.matrix.columns;
     const double* x = c.x.data() + i * columns;
@@ -96,7 +98,7 @@ Row row_of(const Case& c, int64_t i) {
         }
         if (peak == 0.0) continue;
         const auto scale = static_cast<double>(static_cast<float>(peak) / 127.0f);
-        if (!(scale >= 0x1p-126 && std::isfinite(scale))) {
+        if (!(scale >= 0x1p-126 && peak <= kHuge)) {
             row.x.assign(x, x + columns), row.is_a8 = false;
             std::fill(row.slack.begin(), row.slack.end(), 0.0);
             return row;
@@ -129,7 +131,8 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
     if (std::isnan(sum)) return {Interval::NOT_A_NUMBER, 0.0, 0.0};
     // Sums of levels before their scale, and of scaled ones before step and global scale, may pass float32's end: a level
     // and what it is taken from are below 512, and int8 sums are scaled chunk by chunk, by x's scale or the weight's first.
-    const double unscaled = peak * 512.0 * (row.is_a8 ? 32.0 : static_cast<double>(filled));
+    const double held = peak > kHuge ? peak * 0x1p-64 : peak;  // such rows are shrunk before they are multiplied
+    const double unscaled = held * 512.0 * (row.is_a8 ? 32.0 : static_cast<double>(filled));
     const double levels = row.is_a8 ? largest_scale * 512.0 * 127.0 * 32.0 : 0.0;
     if (std::max({sizes, sizes * w.step, unscaled, levels}) > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
     bool is_exact = c.is_whole && slack == 0.0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -168,11 +169,11 @@ class CpuNative:
         tensors = prepared.tensors
         address = count = 0
         divides = False
-        if len(tensors) > 1:
-            given = _global_scale(meta, tensors)
-            if given is not None:
-                address, count = given.data_ptr(), given.numel()
-                divides = meta.spec.scale_kind is ScaleKind.E4M3_DIV
+        place = _global_place(meta)
+        if place is not None:
+            given = tensors[place].to(torch.float32)
+            address, count = given.data_ptr(), given.numel()
+            divides = meta.spec.scale_kind is ScaleKind.E4M3_DIV
         matrix_of(meta).linear(
             tensors[0].data_ptr(),
             address,
@@ -197,9 +198,8 @@ def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
     return pack_codes(codes, packing)
 
 
-def _global_scale(meta: TileMeta, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Return the global scale among the side tensors, as float32."""
+@functools.lru_cache(maxsize=1024)
+def _global_place(meta: TileMeta) -> int | None:
+    """Return which of what is prepared is the global scale."""
     names = [name for name in meta.spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
-    if "global_scale" not in names:
-        return None
-    return tensors[1 + names.index("global_scale")].to(torch.float32)
+    return 1 + names.index("global_scale") if "global_scale" in names else None

@@ -67,7 +67,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     spec = meta.spec
     is_nibble = spec.format.bits == 4  # noqa: PLR2004  # or 8
     values = meta.values if is_nibble else tuple([0.0] * 16)
-    table = table_of(values) if is_nibble else table_of([0.0] * 16)
+    table = table_of(values) if is_nibble else table_of((0.0,) * 16)
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
