@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +101,9 @@ def _sample(runs: dict[str, Callable[[int], Run]], threads: int, rounds: int) ->
     """Run each program once in each round, after a round that is not counted."""
     before = torch.get_num_threads()
     rates: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in runs}
+    order = random.Random(0)  # noqa: S311  # an order, no secret
     for index in range(rounds + 1):
-        for name, run in runs.items():
+        for name, run in order.sample(sorted(runs.items()), len(runs)):
             time.sleep(_PARK_SECONDS)  # until the other's workers sleep
             prefill, decode = run(threads)
             if index:

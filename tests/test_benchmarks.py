@@ -158,7 +158,10 @@ def test_small_layers_time_kernel_and_forward(monkeypatch: pytest.MonkeyPatch) -
     """The bare kernel and both ways of calling are measured for each shape and format."""
     config = q4.SessionConfig(device="cpu", backend="dequant-fallback")
     monkeypatch.setattr(ours, "session", lambda _: q4.Session(config))
+    monkeypatch.setattr(small_layers, "_kernel", lambda backend, _: backend)  # the reference has no native one
     monkeypatch.setattr(small_layers, "_SHAPES", ((64, 64),))
     found = small_layers.measure(is_quick=True)
     assert len(found) == 3
-    assert all(set(layer["calls"]) == {"kernel", "forward with out=", "forward without out="} for layer in found)
+    assert all(
+        set(layer["calls"]) == {"kernel", "backend", "forward with out=", "forward without out="} for layer in found
+    )

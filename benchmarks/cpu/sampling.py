@@ -25,6 +25,8 @@ _VERY_SLOW_SECONDS = 0.2
 _TRIALS = 3
 _PARK_SECONDS = 8e-3
 """Idle workers of OpenMP and ONNX Runtime spin for some milliseconds."""
+_OWN_POOLS = {"onnxruntime"}
+"""Libraries each of whose candidates has threads of its own, which spin beside the next one's."""
 
 
 @attrs.frozen
@@ -66,7 +68,7 @@ class Timed:
         for _ in range(_TRIALS):
             if seconds < _VERY_SLOW_SECONDS:
                 seconds = min(seconds, self.run(1))
-        self.is_slow = seconds > _SLOW_SECONDS
+        self.is_slow = seconds / self.calls.products > _SLOW_SECONDS
         self.repeats = max(1, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-6)))
         affordable = int(budget.seconds / (seconds * self.repeats))
         self.samples = min(budget.samples, max(budget.least, affordable))
@@ -113,7 +115,7 @@ def _round(timed: Sequence[Timed], index: int, rounds: int, order: random.Random
     for library in libraries:
         due = [one for one in timed if one.candidate.library == library and one.is_due(index, rounds)]
         order.shuffle(due)
-        if due:
-            time.sleep(_PARK_SECONDS)
-        for one in due:
+        for place, one in enumerate(due):
+            if place == 0 or library in _OWN_POOLS:
+                time.sleep(_PARK_SECONDS)
             one.sample()
