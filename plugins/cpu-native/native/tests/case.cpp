@@ -239,13 +239,16 @@ void fill_row(Random& r, const Case& c, double* x) {
     for (int64_t k = 0; k < columns; ++k) x[k] = round_to(type, x[k]);
 }
 
-void choose_call(Random& r, Memory& memory, Case& c) {
+void choose_call(Random& r, Memory& memory, Case& c, const Sizes& sizes) {
     const q4_matrix& m = c.matrix;
     q4_call& call = c.call;
     const int64_t work = m.rows * m.columns;
     int64_t rows = r.chance(0.4) ? r.between(1, 3) : r.between(1, r.chance(0.2) ? 40 : 18);
-    if (work * rows > 1 << 18) rows = std::max<int64_t>(r.between(2, 9), (1 << 18) / work);
-    if (m.columns > 5000) rows = r.between(1, 40);
+    const bool is_many = sizes.has_large && r.chance(0.04);  // kernels for many rows of x begin at up to 48
+    if (is_many) rows = r.between(41, 130);
+    const int64_t most = is_many ? 1 << 20 : 1 << 18;
+    if (work * rows > most) rows = std::max<int64_t>(r.between(2, 9), most / work);
+    if (m.columns > 5000) rows = r.between(1, 64);
     call.x_rows = rows;
     call.x_type = r.of<int32_t>({Q4_F32, Q4_F32, Q4_BF16, Q4_F16});
     call.y_type = r.chance(0.7) ? call.x_type : r.of<int32_t>({Q4_F32, Q4_BF16, Q4_F16});
@@ -380,7 +383,7 @@ Case make_case(uint64_t seed, Memory& memory, const Sizes& sizes) {
     c.is_extreme = !c.is_whole && r.chance(0.05);
     choose_matrix(r, c, sizes);
     choose_source(r, memory, c);
-    choose_call(r, memory, c);
+    choose_call(r, memory, c, sizes);
     c.read_source();
     c.read_call();
     return c;
