@@ -294,7 +294,7 @@ def _no_wish() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_wish")
 def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and the fallback serves."""
+    """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and another backend serves."""
     request = q4.Request.for_weight(_weight())
     monkeypatch.setenv("Q4_CPU_ISA", "avx2")
     assert [path.name for path in CpuNative().check(request).paths] == ["exact_avx2", "w4a8_avx2"]
@@ -302,6 +302,22 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
     verdict = CpuNative().check(request)
     assert verdict.reasons[0].code is q4.ReasonCode.POLICY
     assert "sse9" in verdict.reasons[0].message
+    weight, x = _weight(), torch.randn(3, 256)
+    with q4.Session(registry=q4.Registry(environment={})) as session:
+        layer = session.linear(weight)
+        torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T, rtol=1e-5, atol=1e-5)
+        record = layer.diagnostics()
+    assert record.backend == "dequant-fallback"
+    assert any(item.backend == "cpu-native" and "sse9" in str(item) for item in record.rejections)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what is mapped from /proc")
+def test_one_openmp_runtime_is_loaded() -> None:
+    """Kernels share torch's threads; a second runtime's would fight them for the cores."""
+    program = "import torch, q4_cpu_native._native, pathlib; print(pathlib.Path('/proc/self/maps').read_text())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    mapped = {line.split()[-1] for line in done.stdout.splitlines() if "gomp" in line or "omp5" in line}
+    assert len(mapped) == 1, mapped
 
 
 def test_the_installed_plugin_serves_by_default() -> None:
