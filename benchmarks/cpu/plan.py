@@ -67,7 +67,8 @@ def _full() -> Plan:
         stages += [Stage(shape, 1, threads) for threads in (cores, 1)]
         if shape == _SQUARE:
             stages += [Stage(shape, 1, threads, is_resident=True) for threads in (cores, 1)]
-            stages += [Stage(shape, rows, threads) for threads in (cores, 1) for rows in (4, 16, 64, 256, 512)]
+            stages += [Stage(shape, rows, cores) for rows in (4, 16, 64, 256, 512)]
+            stages += [Stage(shape, rows, 1) for rows in (4, 64)]  # the targets are those of all threads
     return Plan(tuple(stages), Budget(30, 1.5, 5), Budget(30, 2.0, 5))
 
 
