@@ -171,7 +171,9 @@ class CpuNative:
         divides = False
         place = _global_place(meta)
         if place is not None:
-            given = tensors[place].to(torch.float32)
+            given = tensors[place]
+            if given.dtype is not torch.float32:
+                given = given.to(torch.float32)
             address, count = given.data_ptr(), given.numel()
             divides = meta.spec.scale_kind is ScaleKind.E4M3_DIV
         matrix_of(meta).linear(
