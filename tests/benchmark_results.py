@@ -48,6 +48,7 @@ def decode_stage(threads: int = 2, **changed: float) -> dict[str, Any]:
         "ort": 300.0,
         "nvfp4": 600.0,
         "bitsandbytes": 20_000.0,
+        "dequantised": 20_000.0,
         "torchao": 500_000.0,
     } | changed
     return stage_of(
@@ -63,6 +64,7 @@ def decode_stage(threads: int = 2, **changed: float) -> dict[str, Any]:
             "ggml NVFP4": ("ggml", "NVFP4", "int8", us["nvfp4"]),
             "onnxruntime int4 g32": ("onnxruntime", "int4 g32", "int8", us["ort"]),
             "bitsandbytes NF4 fp32": ("bitsandbytes", "nf4", "fp32", us["bitsandbytes"]),
+            "bitsandbytes NF4 fp32, dequantised": ("bitsandbytes", "nf4", "fp32", us["dequantised"]),
             "torchao NVFP4 bf16": ("torchao", "nvfp4", "bf16", us["torchao"]),
         },
     )

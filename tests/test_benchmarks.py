@@ -12,7 +12,16 @@ from benchmark_results import SHAPE, decode_stage, prefill_stage
 import q4core as q4
 from benchmarks import __main__ as command
 from benchmarks import record
-from benchmarks.cpu import decode_picture, ours, peers, plan, prefill_picture, roofline_picture, small_layers
+from benchmarks.cpu import (
+    decode_picture,
+    ours,
+    peers,
+    plan,
+    prefill_picture,
+    roofline_picture,
+    small_layers,
+    yardsticks,
+)
 from benchmarks.cpu.candidate import OURS, PEER, Calls, Candidate, WrongAnswerError
 from benchmarks.cpu.problem import Problem, last_level_cache_bytes, rotation_bytes
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
@@ -54,6 +63,15 @@ def test_copies_exceed_the_cache() -> None:
     assert problem.copies(1 << 40) == 1
     cache = last_level_cache_bytes()
     assert cache is None or rotation_bytes() >= min(3 * cache, 144 << 20)
+
+
+def test_readers_go_round_more_memory_than_a_cache_keeps_parts_of() -> None:
+    """Each turn of a reader reads memory of its own."""
+    windows = yardsticks._windows()
+    assert len({window.data_ptr() for window in windows}) == len(windows) >= 4
+    assert {window.numel() * 8 for window in windows} == {rotation_bytes()}
+    reader = yardsticks.candidates()[0]
+    assert len(reader.make(torch.zeros(1, 1), 1, False).turns) == len(windows)
 
 
 def _timed(seconds: float, order: list[str], name: str) -> Timed:

@@ -14,18 +14,23 @@ from benchmarks.cpu.candidate import PEER, Calls, Candidate
 if TYPE_CHECKING:
     from benchmarks.cpu.problem import Problem
 
-__all__ = ["bitsandbytes_candidates", "torchao_candidates"]
+__all__ = ["PORTABLE", "bitsandbytes_candidates", "torchao_candidates"]
 
+PORTABLE = ", dequantised"
+"""Ends the name of what bitsandbytes runs on CPUs without AVX512-BF16."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FEW_ROWS = 1
 
 
 def bitsandbytes_candidates(problem: Problem) -> list[Candidate]:
-    """NF4 in blocks of 64, as ``Linear4bit`` runs it: from a repacked weight where the CPU has AVX512-BF16."""
-    return [_bitsandbytes(problem, precision) for precision in _DTYPES]
+    """NF4 in blocks of 64, as ``Linear4bit`` runs it: from a repacked weight where the CPU has AVX512-BF16.
+
+    And as it runs it everywhere else, which the targets were derived from: dequantised, then multiplied.
+    """
+    return [_bitsandbytes(problem, precision, form) for precision in _DTYPES for form in ("", PORTABLE)]
 
 
-def _bitsandbytes(problem: Problem, precision: str) -> Candidate:
+def _bitsandbytes(problem: Problem, precision: str, form: str) -> Candidate:
     library = importlib.import_module("bitsandbytes")
     dtype = _DTYPES[precision]
     dense = problem.tiled(problem.pattern)
@@ -34,6 +39,8 @@ def _bitsandbytes(problem: Problem, precision: str) -> Candidate:
     first = library.nn.Linear4bit(*shape, bias=False, compute_dtype=dtype, compress_statistics=False, quant_type="nf4")
     first.weight = library.nn.Params4bit(dense, requires_grad=False, compress_statistics=False, quant_type="nf4")
     first = first.to("cpu").eval()
+    if form:
+        first.support_avx512bf16_for_cpu = False
     layers = [first, *(copy.deepcopy(first) for _ in range(problem.copies(size) - 1))]
     packed, state = library.functional.quantize_4bit(problem.pattern, blocksize=64, quant_type="nf4")
     reference = library.functional.dequantize_4bit(packed, state).double()
@@ -44,7 +51,7 @@ def _bitsandbytes(problem: Problem, precision: str) -> Candidate:
         return Calls(turns, turns[0])
 
     return Candidate(
-        name=f"bitsandbytes NF4 {precision}",
+        name=f"bitsandbytes NF4 {precision}{form}",
         library="bitsandbytes",
         role=PEER,
         format="nf4",

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import attrs
 import torch
 
 from benchmarks import record
@@ -27,13 +28,13 @@ def measure(*, is_quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _kernel(backend: Callable[[], None], meta: Any) -> Callable[[], None]:
-    """Return the native call that a call of the backend makes, with its arguments fixed."""
-    from q4_cpu_native.layout import matrix_of  # noqa: PLC0415  # missing where it was not built
+    """Return the native call, as the backend's own call makes it, with its arguments fixed."""
+    from q4_cpu_native import backend as module  # noqa: PLC0415  # missing where it was not built
 
-    stub = mock.Mock()
-    with mock.patch("q4_cpu_native.backend.matrix_of", return_value=stub):
+    call, stub = module._call_of(meta), mock.Mock()  # noqa: SLF001  # as above
+    with mock.patch.object(module, "_call_of", return_value=attrs.evolve(call, linear=stub)):
         backend()
-    return functools.partial(matrix_of(meta).linear, *stub.linear.call_args.args)
+    return functools.partial(call.linear, *stub.call_args.args)
 
 
 def _measure(shape: tuple[int, int], name: str, rounds: int, repeats: int) -> dict[str, Any]:

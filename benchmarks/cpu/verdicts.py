@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from benchmarks.cpu.quantized_torch import PORTABLE
 from benchmarks.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
         0.65,
     ):
         yield attrs.evolve(verdict, ratio=None if verdict.ratio is None else 1 / verdict.ratio, is_most=True)
-    yield from _against(
-        stage, "decode: NF4 40 times as fast as bitsandbytes", "nf4 int8", _calls(stage, library="bitsandbytes"), 40
-    )
+    portable = {name: call for name, call in _calls(stage, library="bitsandbytes").items() if name.endswith(PORTABLE)}
+    target = "decode: NF4 40 times as fast as bitsandbytes"
+    yield from _against(stage, target, "nf4 int8", _calls(stage, library="bitsandbytes"), 40)
+    yield from _against(stage, f"{target} on CPUs without AVX512-BF16", "nf4 int8", portable, 40)
     yield from _against(
         stage, "decode: NVFP4 500 times as fast as torchao", "nvfp4 int8", _calls(stage, library="torchao"), 500
     )

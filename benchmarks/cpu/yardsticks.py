@@ -19,15 +19,20 @@ __all__ = ["READER", "candidates", "products"]
 
 READER = "read"
 """The format of every reader."""
+_WINDOWS = 4
+"""Readers go round as many parts of memory: what the cache keeps of one is gone before its turn comes again. Reading
+three caches' worth over and over is 13 % faster than memory is."""
 _SIDE = 1536
 _WORD = 0x3F3F3F3F3F3F3F3F  # no subnormal number, and equal bytes: memcmp finds two equal halves
 _ABSENT = 7
 
 
 @functools.cache
-def _buffer() -> torch.Tensor:
-    """Return memory that was written, so that it is not one page of zeros."""
-    return torch.full((rotation_bytes() // 8,), _WORD, dtype=torch.int64)
+def _windows() -> tuple[torch.Tensor, ...]:
+    """Return memory that was written, so that it is not one page of zeros, in parts of ``rotation_bytes`` each."""
+    words = rotation_bytes() // 8
+    whole = torch.full((_WINDOWS * words,), _WORD, dtype=torch.int64)
+    return tuple(whole[start : start + words] for start in range(0, whole.numel(), words))
 
 
 @functools.cache
@@ -36,7 +41,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _split(read: Callable[[int, int], object], threads: int, size: int) -> Callable[[], object]:
-    """Return a call of ``read(start, length)`` over parts of a buffer, one to a thread."""
+    """Return a call of ``read(start, length)`` over parts of a window, one to a thread."""
     part = size // threads // 64 * 64
     parts = [(index * part, part) for index in range(threads)]
     if threads == 1:
@@ -51,11 +56,10 @@ def _split(read: Callable[[int, int], object], threads: int, size: int) -> Calla
     return all_parts
 
 
-def _readers() -> dict[str, Callable[[int], Callable[[], object]]]:
-    """Return what makes each reader of the whole buffer, for a number of threads."""
-    whole = _buffer()
-    size, address = whole.numel() * 8, whole.data_ptr()
-    floats, array = whole.view(torch.float32), whole.numpy()
+def _readers(window: torch.Tensor) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """Return what makes each reader of a window, for a number of threads."""
+    size, address = window.numel() * 8, window.data_ptr()
+    floats, array = window.view(torch.float32), window.numpy()
     libc: Any = ctypes.CDLL(None)
     libc.memchr.argtypes, libc.memchr.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
     libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -73,8 +77,8 @@ def _readers() -> dict[str, Callable[[int], Callable[[], object]]]:
             raise SystemExit("memcmp stopped early, so it measures nothing")
 
     return {
-        "torch sum int64": lambda _: whole.sum,
-        "torch amax int64": lambda _: whole.amax,
+        "torch sum int64": lambda _: window.sum,
+        "torch amax int64": lambda _: window.amax,
         "torch dot float32": lambda _: functools.partial(torch.dot, floats, floats),
         "torch amax float32": lambda _: floats.amax,
         "numpy sum int64": lambda threads: _split(numpy_sum, threads, size),
@@ -85,9 +89,10 @@ def _readers() -> dict[str, Callable[[int], Callable[[], object]]]:
 
 def candidates() -> list[Candidate]:
     """Return the readers; the best of them is the read bandwidth."""
+    windows = [_readers(window) for window in _windows()]
 
-    def made(reader: Callable[[int], Callable[[], object]]) -> Callable[[torch.Tensor, int, bool], Calls]:
-        return lambda _, threads, __: Calls([reader(threads)])
+    def made(name: str) -> Callable[[torch.Tensor, int, bool], Calls]:
+        return lambda _, threads, __: Calls([readers[name](threads) for readers in windows])
 
     return [
         Candidate(
@@ -97,9 +102,9 @@ def candidates() -> list[Candidate]:
             format=READER,
             precision="none",
             weight_bytes=rotation_bytes() // 8 * 8,
-            make=made(reader),
+            make=made(name),
         )
-        for name, reader in _readers().items()
+        for name in windows[0]
     ]
 
 

@@ -101,7 +101,7 @@ class Backend(Protocol):
         Args:
             prepared: What ``prepare`` gave.
             x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 within the path's range.
-            out: [M, N] of the request's out_dtype, contiguous rows; written completely, never read.
+            out: [M, N] of the request's out_dtype, contiguous; written completely, never read.
             bias: [N] of the out_dtype, or None.
             path: Name of one of the offered paths.
         """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from q4_cpu_native.isa import choose
@@ -31,6 +32,9 @@ from q4core import (
     Verdict,
     pack_codes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["CpuNative"]
 
@@ -70,11 +74,16 @@ class CpuNative:
         wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
         self._chosen = choose(wish.strip().lower())
         self._isa = self._chosen.number
+        self._a8_path = f"w4a8_{self._path_suffix}"
 
     @property
     def isa(self) -> str | None:
         """Name of the instruction set that runs, or None."""
         return self._chosen.told if self._isa else None
+
+    @property
+    def _path_suffix(self) -> str:
+        return self._chosen.told.replace("-", "_")
 
     def check(self, request: Request) -> Verdict:
         """Offer the exact path and the w4a8 one, or say what is missing."""
@@ -89,13 +98,12 @@ class CpuNative:
             reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
         if reasons:
             return Verdict.refuse(reasons, native_state=f"loaded ({told})")
-        name = told.replace("-", "_")
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
-        paths = [KernelPath(f"exact_{name}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
+        paths = [KernelPath(f"exact_{self._path_suffix}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
         values = None
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             values = table_of(request.format.codebook).values
-        paths.append(KernelPath(f"w4a8_{name}", (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
+        paths.append(KernelPath(self._a8_path, (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
         return Verdict.offer(paths, native_state=f"loaded ({told})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
@@ -165,43 +173,55 @@ class CpuNative:
         path: str,
     ) -> None:
         """Run one native call."""
-        meta: TileMeta = prepared.meta
+        call = _call_of(prepared.meta)
         tensors = prepared.tensors
         address = count = 0
-        divides = False
-        place = _global_place(meta)
-        if place is not None:
-            given = tensors[place]
+        if call.place is not None:
+            given = tensors[call.place]
             if given.dtype is not torch.float32:
                 given = given.to(torch.float32)
             address, count = given.data_ptr(), given.numel()
-            divides = meta.spec.scale_kind is ScaleKind.E4M3_DIV
-        matrix_of(meta).linear(
+        rows = x.shape[0]
+        call.linear(
             tensors[0].data_ptr(),
             address,
             count,
-            divides,
+            call.divides,
             x.data_ptr(),
-            x.shape[0],
-            x.stride(0),
+            rows,
+            call.in_features if rows == 1 else x.stride(0),  # asking costs 0.14 µs
             out.data_ptr(),
-            out.stride(0),
+            call.out_features,
             0 if bias is None else bias.data_ptr(),
             _TYPES[x.dtype],
-            _A8 if path.startswith("w4a8") else _EXACT,
+            _A8 if path == self._a8_path else _EXACT,
             torch.get_num_threads(),
             self._isa,
         )
+
+
+@attrs.frozen
+class _Call:
+    """What a layout settles of every call: the native function, and where the global scale is."""
+
+    linear: Callable[..., None]
+    out_features: int
+    in_features: int
+    place: int | None
+    """Of the global scale among the prepared tensors."""
+    divides: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _call_of(meta: TileMeta) -> _Call:
+    spec = meta.spec
+    names = [name for name in spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
+    place = 1 + names.index("global_scale") if "global_scale" in names else None
+    divides = spec.scale_kind is ScaleKind.E4M3_DIV
+    return _Call(matrix_of(meta).linear, spec.out_features, spec.in_features, place, divides)
 
 
 def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
     if packing.order is NibbleOrder.HALF_SPLIT:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % packing.group))
     return pack_codes(codes, packing)
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_place(meta: TileMeta) -> int | None:
-    """Return which of what is prepared is the global scale."""
-    names = [name for name in meta.spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
-    return 1 + names.index("global_scale") if "global_scale" in names else None
