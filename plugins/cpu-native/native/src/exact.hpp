@@ -5,10 +5,32 @@
 
 namespace q4 {
 
+// Whether few rows take whole numbers times V::kRaise, which spares an operation a weight; sums of a half chunk are brought
+// down again. A power of two changes no bit, but for a scale next to an offset, which has no room below it.
+template <class V, int Second, bool Bytes, class Book> constexpr bool is_raised() {
+    if constexpr (V::kRaise == 1.0f || Second == Q4_OFFSET) return false;
+    else return Bytes || Book::kRaises;
+}
+
 // Call use(k, weight) for the in-features of one line, in order. `line` is 8 in-features of 4-bit codes, or 4 of bytes.
-template <class V, bool Bytes, class Book, class Use>
+template <class V, bool Bytes, bool IsRaised, class Book, class Use>
 Q4_INLINE void exact_line(typename V::Ints line, const Book& book, const Use& use) {
-    if constexpr (Bytes) {
+    if constexpr (Bytes && IsRaised) {
+        use(0, V::template raised_byte<0>(line));
+        use(1, V::template raised_byte<1>(line));
+        use(2, V::template raised_byte<2>(line));
+        use(3, V::template raised_byte<3>(line));
+    } else if constexpr (IsRaised) {
+        const typename Book::Line codes = book.line(line);
+        use(0, book.template raised_at<0>(codes));
+        use(1, book.template raised_at<2>(codes));
+        use(2, book.template raised_at<4>(codes));
+        use(3, book.template raised_at<6>(codes));
+        use(4, book.template raised_at<1>(codes));
+        use(5, book.template raised_at<3>(codes));
+        use(6, book.template raised_at<5>(codes));
+        use(7, book.template raised_at<7>(codes));
+    } else if constexpr (Bytes) {
         use(0, V::template signed_byte<0>(line));
         use(1, V::template signed_byte<1>(line));
         use(2, V::template signed_byte<2>(line));
@@ -44,6 +66,7 @@ Q4_INLINE typename V::Floats half_scale(typename V::Floats s, const Book& book) 
 template <class V, int Rows, int Second, bool Bytes, class Book>
 void exact_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
+    constexpr bool kIsRaised = is_raised<V, Second, Bytes, Book>();
     using F = typename V::Floats;
     const Book book(t.matrix.codebook);
     const bool halves = t.at.sets == 2;
@@ -70,6 +93,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                     for (int p = 0; p < kTogether; ++p) {
                         s[h][p] = of.scale(halves ? first_half + h : 0, first_part + p);
                         z[h][p] = of.second(halves ? first_half + h : 0, first_part + p);
+                        if constexpr (kIsRaised && Second == Q4_ZERO) z[h][p] = V::mul(z[h][p], V::splat(V::kRaise));
                         for (int r = 0; r < Rows; ++r) partial[h][p][r] = V::zero();
                     }
 #pragma GCC unroll 4
@@ -81,7 +105,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                             const int lane = (first_part + p) * V::kLanes;
                             const auto line = V::line(stream.codes + ((first_half + h) * kLines + l) * 64 + lane * 4);
                             const float* from = values + (first_half + h) * 16 + l * kStep;
-                            exact_line<V, Bytes>(line, book, [&](int k, F value) __attribute__((always_inline)) {
+                            exact_line<V, Bytes, kIsRaised>(line, book, [&](int k, F value) __attribute__((always_inline)) {
                                 const F w = with_second<V, Second>(value, s[h][p], z[h][p]);
 #pragma GCC unroll 16
                                 for (int r = 0; r < Rows; ++r)
@@ -94,7 +118,11 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                     for (int p = 0; p < kTogether; ++p) {
                         const F by = half_scale<V, Second, Bytes>(s[h][p], book);
                         F(&to)[Rows] = sum[first_part + p];
-                        for (int r = 0; r < Rows; ++r) to[r] = V::fma(by, partial[h][p][r], to[r]);
+                        for (int r = 0; r < Rows; ++r) {
+                            F whole = partial[h][p][r];
+                            if constexpr (kIsRaised) whole = V::mul(whole, V::splat(1.0f / V::kRaise));
+                            to[r] = V::fma(by, whole, to[r]);
+                        }
                     }
             }
     }
@@ -120,7 +148,7 @@ void exact_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
                 const F s = of.scale(halves ? half : 0, part), z = of.second(halves ? half : 0, part);
                 if (l * 2 % kLines == 0) V::store(scale + half * kTileRows + lane, half_scale<V, Second, Bytes>(s, book));
                 const auto line = V::line(stream.codes + l * 64 + lane * 4);
-                exact_line<V, Bytes>(line, book, [&](int k, F value) __attribute__((always_inline)) {
+                exact_line<V, Bytes, false>(line, book, [&](int k, F value) __attribute__((always_inline)) {
                     V::store(to + (l * kStep + k) * kTileRows + lane, with_second<V, Second>(value, s, z));
                 });
             }

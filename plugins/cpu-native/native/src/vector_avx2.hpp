@@ -69,6 +69,7 @@ struct Avx2 {
     // -- exact values of codes
     struct Codebook {
         static constexpr float unit = 1.0f;
+        static constexpr bool kRaises = false;
         using Line = Ints;
         __m256 low, high;
         explicit Codebook(const float* table) : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
@@ -80,9 +81,10 @@ struct Avx2 {
             return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), top);
         }
     };
-    // Codebooks of small whole numbers (times a power of two) are converted instead of looked up: 4 operations for 8
+    // Codebooks of small whole numbers (times a power of two) are converted instead of looked up: 3 operations for 8
     // weights in place of 6. `unit` is what a level stands for.
     struct WholeBook {
+        static constexpr bool kRaises = true;
         struct Line {
             __m256i low, high;
         };
@@ -101,7 +103,18 @@ struct Avx2 {
         template <int Nibble> Floats at(const Line& line) const {
             return signed_byte<Nibble / 2>(Nibble % 2 ? line.high : line.low);
         }
+        template <int Nibble> Floats raised_at(const Line& line) const {
+            return raised_byte<Nibble / 2>(Nibble % 2 ? line.high : line.low);
+        }
     };
+    // A byte moved to the top of its lane by one shuffle, where two shifts would move it down again: 2^24 times its value.
+    static constexpr float kRaise = 16777216.0f;
+    template <int Byte> static Floats raised_byte(Ints line) {
+        constexpr int kNone = static_cast<int>(0x80808080);
+        const auto lane = [](int n) { return (4 * n + Byte) << 24 | (kNone & 0xffffff); };
+        const __m256i order = _mm256_setr_epi32(lane(0), lane(1), lane(2), lane(3), lane(0), lane(1), lane(2), lane(3));
+        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(line, order));
+    }
     template <int Byte> static Floats signed_byte(Ints line) {
         if constexpr (Byte == 3) return _mm256_cvtepi32_ps(_mm256_srai_epi32(line, 24));
         return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(line, 24 - 8 * Byte), 24));

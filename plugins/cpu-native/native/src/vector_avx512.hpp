@@ -71,6 +71,8 @@ struct Avx512 {
     }
     static Floats i32(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
+    static constexpr float kRaise = 1.0f;  // converting a byte in place is the fastest here
+
     // -- exact values of codes
     struct Codebook {
         static constexpr float unit = 1.0f;

@@ -72,6 +72,8 @@ struct NeonDotprod {
     }
     static Floats i32(const uint8_t* p) { return vcvtq_f32_s32(vreinterpretq_s32_u8(vld1q_u8(p))); }
 
+    static constexpr float kRaise = 1.0f;  // converting a byte in place is the fastest here
+
     // -- exact values of codes: a table for each byte of a value that isn't 0 in all of them, and the bytes zipped together.
     // Before, in-features 0 of all rows are put side by side, then in-features 1 and so on.
     struct Line {
