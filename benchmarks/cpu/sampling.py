@@ -78,9 +78,9 @@ class Timed:
         return (index + 1) * self.samples // rounds > index * self.samples // rounds
 
     def sample(self) -> None:
-        """Take one sample, after a warm-up where that matters."""
+        """Take one sample, after as long a warm-up where that matters: what ran before slows the first calls."""
         if not self.is_slow:
-            self.run(max(1, self.repeats // 4))
+            self.run(self.repeats)
         self.us.append(self.run(self.repeats) / self.repeats / self.calls.products * 1e6)
 
 

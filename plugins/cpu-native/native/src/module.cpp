@@ -20,6 +20,17 @@ template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(addres
 // Python's lock, once released, comes back from a busy thread only after its switch interval, 5 ms by default. A call keeps it
 // unless it takes longer than about 200 µs: bytes of tiles, and eighths of a product, at 40 GB/s and 600 GFLOP/s.
 constexpr double kReleaseWork = 8e6;
+// Codes that are packed or unpacked in that time.
+constexpr double kReleaseCodes = 65536;
+
+template <class Call> void run(bool is_long, const Call& call) {
+    if (is_long) {
+        nb::gil_scoped_release release;
+        call();
+    } else {
+        call();
+    }
+}
 
 class Matrix {
   public:
@@ -46,15 +57,16 @@ class Matrix {
         const q4_source source{at<const uint8_t>(codes), code_row, code_group, code_byte, group_bytes, order, half,
                                at<const uint8_t>(scale), scale_row, scale_block, at<const uint8_t>(second), second_row,
                                second_block};
-        nb::gil_scoped_release release;
-        check(q4_cpu_pack(&matrix_, &source, at<uint8_t>(tiles), threads));
+        const bool is_long = codes_of(matrix_.rows) > kReleaseCodes;
+        run(is_long, [&] { check(q4_cpu_pack(&matrix_, &source, at<uint8_t>(tiles), threads)); });
     }
 
     void unpack(uintptr_t tiles, uintptr_t rows, int64_t count, uintptr_t codes, uintptr_t scale, uintptr_t second,
                 int threads) const {
-        nb::gil_scoped_release release;
-        check(q4_cpu_unpack(&matrix_, at<const uint8_t>(tiles), at<const int64_t>(rows), count, at<uint8_t>(codes),
-                            at<uint8_t>(scale), at<uint8_t>(second), threads));
+        run(codes_of(count) > kReleaseCodes, [&] {
+            check(q4_cpu_unpack(&matrix_, at<const uint8_t>(tiles), at<const int64_t>(rows), count, at<uint8_t>(codes),
+                                at<uint8_t>(scale), at<uint8_t>(second), threads));
+        });
     }
 
     void linear(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t x_rows,
@@ -66,18 +78,12 @@ class Matrix {
         call.x = at<const void>(x), call.x_rows = x_rows, call.x_stride = x_stride, call.x_type = type;
         call.y = at<void>(y), call.y_stride = y_stride, call.y_type = type, call.bias = at<const void>(bias);
         call.family = family, call.threads = threads;
-        const double work = static_cast<double>(bytes_) +
-                            static_cast<double>(x_rows) * static_cast<double>(matrix_.rows) *
-                                static_cast<double>(matrix_.columns) / 8;
-        if (work > kReleaseWork) {
-            nb::gil_scoped_release release;
-            check(q4_cpu_linear(&matrix_, &call, isa));
-        } else {
-            check(q4_cpu_linear(&matrix_, &call, isa));
-        }
+        const double work = static_cast<double>(bytes_) + static_cast<double>(x_rows) * codes_of(matrix_.rows) / 8;
+        run(work > kReleaseWork, [&] { check(q4_cpu_linear(&matrix_, &call, isa)); });
     }
 
   private:
+    double codes_of(int64_t rows) const { return static_cast<double>(rows) * static_cast<double>(matrix_.columns); }
     static void check(int32_t status) {
         if (status == -2) throw std::bad_alloc();
         if (status != 0) throw std::invalid_argument("the native call was refused");

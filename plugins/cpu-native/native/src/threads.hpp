@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "float_mode.hpp"
 #include "patience.hpp"
 
 #ifdef Q4_CPU_STD_THREADS
@@ -65,17 +66,20 @@ template <class Work> void run_team(int threads, const Work& work) {
 }
 #endif
 
-// Call body(from, to, thread) over [0, count), in as many equal parts as threads. The body must not throw.
+// Call body(from, to, thread) over [0, count), in as many equal parts as threads, each in the plain floating-point mode. The
+// body must not throw.
 template <class Body> void parallel(int64_t count, int threads, const Body& body) {
     threads = team_size(count, threads);
     const bool may_share = threads > 1 && !g_is_forked.load(std::memory_order_relaxed) && !is_in_team();
     const int64_t start = may_share ? now_ns() : 0;
     if (!may_share || g_patience.is_alone(start)) {
+        const FloatMode plain;
         body(0, count, 0);
         return;
     }
     int64_t done = start;
     run_team(threads, [&](int64_t me, int64_t team) {
+        const FloatMode plain;
         body(count * me / team, count * (me + 1) / team, static_cast<int>(me));
         if (me == 0) done = now_ns();
     });
