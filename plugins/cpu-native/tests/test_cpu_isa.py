@@ -27,7 +27,7 @@ class FakeModule:
     """A native module on a machine of our making: name -> (state, whether it was run on hardware)."""
 
     sets: dict[str, tuple[int, bool]]
-    ABI_VERSION: int = 2
+    ABI_VERSION: int = 3
 
     def isa_name(self, number: int) -> str | None:
         """Return the name of a set, or None past the last."""
@@ -36,6 +36,10 @@ class FakeModule:
     def has_isa(self, number: int) -> int:
         """Return whether a set is here."""
         return list(self.sets.values())[number - 1][0]
+
+    def panel_from(self, number: int, family: int) -> int:
+        """Return from how many rows of x on there are panels: for the second family alone."""
+        return 12 * family if number else 0
 
     def best_isa(self) -> int:
         """Return the last set that is here and was run."""
@@ -47,7 +51,7 @@ class FakeModule:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what puts a machine of those sets in place of this one."""
 
-    def place(sets: dict[str, tuple[int, bool]], abi: int = 2) -> None:
+    def place(sets: dict[str, tuple[int, bool]], abi: int = 3) -> None:
         module = FakeModule(sets, abi)
         monkeypatch.setattr(q4_cpu_native.isa, "native", lambda: module)
 
@@ -67,20 +71,24 @@ def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
     assert "set Q4_CPU_ISA=neon-i8mm" in reason.message
     monkeypatch.setenv("Q4_CPU_ISA", "neon-dotprod")
     assert CpuNative().isa == "neon-dotprod"
-    assert [path.name for path in CpuNative().check(request).paths] == ["exact_neon_dotprod", "w4a8_neon_dotprod"]
+    assert {path.name: path.m for path in CpuNative().check(request).paths} == {
+        "exact_neon_dotprod": (1, None),
+        "w4a8_neon_dotprod": (1, 11),
+        "w4a8_neon_dotprod_panel": (12, None),
+    }
 
 
 def test_a_set_run_on_hardware_comes_first(machine: Callable[..., None]) -> None:
     """Beside a set that was run on hardware, a later one that was not is left alone."""
     machine({"old": (HERE, True), "new": (HERE, False)})
-    assert choose("") == Isa(1, "old")
-    assert choose("new") == Isa(2, "new")
+    assert choose("") == Isa(1, "old", panels_from=(0, 12))
+    assert choose("new") == Isa(2, "new", panels_from=(0, 12))
 
 
 def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
     """A machine may have a later set without an earlier one: asking for that one is refused, as its own lack."""
     machine({"avx2": (HERE, True), "avxvnni": (NOT_HERE, True), "avx512": (HERE, True)})
-    assert choose("") == Isa(3, "avx512")
+    assert choose("") == Isa(3, "avx512", panels_from=(0, 12))
     refused = choose("avxvnni")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.ARCH
@@ -103,7 +111,7 @@ def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> 
     refused = choose("avx2")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.NOT_BUILT
-    assert "has ABI 1, and 2 is wanted" in refused.told
+    assert "has ABI 1, and 3 is wanted" in refused.told
 
 
 def test_the_built_module_and_the_readme_name_the_same_sets() -> None:

@@ -297,7 +297,8 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
     """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and another backend serves."""
     request = q4.Request.for_weight(_weight())
     monkeypatch.setenv("Q4_CPU_ISA", "avx2")
-    assert [path.name for path in CpuNative().check(request).paths] == ["exact_avx2", "w4a8_avx2"]
+    kinds = ("exact_avx2", "exact_avx2_panel", "w4a8_avx2", "w4a8_avx2_panel")
+    assert tuple(path.name for path in CpuNative().check(request).paths) == kinds
     monkeypatch.setenv("Q4_CPU_ISA", "sse9")
     verdict = CpuNative().check(request)
     assert verdict.reasons[0].code is q4.ReasonCode.POLICY
@@ -349,3 +350,16 @@ def test_a_compiled_model_is_one_graph() -> None:
     with torch.no_grad():
         assert torch.equal(torch.compile(model, fullgraph=True, backend=backend)(x), model(x))
     assert graphs == 1
+
+
+def test_kernels_for_many_rows_are_proven_and_told_apart(backend: CpuNative) -> None:
+    """They are a path of their own, probed at rows of their own, and the record says which ran."""
+    layer = _layer(backend, _weight(), "int8")
+    record = layer.diagnostics()
+    few, many = record.segments
+    assert record.proven
+    assert many.path.name == f"{few.path.name}_panel"
+    assert few.high == many.low - 1
+    for rows, calls in ((few.high, (1, 0)), (many.low, (1, 1))):
+        layer(torch.randn(rows, 256))
+        assert layer.diagnostics().calls == calls

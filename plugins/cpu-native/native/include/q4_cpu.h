@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 2
+#define Q4_CPU_ABI_VERSION 3
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -97,6 +97,9 @@ int32_t q4_cpu_has_isa(int32_t isa);
 int32_t q4_cpu_isa_was_run(int32_t isa);
 /* The best instruction set for who does not ask: compiled in, run on hardware before, and had by this machine. */
 int32_t q4_cpu_best_isa(void);
+/* From how many rows of x on a family decodes weights into panels first, which other kernels then read: what is proven for
+ * fewer rows is not proven for more. 0 where it never does, or where there is no such instruction set or family. */
+int64_t q4_cpu_panel_from(int32_t isa, int32_t family);
 int64_t q4_cpu_prepared_bytes(const q4_matrix *matrix);
 /* Each of the following returns 0; -1 for arguments that make no sense, before anything is written: a null pointer where
  * something is read or written, a size below 1 (a count below 0), a number that stands for no type, order, family or

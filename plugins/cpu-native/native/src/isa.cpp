@@ -71,6 +71,12 @@ extern "C" int32_t q4_cpu_has_isa(int32_t isa) {
 
 extern "C" int32_t q4_cpu_isa_was_run(int32_t isa) { return q4::is_one(isa) && q4::kIsas[isa].was_run ? 1 : 0; }
 
+extern "C" int64_t q4_cpu_panel_from(int32_t isa, int32_t family) {
+    const q4::Kernels* kernels = q4::kernels_of(isa);
+    if (!kernels || (family != Q4_EXACT && family != Q4_A8) || kernels->panel_from[family] == INT64_MAX) return 0;
+    return kernels->panel_from[family];
+}
+
 extern "C" int32_t q4_cpu_best_isa(void) {
     for (int32_t isa = q4::kCount - 1; isa > Q4_ISA_NONE; --isa)
         if (q4::kIsas[isa].was_run && q4_cpu_has_isa(isa) == 1) return isa;

@@ -101,6 +101,7 @@ NB_MODULE(_native, module) {
     module.def("best_isa", &q4_cpu_best_isa, "The best instruction set for who does not ask for one.");
     module.def("has_isa", &q4_cpu_has_isa, "1 where this machine has it, 0 where not, -1 where it was not compiled in.");
     module.def("isa_was_run", [](int isa) { return q4_cpu_isa_was_run(isa) == 1; }, "Whether it was run on hardware.");
+    module.def("panel_from", &q4_cpu_panel_from, "The rows of x from which a family has panels; 0 where it has none.");
     module.def("isa_name", &q4_cpu_isa_name, "Its name, or None where there is no such number.");
     nb::class_<Matrix>(module, "Matrix")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int, const std::vector<float>&, const std::vector<int>&,

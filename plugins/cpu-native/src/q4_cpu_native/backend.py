@@ -40,6 +40,7 @@ __all__ = ["CpuNative"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8 = 0, 1
+_NAMES = {_EXACT: "exact", _A8: "w4a8"}
 _SMALL_BLOCK, _CHUNK = 16, 32
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
@@ -74,16 +75,20 @@ class CpuNative:
         wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
         self._chosen = choose(wish.strip().lower())
         self._isa = self._chosen.number
-        self._a8_path = f"w4a8_{self._path_suffix}"
+        self._families = {name: family for family in (_EXACT, _A8) for name in self._ranges(family)}
 
     @property
     def isa(self) -> str | None:
         """Name of the instruction set that runs, or None."""
         return self._chosen.told if self._isa else None
 
-    @property
-    def _path_suffix(self) -> str:
-        return self._chosen.told.replace("-", "_")
+    def _ranges(self, family: int) -> dict[str, tuple[int, int | None]]:
+        """Return the rows of x that each path of a family serves: many rows have kernels of their own."""
+        if not self._isa:
+            return {}
+        name = f"{_NAMES[family]}_{self._chosen.told.replace('-', '_')}"
+        many = self._chosen.panels_from[family]
+        return {name: (1, many - 1), f"{name}_panel": (many, None)} if many else {name: (1, None)}
 
     def check(self, request: Request) -> Verdict:
         """Offer the exact path and the w4a8 one, or say what is missing."""
@@ -99,11 +104,16 @@ class CpuNative:
         if reasons:
             return Verdict.refuse(reasons, native_state=f"loaded ({told})")
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
-        paths = [KernelPath(f"exact_{self._path_suffix}", (1, None), PathKind.KERNEL, wide, Tier.GENERIC)]
+        paths = [
+            KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC) for name, rows in self._ranges(_EXACT).items()
+        ]
         values = None
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             values = table_of(request.format.codebook).values
-        paths.append(KernelPath(self._a8_path, (1, None), PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values))
+        paths += [
+            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values)
+            for name, rows in self._ranges(_A8).items()
+        ]
         return Verdict.offer(paths, native_state=f"loaded ({told})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
@@ -194,7 +204,7 @@ class CpuNative:
             call.out_features,
             0 if bias is None else bias.data_ptr(),
             _TYPES[x.dtype],
-            _A8 if path == self._a8_path else _EXACT,
+            self._families[path],
             torch.get_num_threads(),
             self._isa,
         )

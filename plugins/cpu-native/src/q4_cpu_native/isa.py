@@ -11,7 +11,8 @@ from q4core import ReasonCode
 
 __all__ = ["Isa", "choose", "native"]
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
+_FAMILIES = 2  # exact, w4a8
 _HERE, _NOT_BUILT = 1, -1
 
 
@@ -23,11 +24,13 @@ class Isa:
         number: What the native calls know it by; 0 where there is none.
         told: Its name; where there is none, what is missing and what to do.
         code: The kind of refusal where there is none.
+        panels_from: For each family of kernels, the rows of x from which others serve than for fewer; 0 where none do.
     """
 
     number: int
     told: str
     code: ReasonCode = ReasonCode.ARCH
+    panels_from: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -54,7 +57,12 @@ def choose(wish: str) -> Isa:
     if wish:
         return _wished(module, numbers, wish)
     best = module.best_isa()
-    return Isa(best, module.isa_name(best)) if best else _none(module, numbers)
+    return _isa(module, best) if best else _none(module, numbers)
+
+
+def _isa(module: Any, number: int) -> Isa:
+    panels_from = tuple(module.panel_from(number, family) for family in range(_FAMILIES))
+    return Isa(number, module.isa_name(number), panels_from=panels_from)
 
 
 def _numbers(module: Any) -> dict[str, int]:
@@ -74,7 +82,7 @@ def _wished(module: Any, numbers: dict[str, int], wish: str) -> Isa:
         return Isa(0, told, ReasonCode.NOT_BUILT)
     if state != _HERE:
         return Isa(0, f"Q4_CPU_ISA asks for {wish}, which this machine has not")
-    return Isa(numbers[wish], wish)
+    return _isa(module, numbers[wish])
 
 
 def _none(module: Any, numbers: dict[str, int]) -> Isa:
