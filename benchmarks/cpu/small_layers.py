@@ -30,10 +30,8 @@ def measure(*, is_quick: bool = False) -> list[dict[str, Any]]:
 
 def _kernel(backend: Callable[[], None], meta: Any) -> Callable[[], None]:
     """Return the native call, as the backend's own call makes it, with its arguments fixed."""
-    from q4_cpu_native import backend as module  # noqa: PLC0415  # missing where it was not built
-
-    call, stub = module._call_of(meta), mock.Mock()  # noqa: SLF001  # as above
-    with mock.patch.object(module, "_call_of", return_value=attrs.evolve(call, linear=stub)):
+    call, stub = meta.call, mock.Mock()
+    with mock.patch.object(type(meta), "call", attrs.evolve(call, linear=stub)):
         backend()
     return functools.partial(call.linear, *stub.call_args.args)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import attrs
 import torch
 
 from q4_cpu_native.isa import choose
@@ -32,9 +30,6 @@ from q4core import (
     Verdict,
     pack_codes,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["CpuNative"]
 
@@ -183,7 +178,7 @@ class CpuNative:
         path: str,
     ) -> None:
         """Run one native call."""
-        call = _call_of(prepared.meta)
+        call = prepared.meta.call
         tensors = prepared.tensors
         address = count = 0
         if call.place is not None:
@@ -208,27 +203,6 @@ class CpuNative:
             torch.get_num_threads(),
             self._isa,
         )
-
-
-@attrs.frozen
-class _Call:
-    """What a layout settles of every call: the native function, and where the global scale is."""
-
-    linear: Callable[..., None]
-    out_features: int
-    in_features: int
-    place: int | None
-    """Of the global scale among the prepared tensors."""
-    divides: bool
-
-
-@functools.lru_cache(maxsize=1024)
-def _call_of(meta: TileMeta) -> _Call:
-    spec = meta.spec
-    names = [name for name in spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
-    place = 1 + names.index("global_scale") if "global_scale" in names else None
-    divides = spec.scale_kind is ScaleKind.E4M3_DIV
-    return _Call(matrix_of(meta).linear, spec.out_features, spec.in_features, place, divides)
 
 
 def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:

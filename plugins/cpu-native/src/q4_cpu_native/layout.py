@@ -12,9 +12,11 @@ from q4_cpu_native.tables import table_of
 from q4core import Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_cpu_native._native import Matrix
 
-__all__ = ["TileMeta", "matrix_of", "source_arguments"]
+__all__ = ["Call", "TileMeta", "matrix_of", "source_arguments"]
 
 _TYPES = {
     torch.float32: 0,
@@ -29,6 +31,19 @@ _TYPES = {
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _SYMMETRIC_ZERO = 8.0
+
+
+@attrs.frozen
+class Call:
+    """What a layout settles of every product."""
+
+    linear: Callable[..., None]
+    """The native function."""
+    out_features: int
+    in_features: int
+    place: int | None
+    """Of the global scale among the prepared tensors."""
+    divides: bool
 
 
 @attrs.frozen(cache_hash=True)
@@ -49,6 +64,15 @@ class TileMeta:
     def second_field(self) -> str | None:
         """``offset``, ``zero`` or None: the second number of a block."""
         return next((field for field in ("offset", "zero") if field in self.spec.fields), None)
+
+    @functools.cached_property  # no part of what is compared, hashed or pickled
+    def call(self) -> Call:
+        """What is the same in every product; asking for it must cost nothing."""
+        spec = self.spec
+        names = [name for name in spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
+        place = 1 + names.index("global_scale") if "global_scale" in names else None
+        divides = spec.scale_kind is ScaleKind.E4M3_DIV
+        return Call(matrix_of(self).linear, spec.out_features, spec.in_features, place, divides)
 
     @property
     def values(self) -> tuple[float, ...]:
