@@ -6,9 +6,10 @@
 namespace q4 {
 
 // Whether few rows take whole numbers times V::kRaise, which spares an operation a weight; sums of a half chunk are brought
-// down again. A power of two changes no bit, but for a scale next to an offset, which has no room below it.
+// down again. That changes no bit of a whole number's products, subnormal ones included, and leaves them room: 2^7 times 2^90 (the
+// largest x) times 2^24, 16 times. A second number need not be whole, nor small.
 template <class V, int Second, bool Bytes, class Book> constexpr bool is_raised() {
-    if constexpr (V::kRaise == 1.0f || Second == Q4_OFFSET) return false;
+    if constexpr (V::kRaise == 1.0f || Second != Q4_NONE) return false;
     else return Bytes || Book::kRaises;
 }
 
@@ -93,7 +94,6 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                     for (int p = 0; p < kTogether; ++p) {
                         s[h][p] = of.scale(halves ? first_half + h : 0, first_part + p);
                         z[h][p] = of.second(halves ? first_half + h : 0, first_part + p);
-                        if constexpr (kIsRaised && Second == Q4_ZERO) z[h][p] = V::mul(z[h][p], V::splat(V::kRaise));
                         for (int r = 0; r < Rows; ++r) partial[h][p][r] = V::zero();
                     }
 #pragma GCC unroll 4

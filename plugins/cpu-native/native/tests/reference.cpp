@@ -6,7 +6,8 @@
 //   a8     n = 4 chunks + 16: whatever is below a chunk of 32 is whole numbers, which are not rounded. Here scale * value
 //          and offset are summed apart, so |w| is the sum of their sizes.
 //
-// Each operation may also underflow by 2^-149, which later factors enlarge. The global scale, the bias and y's type round
+// Each operation may also underflow by 2^-149, which later factors enlarge, the 2^64 of a shrunk row among them. The global
+// scale, the bias and y's type round
 // once each; y's rounding is monotone, so the ends of the interval are rounded as y is.
 //
 // Where all terms are multiples of one unit and their sizes add up to less than 2^24 of it, no order of summation rounds
@@ -131,7 +132,8 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
     if (std::isnan(sum)) return {Interval::NOT_A_NUMBER, 0.0, 0.0};
     // Sums of levels before their scale, and of scaled ones before step and global scale, may pass float32's end: a level
     // and what it is taken from are below 512, and int8 sums are scaled chunk by chunk, by x's scale or the weight's first.
-    const double held = peak > kHuge ? peak * 0x1p-64 : peak;  // such rows are shrunk before they are multiplied
+    const double growth = peak > kHuge ? 0x1p64 : 1.0;  // such rows are shrunk before they are multiplied
+    const double held = peak / growth;
     const double unscaled = held * 512.0 * (row.is_a8 ? 32.0 : static_cast<double>(filled));
     const double levels = row.is_a8 ? largest_scale * 512.0 * 127.0 * 32.0 : 0.0;
     if (std::max({sizes, sizes * w.step, unscaled, levels}) > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
@@ -147,7 +149,7 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
     double y = sum * w.step;
     double error = 0.0;
     if (!is_exact && std::isfinite(sum))
-        error = (gamma(terms) * (sizes + slack) + slack + terms * kTiny * std::max(1.0, largest_scale)) * std::fabs(w.step);
+        error = (gamma(terms) * (sizes + slack) + slack + terms * kTiny * growth * std::max(1.0, largest_scale)) * std::fabs(w.step);
     const auto rounded = [&](double factor) { error = error * factor + kUnit * (std::fabs(y) + error) + kTiny; };
     if (!is_power_of_two(w.step)) rounded(1.0);
     if (c.call.global_scale) {
