@@ -7,8 +7,7 @@
 //          and offset are summed apart, so |w| is the sum of their sizes.
 //
 // Each operation may also underflow by 2^-149, which later factors enlarge, the 2^64 of a shrunk row among them. The global
-// scale, the bias and y's type round
-// once each; y's rounding is monotone, so the ends of the interval are rounded as y is.
+// scale, the bias and y's type round once each; y's rounding is monotone, so the ends of the interval are rounded as y is.
 //
 // Where all terms are multiples of one unit and their sizes add up to less than 2^24 of it, no order of summation rounds
 // anything: then the bound is zero, and one wrong bit shows.
