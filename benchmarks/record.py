@@ -28,6 +28,10 @@ BUILD = Path(__file__).parents[1] / "build" / "benchmarks"
 
 
 def _commit() -> str:
+    """Return which commit this is; ``Q4_BENCH_COMMIT`` tells it where there is no repository."""
+    told = os.environ.get("Q4_BENCH_COMMIT")
+    if told:
+        return told
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty"],  # noqa: S607  # git is found on the path, as everywhere
         capture_output=True,
@@ -36,6 +40,13 @@ def _commit() -> str:
         cwd=Path(__file__).parent,
     )
     return done.stdout.strip() or "unknown"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("q4core")
+    except importlib.metadata.PackageNotFoundError:
+        return "a source tree"
 
 
 def environment() -> dict[str, Any]:
@@ -48,7 +59,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "q4core": importlib.metadata.version("q4core"),
+        "q4core": _version(),
         "load_average": os.getloadavg()[0],
         "machine": facts,
     }

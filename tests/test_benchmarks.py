@@ -12,10 +12,10 @@ from benchmark_results import SHAPE, decode_stage, prefill_stage
 import q4core as q4
 from benchmarks import __main__ as command
 from benchmarks import record
+from benchmarks.candidate import OURS, PEER, Calls, Candidate, WrongAnswerError
 from benchmarks.cpu import decode_picture, ours, peers, plan, prefill_picture, roofline_picture, small_layers
-from benchmarks.cpu.candidate import OURS, PEER, Calls, Candidate, WrongAnswerError
-from benchmarks.cpu.problem import Problem, last_level_cache_bytes, rotation_bytes
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
+from benchmarks.problem import Problem, last_level_cache_bytes, rotation_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

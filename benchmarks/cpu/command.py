@@ -21,7 +21,7 @@ from benchmarks.cpu import (
     small_layers,
     verdicts,
 )
-from benchmarks.cpu.problem import last_level_cache_bytes, rotation_bytes
+from benchmarks.problem import last_level_cache_bytes, rotation_bytes
 from q4_nn.statistics import peak_resident_bytes
 
 if TYPE_CHECKING:

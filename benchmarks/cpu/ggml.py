@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.cpu.candidate import PEER, Calls, Candidate
+from benchmarks.candidate import PEER, Calls, Candidate
 from benchmarks.cpu.ggml_library import GgmlLibrary
 
 if TYPE_CHECKING:
-    from benchmarks.cpu.problem import Problem
+    from benchmarks.problem import Problem
 
 __all__ = ["LIBRARY", "candidates", "library"]
 

@@ -10,12 +10,12 @@ import attrs
 import numpy as np
 import torch
 
-from benchmarks.cpu.candidate import PEER, Calls, Candidate
+from benchmarks.candidate import PEER, Calls, Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.cpu.problem import Problem
+    from benchmarks.problem import Problem
 
 __all__ = ["LIBRARY", "candidates"]
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import q4core as q4
-from benchmarks.cpu.candidate import OURS, Calls, Candidate
+from benchmarks.candidate import OURS, Calls, Candidate
+from benchmarks.weights import FORMATS, exact_value, weight_of
 
 if TYPE_CHECKING:
-    from benchmarks.cpu.problem import Problem
+    from benchmarks.problem import Problem
 
-__all__ = ["FORMATS", "LIBRARY", "candidates", "isa", "session"]
+__all__ = ["LIBRARY", "candidates", "isa", "session"]
 
 LIBRARY = "q4core"
-FORMATS: dict[str, dict[str, Any]] = {
-    "nf4": {},
-    "fp4": {},
-    "nvfp4": {},
-    "mxfp4": {},
-    "q4_0": {},
-    "q4_1": {},
-    "int4 g32": {"block_size": 32},
-    "int4 g128": {"block_size": 128},
-    "q8_0": {},
-}
-"""What is measured, with the choices that the format leaves open."""
 _LIMITS = {"exact": 1e-11, "int8": 1e-4}
 
 
@@ -51,19 +40,13 @@ def isa() -> str:
     return layer.diagnostics().path_name.split("_", 1)[1]
 
 
-def weight_of(name: str, dense: torch.Tensor) -> q4.PackedWeight:
-    """Return a dense weight in one of ``FORMATS``; INT4 with half-precision scales, as its checkpoints have."""
-    format_ = name.split(maxsplit=1)[0]
-    return q4.quantize(dense.half() if format_ == "int4" else dense, format_, **FORMATS[name])
-
-
 def candidates(problem: Problem) -> list[Candidate]:
     """Return one candidate for each format and precision."""
     found = []
     for name in FORMATS:
         pattern = weight_of(name, problem.pattern)
         weight = q4.cat([pattern] * problem.repeats)
-        reference = _exact(pattern)
+        reference = exact_value(pattern)
         found += [_candidate(name, precision, weight, reference, problem) for precision in _LIMITS]
     return found
 
@@ -93,8 +76,3 @@ def _candidate(
         reference=reference,
         limit=_LIMITS[precision],
     )
-
-
-def _exact(weight: q4.PackedWeight) -> torch.Tensor:
-    """Return scale × code in float64, without the rounding of any library's own dtype."""
-    return q4.dequantize(weight, torch.float64)

@@ -12,8 +12,8 @@ from benchmarks.cpu import dense, ggml, onnx_runtime, quantized_torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.cpu.candidate import Candidate
-    from benchmarks.cpu.problem import Problem
+    from benchmarks.candidate import Candidate
+    from benchmarks.problem import Problem
 
 __all__ = ["PEERS", "facts", "load"]
 

@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from benchmarks import record
+from benchmarks.candidate import OURS, PEER, YARDSTICK, Candidate
 from benchmarks.cpu import ours, peers, yardsticks
-from benchmarks.cpu.candidate import OURS, PEER, YARDSTICK, Candidate
-from benchmarks.cpu.problem import Problem
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
+from benchmarks.problem import Problem
 
 __all__ = ["FULL", "QUICK", "Plan", "Stage", "is_wanted", "measure"]
 

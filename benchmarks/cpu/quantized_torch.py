@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.cpu.candidate import PEER, Calls, Candidate
+from benchmarks.candidate import PEER, Calls, Candidate
 
 if TYPE_CHECKING:
-    from benchmarks.cpu.problem import Problem
+    from benchmarks.problem import Problem
 
 __all__ = ["bitsandbytes_candidates", "torchao_candidates"]
 

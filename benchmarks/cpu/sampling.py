@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from benchmarks.cpu.candidate import Calls, Candidate
+    from benchmarks.candidate import Calls, Candidate
 
 __all__ = ["Budget", "Timed", "sample_us"]
 

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.cpu import ours
+from benchmarks.weights import weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ def _kernel(backend: Callable[[], None], meta: Any) -> Callable[[], None]:
 
 
 def _measure(shape: tuple[int, int], name: str, rounds: int, repeats: int) -> dict[str, Any]:
-    layer = ours.session("int8").linear(ours.weight_of(name, torch.randn(shape)))
+    layer = ours.session("int8").linear(weight_of(name, torch.randn(shape)))
     ready = layer._require_ready()  # noqa: SLF001  # the bare kernel is the yardstick
     x, out = torch.randn(1, shape[1]), torch.empty(1, shape[0])
     path = ready.plan.segments[0].path.name

@@ -1,20 +1,10 @@
-"""How the pictures look: one colour for each library, and what a result file calls things."""
+"""How the pictures of this benchmark look: one colour for each library, and what a result file calls things."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from benchmarks.style import plt, save, tidy
 
 __all__ = ["COLORS", "bandwidth", "caption", "color", "find", "is_wide", "plt", "save", "tidy"]
 
@@ -29,7 +19,6 @@ COLORS = {
     "read": "#222222",
 }
 _WIDE = {"q8_0", "Q8_0", "int8 g32"}
-plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "figure.titlesize": 12})
 
 
 def color(call: dict[str, Any]) -> str:
@@ -57,16 +46,3 @@ def caption(result: dict[str, Any]) -> str:
     facts = result["environment"]
     machine = facts["machine"]["processor"] or facts["machine"]["machine"]
     return f"{machine}, {facts['machine']['cpu_count']} cores, {result['isa']}, {facts['date'][:10]}, {facts['commit']}"
-
-
-def tidy(axes: Axes) -> None:
-    """Leave the lines that carry something."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and let the figure go."""
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path

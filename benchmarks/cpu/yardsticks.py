@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.cpu.candidate import YARDSTICK, Calls, Candidate
-from benchmarks.cpu.problem import rotation_bytes
+from benchmarks.candidate import YARDSTICK, Calls, Candidate
+from benchmarks.problem import rotation_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

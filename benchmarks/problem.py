@@ -56,6 +56,6 @@ class Problem:
         return torch.randn(rows, self.in_features, generator=torch.Generator().manual_seed(rows))
 
     @staticmethod
-    def copies(weight_bytes: int) -> int:
-        """Return how many copies of a weight exceed the cache."""
-        return max(1, -(-rotation_bytes() // weight_bytes))
+    def copies(weight_bytes: int, rotation: int | None = None) -> int:
+        """Return how many copies of a weight take at least ``rotation`` bytes: more than the cache of this CPU."""
+        return max(1, -(-(rotation_bytes() if rotation is None else rotation) // weight_bytes))

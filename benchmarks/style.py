@@ -1,0 +1,34 @@
+"""How every picture looks, whatever it shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plt", "save", "tidy"]
+
+plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "figure.titlesize": 12})
+
+
+def tidy(axes: Axes) -> None:
+    """Leave the lines that carry something."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture, and let the figure go."""
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
