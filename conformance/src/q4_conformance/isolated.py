@@ -6,13 +6,16 @@ nothing for too long, the case that it was at ends as CRASH or TIMEOUT, and anot
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.cases import backend_cases, linear_cases, select_cases
@@ -21,7 +24,7 @@ from q4_conformance.runner import run_case
 from q4_conformance.subject import BackendSubject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from q4_conformance.table import Case
 
@@ -32,13 +35,14 @@ _MARK = "\x1eq4-conformance "
 _START_SECONDS = 120.0
 
 
-def run_isolated(
+def run_isolated(  # noqa: PLR0913  # the facts of one run
     backend: str,
     formats: Iterable[str],
     *,
     device: str = "cpu",
     only: Iterable[str] = (),
     limit_seconds: float = 60.0,
+    budget_seconds: float = math.inf,
 ) -> Report:
     """Judge a backend in processes of its own.
 
@@ -48,15 +52,21 @@ def run_isolated(
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
         limit_seconds: How long one case may take.
+        budget_seconds: After which no case is begun; the report then says that results are missing.
     """
     chosen = tuple(formats)
     cases = {case.id: case for case in select_cases((*linear_cases(chosen), *backend_cases(chosen)), only)}
     results: dict[str, CaseResult] = {}
-    while len(results) < len(cases):
+    end = time.monotonic() + budget_seconds
+    while len(results) < len(cases) and time.monotonic() < end:
         left = [name for name in cases if name not in results]
         before = len(results)
-        for result in _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds):
-            results[result.case] = result
+        child = _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds)
+        with contextlib.closing(child):  # which ends the process, wherever it is
+            for result in child:
+                results[result.case] = result
+                if time.monotonic() >= end:
+                    break
         if len(results) == before:
             break  # the child ends before its first case: the report says that results are missing
     return Report(subject=backend, expected=tuple(cases), results=tuple(results.values()))
@@ -64,7 +74,7 @@ def run_isolated(
 
 def _one_child(
     backend: str, formats: tuple[str, ...], device: str, cases: list[Case], limit_seconds: float
-) -> Iterator[CaseResult]:
+) -> Generator[CaseResult]:
     """Run cases in one child until all are done, or it ends."""
     request = {"backend": backend, "formats": formats, "device": device, "ids": [case.id for case in cases]}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
