@@ -39,3 +39,15 @@ def test_right_subjects_pass(target: str) -> None:
     report = run_isolated(target, ["nf4"], only=["TC-09/bias"])
     assert report.passed, report
     assert report.passed_by_fallback == (3 if target == "dequant-fallback" else 0)
+
+
+@pytest.mark.slow
+def test_a_spent_budget_leaves_cases_missing() -> None:
+    """Where no time is left, no case is begun, and the report says which are missing instead of passing."""
+    report = run_isolated("dequant-fallback", ["nf4"], only=["TC-09/bias"], budget_seconds=0.0)
+    assert report.results == ()
+    assert report.missing == tuple(sorted(report.expected))
+    assert not report.passed
+    some = run_isolated("q4_conformance.zoo:hanging", ["nf4"], only=ONLY, limit_seconds=2.0, budget_seconds=1.0)
+    assert 0 < len(some.results) < len(some.expected)
+    assert some.missing

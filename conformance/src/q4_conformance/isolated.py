@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.cases import backend_cases, linear_cases, select_cases
+from q4_conformance.cases import cases_of, select_cases
 from q4_conformance.outcome import CaseResult, Outcome, Report
 from q4_conformance.runner import run_case
 from q4_conformance.subject import BackendSubject
@@ -55,7 +55,7 @@ def run_isolated(  # noqa: PLR0913  # the facts of one run
         budget_seconds: After which no case is begun; the report then says that results are missing.
     """
     chosen = tuple(formats)
-    cases = {case.id: case for case in select_cases((*linear_cases(chosen), *backend_cases(chosen)), only)}
+    cases = {case.id: case for case in select_cases(cases_of(chosen, device), only)}
     results: dict[str, CaseResult] = {}
     end = time.monotonic() + budget_seconds
     while len(results) < len(cases) and time.monotonic() < end:
@@ -140,8 +140,7 @@ def _serve() -> None:
     module, separator, function = request["backend"].partition(":")
     backend = getattr(importlib.import_module(module), function)() if separator else request["backend"]
     subject = BackendSubject(backend, device=request["device"])
-    formats = request["formats"]
-    cases = {case.id: case for case in (*linear_cases(formats), *backend_cases(formats))}
+    cases = {case.id: case for case in cases_of(request["formats"], request["device"])}
     for name in request["ids"]:
         _tell({"start": name})
         _tell({"result": run_case(cases[name], subject).to_dict()})
