@@ -65,8 +65,8 @@ class Native:
         # Whether Triton can build kernels is no matter of hardware: only one of the engines asks for it.
         self._facts = attrs.evolve(facts, triton="1000.0", is_interpreted=False, has_compiler=True)
         self._tools = tools
-        self._kernels: dict[tuple[torch.device, str], dict[str, Kernel]] = {}
-        self._faults: dict[tuple[torch.device, str], Reason] = {}
+        self._kernels: dict[tuple[int, str], dict[str, Kernel]] = {}
+        self._faults: dict[tuple[int, str], Reason] = {}
         self._search: Search | None = None
         self._lock = threading.Lock()
 
@@ -97,13 +97,10 @@ class Native:
         return Verdict.refuse([*reasons, *more], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
 
     def _arch(self, device: torch.device) -> int | tuple[Reason, ...]:
-        target = self._facts.target(device)
+        target = self._facts.target(torch.device("cuda", _index(device)))
         if isinstance(target, tuple):
-            if any(reason.code is not ReasonCode.ARCH for reason in target):
-                return target
-            major, minor = self._facts.capability(device.index or 0)
-            return 10 * major + minor
-        return -1 if target.arch is None else target.arch
+            return target
+        return 0 if target.arch is None else target.arch
 
     def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Reason], list[str]]:
         """Return the paths, why some engines offer none, and what is loaded."""
@@ -117,7 +114,7 @@ class Native:
                 states.append(self.search.state)
             reasons += [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
         problem = self._tools.nvrtc_problem(arch)
-        fault = self._faults.get((request.device, name))
+        fault = self._faults.get((_index(request.device), name))
         if problem is not None:
             reasons.append(Reason(ReasonCode.TOOLCHAIN, problem))
         elif fault is not None:
@@ -141,7 +138,7 @@ class Native:
         Raises:
             BackendError: That failed; the same request is refused with this reason from now on.
         """
-        key = (request.device, request.format.name)
+        key = (_index(request.device), request.format.name)
         arch = self._arch(request.device)
         if not isinstance(arch, int) or key in self._kernels or self._tools.nvrtc_problem(arch) is not None:
             return
@@ -213,7 +210,7 @@ class Native:
             library.quantize(quantize, stream)
             library.multiply(gemm, stream)
             return
-        kernels = self._kernels[x.device, meta.spec.format.name]
+        kernels = self._kernels[x.device.index or 0, meta.spec.format.name]
         kernels["quantize"].launch(rows, stream, quantize)
         if path == DOT:
             parts = room[:code_bytes], room[code_bytes : code_bytes + scale_bytes], room[code_bytes + scale_bytes :]
@@ -221,6 +218,12 @@ class Native:
             return
         tile = path.removeprefix(f"{NATIVE}-")
         kernels[tile].launch(configurations()[tile].blocks(rows, meta.spec.out_features), stream, gemm)
+
+
+def _index(device: torch.device) -> int:
+    if device.index is None and device.type == "cuda":
+        return torch.cuda.current_device()
+    return device.index or 0
 
 
 def _path(name: str, rows: tuple[int, int | None]) -> KernelPath:
