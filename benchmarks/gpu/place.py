@@ -13,7 +13,8 @@ import torch
 __all__ = ["NoPlaceError", "Place", "find_place", "versions"]
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "numpy")
-_INTERPRETED_CACHE_BYTES = 1 << 16
+_INTERPRETED_CACHE_BYTES = 1
+"""One copy of a weight is enough where no number counts."""
 
 
 class NoPlaceError(RuntimeError):

@@ -60,8 +60,8 @@ GEMM = (
     Table((4096, 4096), (16, 64, 256, 512, 1024, 2048, 4096), _SOME, has_paths=True),
     Table((14336, 4096), (512, 2048, 8192), _FEW),
 )
-TINY_GEMV = (Table((128, 256), (1, 2), frozenset({"nf4", "nvfp4", "int4 g128"})),)
-TINY_GEMM = (Table((128, 256), (17,), frozenset({"nf4", "nvfp4"}), has_paths=True),)
+TINY_GEMV = (Table((64, 128), (1, 2), frozenset({"nf4", "nvfp4", "int4 g128"})),)
+TINY_GEMM = (Table((64, 128), (17,), frozenset({"nf4", "nvfp4"}), has_paths=True),)
 
 
 def measure(tables: tuple[Table, ...], place: Place, budget: Budget, deadline: Deadline) -> dict[str, Any]:

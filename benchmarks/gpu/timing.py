@@ -135,9 +135,11 @@ class Timed:
 
     def calibrate(self, budget: Budget) -> None:
         """Find how many replays make a sample."""
+        if not self.place.is_cuda:
+            return
         elapsed_us(self.recorded.run, 1, self.place)
         took = min(elapsed_us(self.recorded.run, 1, self.place) for _ in range(2))
-        self._repeats = max(1, math.ceil(budget.sample_us / max(took, 1e-3))) if self.place.is_cuda else 1
+        self._repeats = max(1, math.ceil(budget.sample_us / max(took, 1e-3)))
 
     def sample(self) -> None:
         """Take one sample, after a replay that is not counted."""
