@@ -173,7 +173,7 @@ def native_states(place: Place) -> dict[str, dict[str, Any]]:
             faults = [f"{record.name}: {'; '.join(record.errors)}" for record in registry().records() if record.errors]
             found[name] = {"here": False, "faults": faults}
             continue
-        told = {}
+        told: dict[str, Any] = {}
         for format_ in formats_of(backend):
             sample = weight_of(format_, torch.zeros(16, 256))
             request = q4.Request.for_weight(sample, device=place.device, dtype=DTYPE)
