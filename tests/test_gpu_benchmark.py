@@ -14,6 +14,7 @@ import pytest
 import torch
 from gpu_results import LARGE, gpu_result
 
+import q4core as q4
 from benchmarks import record
 from benchmarks.candidate import PEER, Calls, Candidate
 from benchmarks.gpu import command, dense, merged, ours, page, pictures, place, products, report, stages, verdicts
@@ -187,9 +188,15 @@ def test_what_there_is_no_time_for_is_told() -> None:
 
 
 @pytest.mark.usefixtures("reference_measured")
-def test_a_path_beyond_its_rows_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that does not run for some M is told, and the others are measured."""
-    monkeypatch.setattr(ours.Made, "paths", lambda _: ["dequant_matmul", "another"])
+def test_single_paths_are_measured_where_they_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is measured in its rows alone, a dense path in all; one that does not run is told beside the others."""
+    kinds = {"dequant_matmul": (1, q4.PathKind.KERNEL), "another": (99, q4.PathKind.DEQUANT)}
+    kinds["narrow"] = (99, q4.PathKind.KERNEL)
+    offered = [
+        q4.KernelPath(name, (low, None), kind, q4.Precision.W4A16, q4.Tier.GENERIC)
+        for name, (low, kind) in kinds.items()
+    ]
+    monkeypatch.setattr(ours.Made, "paths", lambda _: offered)
     linear = DequantFallback.linear
 
     def picky(self: DequantFallback, *args: Any, path: str, **named: Any) -> None:

@@ -104,9 +104,10 @@ class Made:
         """What results call it."""
         return f"{self.format} {self.precision}"
 
-    def paths(self) -> list[str]:
-        """Return the names of the paths that serve some M."""
-        return list(dict.fromkeys(part.path.name for part in self.layers[0].diagnostics().segments))
+    def paths(self) -> list[q4.KernelPath]:
+        """Return every path that the backend offers and has prepared, also those that a better one covers."""
+        ready = self.layers[0]._require_ready()  # noqa: SLF001  # one path against another is the point
+        return [*ready.plan.backend.check(ready.selection.backend_request).paths]
 
 
 def make(backend: str, name: str, problem: Problem, place: Place, precision: str = EXACT) -> Made:
@@ -134,7 +135,7 @@ def candidate(made: Made) -> Candidate:
 
 
 def path_candidate(made: Made, path: str) -> Candidate:
-    """Return one path of the backend, called directly, also beyond the rows that it is chosen for."""
+    """Return one path of the backend, called directly, whether it is the one that is chosen for some M or not."""
 
     def calls(layer: q4.Q4Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
         ready = layer._require_ready()  # noqa: SLF001  # one path against another is the point

@@ -13,6 +13,7 @@ import torch
 __all__ = ["NoPlaceError", "Place", "find_place", "versions"]
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "numpy")
+_USUAL_CACHE_BYTES = 64 << 20
 _INTERPRETED_CACHE_BYTES = 1
 """One copy of a weight is enough where no number counts."""
 
@@ -95,7 +96,7 @@ def find_place(index: int = 0) -> Place:
         name=facts.name,
         architecture=f"sm_{facts.major}{facts.minor}",
         memory_bytes=facts.total_memory,
-        cache_bytes=facts.L2_cache_size,
+        cache_bytes=getattr(facts, "L2_cache_size", _USUAL_CACHE_BYTES),
         processors=facts.multi_processor_count,
         driver=driver(),
     )

@@ -15,14 +15,18 @@ from benchmarks.gpu.timing import Budget, Timed, sample_us
 from benchmarks.problem import Problem
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from benchmarks.candidate import Candidate
     from benchmarks.gpu.deadline import Deadline
     from benchmarks.gpu.place import Place
 
+    _Choice: TypeAlias = "tuple[Candidate, q4.KernelPath | None]"
+
 __all__ = ["GEMM", "GEMV", "TINY_GEMM", "TINY_GEMV", "Table", "measure"]
 
 _FAULTS = (RuntimeError, ValueError, TypeError, q4.Q4Error)
-"""What a path may raise when it is called beyond the rows that it is meant for."""
+"""What a path that is called alone may raise: told beside the others."""
 
 
 @attrs.frozen
@@ -82,18 +86,28 @@ def measure(tables: tuple[Table, ...], place: Place, budget: Budget, deadline: D
             continue
         started = time.perf_counter()
         problem = Problem(*table.shape)
-        candidates = [dense.candidate(problem, place), *_ours(table, problem, place, found["refused"], deadline)]
+        candidates: list[_Choice] = [(dense.candidate(problem, place), None)]
+        candidates += _ours(table, problem, place, found["refused"], deadline)
         for rows in table.rows:
             if deadline.is_over():
                 found["left_out"].append(f"{label}, M={rows}")
                 continue
-            found["tables"].append(_measure(problem, rows, candidates, place, budget))
+            chosen = [(one, path) for one, path in candidates if path is None or _may_run(path, rows)]
+            found["tables"].append(_measure(problem, rows, chosen, place, budget))
         print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
     return found
 
 
-def _ours(table: Table, problem: Problem, place: Place, refused: dict[str, str], deadline: Deadline) -> list[Candidate]:
-    candidates = []
+def _may_run(path: q4.KernelPath, rows: int) -> bool:
+    """Say whether a path is measured alone with that many rows: where it is offered; a dense one anywhere.
+
+    Below its rows a dense path shows where it begins to win. A kernel beyond its own may read where it must not.
+    """
+    return path.covers(rows) or path.kind is q4.PathKind.DEQUANT
+
+
+def _ours(table: Table, problem: Problem, place: Place, refused: dict[str, str], deadline: Deadline) -> list[_Choice]:
+    candidates: list[_Choice] = []
     for backend, instance in ours.backends().items():
         for name in ours.formats_of(instance):
             if table.formats is not None and name not in table.formats:
@@ -107,26 +121,26 @@ def _ours(table: Table, problem: Problem, place: Place, refused: dict[str, str],
                 except q4.Q4Error as error:
                     refused[f"{backend}, {name} {precision}"] = str(error)
                     continue
-                candidates.append(ours.candidate(made))
+                candidates.append((ours.candidate(made), None))
                 if table.has_paths:
-                    candidates += [ours.path_candidate(made, path) for path in made.paths()]
+                    candidates += [(ours.path_candidate(made, path.name), path) for path in made.paths()]
     return candidates
 
 
-def _measure(problem: Problem, rows: int, candidates: list[Candidate], place: Place, budget: Budget) -> dict[str, Any]:
+def _measure(problem: Problem, rows: int, candidates: list[_Choice], place: Place, budget: Budget) -> dict[str, Any]:
     x = problem.x(rows).to(place.device).bfloat16().float()  # what 16 bits hold, so that errors are the product's own
     timed, errors, beyond = [], {}, {}
-    for one in candidates:
+    for one, path in candidates:
         try:
             calls = one.make(x, 1, False)  # noqa: FBT003  # the contract of make
             errors[one.name] = one.nmse(calls, x)
             timed.append(Timed(one, calls, place))
         except WrongAnswerError as error:
-            if ", path " not in one.name:
+            if path is None:
                 raise
             beyond[one.name] = str(error)
         except _FAULTS as error:
-            if ", path " not in one.name:
+            if path is None:
                 raise
             beyond[one.name] = f"{type(error).__name__}: {error}"
     sample_us(timed, budget, seed=rows)

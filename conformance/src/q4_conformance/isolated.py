@@ -52,7 +52,7 @@ def run_isolated(  # noqa: PLR0913  # the facts of one run
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
         limit_seconds: How long one case may take.
-        budget_seconds: After which no case is begun; the report then says that results are missing.
+        budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
     """
     chosen = tuple(formats)
     cases = {case.id: case for case in select_cases(cases_of(chosen, device), only)}
@@ -61,7 +61,7 @@ def run_isolated(  # noqa: PLR0913  # the facts of one run
     while len(results) < len(cases) and time.monotonic() < end:
         left = [name for name in cases if name not in results]
         before = len(results)
-        child = _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds)
+        child = _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds, end)
         with contextlib.closing(child):  # which ends the process, wherever it is
             for result in child:
                 results[result.case] = result
@@ -72,10 +72,10 @@ def run_isolated(  # noqa: PLR0913  # the facts of one run
     return Report(subject=backend, expected=tuple(cases), results=tuple(results.values()))
 
 
-def _one_child(
-    backend: str, formats: tuple[str, ...], device: str, cases: list[Case], limit_seconds: float
+def _one_child(  # noqa: PLR0913  # the facts of one child
+    backend: str, formats: tuple[str, ...], device: str, cases: list[Case], limit_seconds: float, end: float
 ) -> Generator[CaseResult]:
-    """Run cases in one child until all are done, or it ends."""
+    """Run cases in one child until all are done, it ends, or the clock says ``end``."""
     request = {"backend": backend, "formats": formats, "device": device, "ids": [case.id for case in cases]}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(  # an interpreter like this one, with this module
@@ -95,7 +95,8 @@ def _one_child(
             child.stdin.write(json.dumps(request))
             child.stdin.close()
         while True:
-            line = lines.get(timeout=_START_SECONDS if current is None else limit_seconds)
+            limit = _START_SECONDS if current is None else limit_seconds
+            line = lines.get(timeout=max(0.0, min(limit, end - time.monotonic())))
             if line is None:
                 break
             message: dict[str, Any] = json.loads(line)
@@ -105,7 +106,7 @@ def _one_child(
             current = None
             yield CaseResult.from_dict(message["result"])
     except queue.Empty:
-        if current is not None:
+        if current is not None and time.monotonic() < end:
             yield _ended(by_id[current], Outcome.TIMEOUT, f"no answer for {limit_seconds:g} s")
     else:
         if current is not None:
