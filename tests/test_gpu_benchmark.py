@@ -17,7 +17,20 @@ from gpu_results import LARGE, gpu_result
 import q4core as q4
 from benchmarks import record
 from benchmarks.candidate import PEER, Calls, Candidate
-from benchmarks.gpu import command, dense, merged, ours, page, pictures, place, products, report, stages, verdicts
+from benchmarks.gpu import (
+    command,
+    dense,
+    merged,
+    ours,
+    page,
+    pictures,
+    place,
+    products,
+    report,
+    stages,
+    tree_tests,
+    verdicts,
+)
 from benchmarks.gpu.deadline import Deadline
 from benchmarks.gpu.timing import Budget, Timed, sample_us
 from benchmarks.verdict import lines
@@ -76,6 +89,21 @@ def test_ratios_are_those_of_the_stages_own_run() -> None:
     assert set(result["runs"]) == {"later", *first["runs"]}
     assert _missed(result) == {"quantiser"}
     assert merged.merge([first])["stages"] == first["stages"]
+
+
+def test_a_tiny_run_meets_and_misses_nothing_but_cases() -> None:
+    """Times of an interpreter are no times: only whether the cases passed is judged."""
+    judged = verdicts.judge(gpu_result(host=99.0) | {"is_tiny": True})
+    assert {one.target.split(":")[0] for one in judged} == {"contract cases"}
+
+
+def test_a_stage_that_broke_is_not_judged() -> None:
+    """What a stage did not come to is no verdict; the error is told apart."""
+    result = gpu_result()
+    result["stages"]["gemv"] = {"run": result["stages"]["gemm"]["run"], "seconds": 1.0, "error": "RuntimeError: no"}
+    result["stages"]["cases"] = {"run": result["stages"]["gemm"]["run"], "seconds": 1.0, "error": "RuntimeError: no"}
+    assert not {one.target for one in verdicts.judge(result) if one.target.startswith(("gemv", "contract"))}
+    assert "RuntimeError: no" in "\n".join(report.lines(result, verdicts.judge(result)))
 
 
 def test_results_of_two_devices_are_not_joined() -> None:
@@ -247,6 +275,22 @@ def test_a_broken_stage_keeps_the_others(
     assert result["stages"]["a"]["error"] == "RuntimeError: no such kernel"
     assert "no such kernel" in capsys.readouterr().out
     assert command.main(["--out", str(tmp_path / "again"), "--from", str(tmp_path / "gpu-interpreter.json")]) == 1
+
+
+def test_tests_that_need_a_gpu_are_run_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files without such a test are not even imported; a failure is told, by the stage's result."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_other.py").write_text("import a_package_that_is_not_there\n")
+    (folder / "test_gpu.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_a():\n    pass\n@pytest.mark.gpu\ndef test_b():\n    assert 0\n"
+    )
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu: a"]\n')
+    monkeypatch.setattr(tree_tests, "_ROOT", tmp_path)
+    found = tree_tests.run(Deadline(60))["folders"]["tests"]
+    assert (found["passed"], found["exit_status"]) == (False, 1)
+    assert "1 failed, 1 passed" in found["output"]
+    assert tree_tests.run(Deadline(0))["left_out"] == ["tests"]
 
 
 def test_a_report_is_summed_up() -> None:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     A tiny or interpreted run writes under ``build/benchmarks`` instead of ``benchmarks/results``.
 
     Returns:
-        0; 1 where a stage broke or a case failed; 2 where nothing can run or a stage is unknown.
+        0; 1 where a stage broke, or a case or test failed; 2 where nothing can run or a stage is unknown.
     """
     options = _options(arguments)
     unknown = [name for name in options.stages if name not in stages.STAGES]
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     chosen = [name for name in stages.STAGES if not options.stages or name in options.stages]
     if options.files is not None:
         result = merged.merge([json.loads(file.read_text(encoding="utf-8")) for file in options.files])
-        return _finish(result, options.out or record.RESULTS)
+        return _finish(result, options.out or (record.BUILD if result["is_tiny"] else record.RESULTS))
     try:
         place = find_place(options.device)
     except NoPlaceError as error:
@@ -124,7 +124,10 @@ def _finish(result: dict[str, Any], folder: Path) -> int:
     has_failures = any(
         report["failures"] for stage in result["stages"].values() for report in stage.get("reports", {}).values()
     )
-    return 1 if is_broken or has_failures else 0
+    has_failed_tests = any(
+        not done["passed"] for stage in result["stages"].values() for done in stage.get("folders", {}).values()
+    )
+    return 1 if is_broken or has_failures or has_failed_tests else 0
 
 
 def _pictures(result: dict[str, Any], written: Path) -> list[Path]:

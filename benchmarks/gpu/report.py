@@ -64,7 +64,7 @@ def _stage(name: str, stage: dict[str, Any]) -> Iterator[str]:
     for folder, done in stage.get("folders", {}).items():
         yield f"  {folder}: {'passed' if done['passed'] else 'FAILED'}: {done['output'].splitlines()[-1:]}"
     for label, why in stage.get("refused", {}).items():
-        yield f"  refused: {label}: {why[:200]}"
+        yield f"  refused: {label}: {' '.join(why.split())[:400]}"
     if stage.get("left_out"):
         yield f"  no time was left for: {', '.join(stage['left_out'])}"
 

@@ -84,7 +84,7 @@ def _cases(stage: dict[str, Any]) -> Iterator[Verdict]:
 
 
 def judge(result: dict[str, Any]) -> list[Verdict]:
-    """Return a verdict for each target and each subject that was measured.
+    """Return a verdict for each target and each subject that was measured; of a tiny run, those of the cases alone.
 
     Args:
         result: What the result file holds.
@@ -92,8 +92,10 @@ def judge(result: dict[str, Any]) -> list[Verdict]:
     found: list[Verdict] = []
     for name, stage in result["stages"].items():
         limits = result["runs"][stage["run"]]["limits"]
-        if name == "cases":
+        if name == "cases" and "reports" in stage:
             found += _cases(stage)
+        elif result["is_tiny"] or "error" in stage:
+            continue
         elif name == "gemv" and limits is not None:
             found += [v for table in stage["tables"] if table["rows"] == 1 for v in _gemv(table, limits)]
         elif name == "gemm":
