@@ -15,13 +15,12 @@ the largest of 64, 32 and 16 that divides the block, so that the low and the hig
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core import Form, NibbleOrder, PackedWeight, Packing, ScaleKind, WeightSpec, pack_codes, unpack_codes
+from q4core import NibbleOrder, PackedWeight, Packing, ScaleKind, WeightSpec, pack_codes, unpack_codes
 
 if TYPE_CHECKING:
     from q4core import PrepareContext, Prepared
@@ -176,11 +175,3 @@ def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
     if packing.order is NibbleOrder.HALF_SPLIT:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % packing.group))
     return pack_codes(codes, packing)
-
-
-def code_base(spec: WeightSpec) -> float:
-    """Return what is taken from an integer code: 8 for INT4 without zero points and for Q4_0, else 0."""
-    if spec.format.form is Form.INTEGER:
-        return 0.0 if "zero" in spec.fields else 8.0
-    first = spec.format.codebook[0]
-    return -first if math.isfinite(first) else 0.0

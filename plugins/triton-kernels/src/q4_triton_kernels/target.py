@@ -121,7 +121,7 @@ class Facts:
 
 def _version(text: str) -> tuple[int, ...]:
     """Return major and minor of a version text; a part that is no number counts as 0."""
-    parts = (text.split("+")[0].split(".") + ["0"])[:2]
+    parts = [*text.split("+", maxsplit=1)[0].split("."), "0"][:2]
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
