@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import triton
 
-from q4_nvfp4_native import quantize_kernels, scaled_dot
+from q4_nvfp4_native import scaled_dot
 from q4_nvfp4_native.compiler import compile_kernels, nvrtc_problem, source
 from q4_nvfp4_native.configurations import configurations
+from q4_nvfp4_native.kernels import quantize as quantize_kernels
 from q4_triton_kernels import compile_for
 from q4core import BackendError
 
@@ -136,7 +138,8 @@ def test_source_is_whole() -> None:
 def test_dot_scaled_is_native_on_sm_100(name: str, arch: int) -> None:
     """There this Triton makes a native product of tl.dot_scaled, without spills."""
     assert scaled_dot.problem(arch, name) is None
-    compiled = scaled_dot.compiled(arch, name)
+    kind = 1 if name == "nvfp4" else 0
+    compiled = scaled_dot.product(arch, name, kind, torch.bfloat16).program.compile()
     scale = {"nvfp4": "mxf4nvf4", "mxfp4": "mxf4"}[name]
     assert re.search(rf"tcgen05\.mma\.cta_group::\d\.kind::{scale}\.block_scale", compiled.ptx)
     assert compiled.usage().spill_bytes == 0
