@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -17,14 +17,14 @@ from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.compiler import Compiled
 from q4_nvfp4_native.configurations import CUDA_FOLDER
 from q4_nvfp4_native.driver import Driver
-from q4_nvfp4_native.library import Search, find_library
+from q4_nvfp4_native.library import find_library
 from q4_nvfp4_native.native import Tools
 from q4_triton_kernels import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BLACKWELL", "build", "emulated_backend", "emulated_library", "set_manner"]
+__all__ = ["BLACKWELL", "emulated_backend", "emulated_library", "emulated_tools", "fake_library", "mutated_library", "set_manner"]
 
 NATIVE_FOLDER = Path(__file__).with_name("native")
 BLACKWELL = Facts(
@@ -34,13 +34,15 @@ BLACKWELL = Facts(
 _FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC")
 
 
-def build(source: str, name: str, *, define: str = "Q4_EMULATED", folders: tuple[Path, ...] = ()) -> Path:
+def build(source: str, name: str, *, defines: tuple[str, ...] = ("Q4_EMULATED",), folders: tuple[Path, ...] = ()) -> Path:
     """Compile one C++ (or C) file of the tests' folder into a shared library and return its path."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+    is_c = source.endswith(".c")
+    compiler = os.environ.get("CC" if is_c else "CXX") or shutil.which("gcc" if is_c else "g++") or "c++"
+    flags = ("-std=gnu11", *_FLAGS[1:]) if is_c else _FLAGS
     folder = Path(tempfile.mkdtemp(prefix="q4-nvfp4-"))
     target = folder / f"lib{name}.so"
     includes = [f"-I{item}" for item in (*folders, NATIVE_FOLDER, CUDA_FOLDER)]
-    command = [compiler, *_FLAGS, f"-D{define}", *includes, str(NATIVE_FOLDER / source), "-o", str(target)]
+    command = [compiler, *flags, *(f"-D{item}" for item in defines), *includes, str(NATIVE_FOLDER / source), "-o", str(target)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}\n{done.stderr}")
@@ -51,6 +53,12 @@ def build(source: str, name: str, *, define: str = "Q4_EMULATED", folders: tuple
 def emulated_library() -> Path:
     """Return the library that is both libNVFP4.so and the CUDA driver."""
     return build("emulated.cpp", "NVFP4emulated")
+
+
+@functools.cache
+def fake_library(*faults: str) -> Path:
+    """Return a libNVFP4.so with some faults, over the emulated one."""
+    return build("fake_library.c", "NVFP4fake", defines=(f'FAKE_REAL="{emulated_library()}"', *faults))
 
 
 def mutated_library(changes: Mapping[str, tuple[str, str]]) -> Path:
@@ -72,16 +80,25 @@ def set_manner(library: Path, *, early_copies: bool, backwards: bool) -> None:
     ctypes.CDLL(str(library)).emulator_set(int(early_copies), int(backwards))
 
 
-def emulated_backend(library: Path | None = None, *, external: bool = False, arch: int = 121) -> Nvfp4Native:
-    """Return the backend on CPU tensors, with kernels launched through the driver's ABI or the external library's."""
-    path = emulated_library() if library is None else library
-    tools = Tools(
-        nvrtc_problem=lambda _: "no NVRTC in this test" if external else None,
+def emulated_tools(*libraries: Path, driver: bool = True) -> Tools:
+    """Return tools whose driver is the emulator (or that have no NVRTC), with some external libraries to look among."""
+    return Tools(
+        nvrtc_problem=lambda _: None if driver else "no NVRTC in this test",
         nvrtc_version=lambda: "emulated",
         compile=lambda *_: Compiled("emulated", "", b"emulated"),
-        driver=lambda: Driver(ctypes.CDLL(str(path))),
-        library=lambda: find_library([str(path)]) if external else Search(None, ()),
+        driver=lambda: Driver(ctypes.CDLL(str(emulated_library()))),
+        library=lambda: find_library(map(str, libraries)),
         stream=lambda _: 0,
     )
-    facts = attrs.evolve(BLACKWELL, capability=lambda _: divmod(arch, 10))
-    return Nvfp4Native(facts, tools, devices=("cpu",))
+
+
+def emulated_backend(*libraries: Path, driver: bool = True, **tools: Any) -> Nvfp4Native:
+    """Return the backend on CPU tensors: kernels launched through the driver's ABI or an external library's.
+
+    Args:
+        *libraries: External libraries to look among.
+        driver: Whether there is NVRTC.
+        **tools: Other tools than the emulated ones.
+    """
+    own = attrs.evolve(emulated_tools(*libraries, driver=driver), **tools)
+    return Nvfp4Native(BLACKWELL, own, devices=("cpu",))

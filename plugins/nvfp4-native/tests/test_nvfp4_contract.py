@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nvfp4_emulation import emulated_backend
+from nvfp4_emulation import emulated_backend, emulated_library
 
 from q4_conformance import Case, Outcome, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
@@ -25,7 +25,7 @@ def by_driver() -> BackendSubject:
 @pytest.fixture(scope="module")
 def by_library() -> BackendSubject:
     """The backend with an external library's kernels."""
-    return BackendSubject(emulated_backend(external=True))
+    return BackendSubject(emulated_backend(emulated_library(), driver=False))
 
 
 def _run(case: Case, subject: BackendSubject) -> None:

@@ -50,6 +50,7 @@ class Tools:
     driver: Callable[[], Driver] = find_driver
     library: Callable[[], Search] = find_library
     dot_problem: Callable[[int, str], str | None] = scaled_dot.problem
+    product: Callable[[int, str, int, torch.dtype], scaled_dot.Product] = scaled_dot.product
     stream: Callable[[torch.device], int] = lambda device: torch._C._cuda_getCurrentRawStream(device.index or 0)  # noqa: SLF001  # what Triton calls; the public way costs 2 µs
 
 
@@ -66,6 +67,7 @@ class Native:
         self._facts = attrs.evolve(facts, triton="1000.0", is_interpreted=False, has_compiler=True)
         self._tools = tools
         self._kernels: dict[tuple[int, str], dict[str, Kernel]] = {}
+        self._products: dict[tuple[int, str, int, torch.dtype], scaled_dot.Product] = {}
         self._faults: dict[tuple[int, str], Reason] = {}
         self._search: Search | None = None
         self._lock = threading.Lock()
@@ -140,21 +142,29 @@ class Native:
         """
         key = (_index(request.device), request.format.name)
         arch = self._arch(request.device)
-        if not isinstance(arch, int) or key in self._kernels or self._tools.nvrtc_problem(arch) is not None:
-            return
+        if not isinstance(arch, int) or self._tools.nvrtc_problem(arch) is not None:
+            return  # an external library serves
+        code = ReasonCode.TOOLCHAIN
         with self._lock:
-            if key in self._kernels:
-                return
             try:
-                compiled = self._tools.compile(request.format.name, arch)
+                if key not in self._kernels:
+                    compiled = self._tools.compile(request.format.name, arch)
+                    code = ReasonCode.DRIVER
+                    self._kernels[key] = self._loaded(compiled.cubin, request, arch)
+                if arch not in NATIVE_ARCHITECTURES:
+                    code = ReasonCode.TOOLCHAIN
+                    self._load_product(key, arch, request)
             except BackendError as error:
-                self._faults[key] = Reason(ReasonCode.TOOLCHAIN, str(error))
+                self._faults[key] = Reason(code, str(error))
                 raise
-            try:
-                self._kernels[key] = self._loaded(compiled.cubin, request, arch)
-            except BackendError as error:
-                self._faults[key] = Reason(ReasonCode.DRIVER, str(error))
-                raise
+
+    def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
+        kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
+        place = (*key, kind, request.out_dtype)
+        if place not in self._products:
+            product = self._tools.product(arch, request.format.name, kind, request.out_dtype)
+            product.load()
+            self._products[place] = product
 
     def _loaded(self, machine_code: bytes, request: Request, arch: int) -> dict[str, Kernel]:
         driver = self._tools.driver()
@@ -210,11 +220,13 @@ class Native:
             library.quantize(quantize, stream)
             library.multiply(gemm, stream)
             return
-        kernels = self._kernels[x.device.index or 0, meta.spec.format.name]
+        kernels = self._kernels[_index(x.device), meta.spec.format.name]
         kernels["quantize"].launch(rows, stream, quantize)
         if path == DOT:
             parts = room[:code_bytes], room[code_bytes : code_bytes + scale_bytes], room[code_bytes + scale_bytes :]
-            scaled_dot.multiply(parts, tensors, global_scale, bias, out, meta)
+            kind = scaled_dot.GLOBAL_KINDS[meta.spec.scale_kind]
+            product = self._products[_index(x.device), meta.spec.format.name, kind, out.dtype]
+            product(parts, tensors, global_scale, bias, out, meta)
             return
         tile = path.removeprefix(f"{NATIVE}-")
         kernels[tile].launch(configurations()[tile].blocks(rows, meta.spec.out_features), stream, gemm)

@@ -122,9 +122,9 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
         if kind.name == "nvfp4":
             global_scale = _launch_nvfp4(values, codes, scales, bad, facts, KINDS["nvfp4"][chosen], stochastic, seed, swizzle)
         else:
-            from q4_nvfp4_native import quantize_kernels  # noqa: PLC0415  # Triton may be missing
+            from q4_nvfp4_native.kernels import quantize  # noqa: PLC0415  # Triton may be missing
 
-            launch: Any = quantize_kernels.quantize_mxfp4[(programs,)]
+            launch: Any = quantize.quantize_mxfp4[(programs,)]
             launch(
                 values, codes, scales, bad, *facts, seed, STOCHASTIC=stochastic, SWIZZLED=swizzle, TILE=tile,
                 num_warps=4, enable_fp_fusion=False,
@@ -144,7 +144,7 @@ def _launch_nvfp4(  # noqa: PLR0913  # the facts of one launch
     seed: int,
     swizzle: bool,  # noqa: FBT001  # passed on
 ) -> torch.Tensor | None:
-    from q4_nvfp4_native import quantize_kernels  # noqa: PLC0415  # Triton may be missing
+    from q4_nvfp4_native.kernels import quantize  # noqa: PLC0415  # Triton may be missing
 
     tile = _ELEMENTS // 16
     parts = bad
@@ -152,10 +152,10 @@ def _launch_nvfp4(  # noqa: PLR0913  # the facts of one launch
     if kind:
         parts = torch.zeros(_PARTS, dtype=torch.int32, device=values.device)
         used = min(_PARTS, bad.numel())
-        find: Any = quantize_kernels.largest_bits[(used,)]
+        find: Any = quantize.largest_bits[(used,)]
         find(values, parts, *facts, used, BLOCK=16, TILE=tile, num_warps=4, enable_fp_fusion=False)
         global_scale = torch.empty((), dtype=torch.float32, device=values.device)
-    launch: Any = quantize_kernels.quantize_nvfp4[(bad.numel(),)]
+    launch: Any = quantize.quantize_nvfp4[(bad.numel(),)]
     launch(
         values, parts, codes, scales, bad if global_scale is None else global_scale, bad, *facts, seed, PARTS=_PARTS,
         KIND=kind, STOCHASTIC=stochastic, SWIZZLED=swizzle, TILE=tile, num_warps=4, enable_fp_fusion=False,

@@ -20,6 +20,8 @@ void run_kernel(void** arguments, int64 blocks, int threads, int shared_bytes) {
     emulator::run([&] { kernel(call); }, blocks, threads, shared_bytes);
 }
 
+bool has_context = true;
+
 const Kernel kernels[] = {
     {"q4_quantize_nvfp4", run_kernel<Q4Quantize, q4_quantize_nvfp4>},
     {"q4_quantize_mxfp4", run_kernel<Q4Quantize, q4_quantize_mxfp4>},
@@ -52,14 +54,24 @@ int emulator_shape(const char* name, int is_mxfp4, int* shared_bytes, int* threa
     return -1;
 }
 
+// From now on launches find no current context, as in a thread that has used no CUDA yet, until one is set.
+void emulator_lose_context() { has_context = false; }
+
 // What of the CUDA driver is used. Statuses are CUresult.
-int cuInit(unsigned) { return 0; }
 int cuModuleLoadData(void** module, const void* image) {
     if (std::memcmp(image, "not a cubin", 11) == 0) return 200;  // CUDA_ERROR_INVALID_IMAGE
     *module = const_cast<Kernel*>(kernels);
     return 0;
 }
-int cuModuleUnload(void*) { return 0; }
+int cuCtxGetCurrent(void** context) {
+    *context = &has_context;
+    return 0;
+}
+int cuCtxSetCurrent(void* context) {
+    if (context != &has_context) return 201;
+    has_context = true;
+    return 0;
+}
 int cuModuleGetFunction(void** function, void*, const char* name) {
     for (const Kernel& kernel : kernels) {
         if (std::string(kernel.name) == name) {
@@ -72,6 +84,7 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 int cuFuncSetAttribute(void*, int attribute, int value) { return attribute == 8 && value <= 101376 ? 0 : 1; }
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
                    unsigned shared_bytes, void*, void** arguments, void**) {
+    if (!has_context) return 201;  // CUDA_ERROR_INVALID_CONTEXT
     if (y != 1 || z != 1 || ty != 1 || tz != 1) return 1;
     static_cast<Kernel*>(function)->run(arguments, x, threads, shared_bytes);
     return 0;
