@@ -323,6 +323,26 @@ def test_a_source_tree_is_enough(tmp_path: Path) -> None:
     assert "proves the plumbing" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.interpreted
+def test_both_plugins_are_measured(tmp_path: Path) -> None:
+    """In Triton's interpreter the kernels of both plugins go through the same run, every path of gemm alone as well."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"TRITON_INTERPRET": "1"}
+    command_line = [sys.executable, str(RUN), "gemv", "gemm", "quantiser", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command_line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu-interpreter.json").read_text())
+    gemv, gemm = result["stages"]["gemv"]["tables"][0], result["stages"]["gemm"]["tables"][0]
+    assert {"nf4 exact", "int4 g128 exact", "nvfp4 exact"} <= set(gemv["calls"])
+    alone = {name.split(", path ")[1] for name in gemm["calls"] if ", path " in name}
+    assert alone == {"gemm_w4a16", "dequant_w4a16"}
+    assert not gemm["does_not_run"]
+    quantised = {call["format"] for call in result["stages"]["quantiser"]["calls"].values()}
+    assert quantised == {"nvfp4", "mxfp4"}
+    told = result["backends"]["nf4-cuda"]["formats"]["nf4"]
+    assert "interpreted" in told["native_state"]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("reference_measured")
 def test_a_gpu_is_measured(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton  # type: ignore[import-untyped]  # Triton is not annotated
+import triton
 
 if TYPE_CHECKING:
     import torch
