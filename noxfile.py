@@ -150,9 +150,13 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device."""
+    """Run every case, test and measurement that needs a CUDA device, and keep the results under benchmarks/results.
+
+    Without one it says so and fails. ``-- gemv --budget 300`` runs a stage alone; ``-- --dry-run`` says what would run.
+    """
     _install_group(session, "test")
-    _pytest(session, "-m", "gpu", *session.posargs)
+    _install_group(session, "gpu")
+    _run(session, "python", "benchmarks/gpu/run.py", *(session.posargs or ["--budget", "3600"]))
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -73,7 +73,11 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def interleaved_us(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int = 60, repeats: int = 300
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 60,
+    repeats: int = 300,
+    settle: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time calls in turns, so that a noisy machine is noisy for all of them alike.
 
@@ -81,6 +85,7 @@ def interleaved_us(
         calls: What to time, by name.
         rounds: Samples of each.
         repeats: Calls per sample.
+        settle: Called before each sample, such as to wait for a device that calls only start.
 
     Returns:
         Microseconds per call, ``rounds`` samples for each name.
@@ -91,6 +96,7 @@ def interleaved_us(
             call()
     for _ in range(rounds):
         for name, call in calls.items():
+            settle()
             started = time.perf_counter()
             for _ in range(repeats):
                 call()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 from samples import FORMAT_KINDS, KINDS, PACKINGS, bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
 from q4core.codec import encode
@@ -303,3 +306,24 @@ def test_quantising_again_changes_little(pair: tuple[str, q4.ScaleKind], seed: i
     twice = q4.dequantize(q4.quantize(once, name, scale_kind=kind))
     slack = {"q4_0": 2e-3, "q4_1": 2e-3, "q8_0": 1e-2}.get(name, 1e-6)
     assert float((twice - once).abs().max()) <= slack * float(once.abs().max())
+
+
+class _Divisions(TorchDispatchMode):
+    """Keeps the divisors of every division that is a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[float] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            self.numbers.append(float(args[1]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "q4_0", "q4_1", "q8_0", "int4"])
+def test_no_division_by_a_number_that_cuda_would_round_twice(name: str) -> None:
+    """On CUDA torch multiplies by the reciprocal of a number, which is exact for powers of two alone."""
+    with _Divisions() as divisions:
+        q4.quantize(torch.randn(4, 128), name)
+    assert [number for number in divisions.numbers if math.frexp(abs(number))[0] != 0.5] == []

@@ -217,3 +217,21 @@ def test_a_native_quantiser_is_compared_before_it_is_used(wrong: bool) -> None:
     else:
         assert quantising._is_right(backend, request, dense)
     assert backend.quantised == 1
+
+
+def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose arithmetic rounds otherwise must not set the bytes that a native quantiser is held to."""
+    devices = []
+    reference = quantising.codec.quantize
+
+    def watched(dense: torch.Tensor, format_: q4.Format, **choices: Any) -> q4.PackedWeight:
+        devices.append(dense.device.type)
+        return reference(dense, format_, **choices)
+
+    monkeypatch.setattr(quantising.codec, "quantize", watched)
+    dense = torch.empty(N, K, device="meta")
+    request = quantising._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
+    devices.clear()
+    with pytest.warns(q4.Q4ProbeWarning, match="native quantiser"):  # which can't quantise what holds no data
+        quantising._is_right(_NativeQuantiser(wrong=False), request, dense)
+    assert devices[0] == "cpu"

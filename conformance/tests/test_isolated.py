@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from q4_conformance import Outcome
@@ -39,3 +41,23 @@ def test_right_subjects_pass(target: str) -> None:
     report = run_isolated(target, ["nf4"], only=["TC-09/bias"])
     assert report.passed, report
     assert report.passed_by_fallback == (3 if target == "dequant-fallback" else 0)
+
+
+@pytest.mark.slow
+def test_a_spent_budget_leaves_cases_missing() -> None:
+    """Where no time is left, no case is begun, and the report says which are missing instead of passing."""
+    report = run_isolated("dequant-fallback", ["nf4"], only=["TC-09/bias"], budget_seconds=0.0)
+    assert report.results == ()
+    assert report.missing == tuple(sorted(report.expected))
+    assert not report.passed
+
+
+@pytest.mark.slow
+def test_a_budget_ends_within_a_case() -> None:
+    """A case that hangs longer than the budget is missing, and no timeout: it had less than its limit."""
+    started = time.monotonic()
+    report = run_isolated(
+        "q4_conformance.zoo:hanging", ["nf4"], only=[STRUCK], limit_seconds=100.0, budget_seconds=10.0
+    )
+    assert time.monotonic() - started < 60
+    assert report.missing == (STRUCK,)

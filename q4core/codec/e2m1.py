@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4core.codec.quotient import quotient
 from q4core.codec.rule import Coded
 from q4core.formats import ScaleKind, as_e4m3, as_e8m0
 
@@ -50,7 +51,7 @@ def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
     there torchao saturates or gives NaN). E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
     """
     if kind is ScaleKind.E4M3_MUL:
-        scale = largest / (_LARGEST_E4M3 * _LARGEST)
+        scale = quotient(largest, _LARGEST_E4M3 * _LARGEST)
         # Below it the reciprocal of global × 2^-6 overflows, and zeros become NaN and then codes.
         return torch.where(scale >= _SMALLEST_GLOBAL, scale, _SMALLEST_GLOBAL)
     divisor = _LARGEST_E4M3 * _LARGEST / largest.clamp(min=_SMALLEST_NORMAL)
@@ -67,7 +68,7 @@ def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
     """
 
     def rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 16
-        scale = blocks.abs().amax(-1) / _LARGEST
+        scale = quotient(blocks.abs().amax(-1), _LARGEST)
         if kind is ScaleKind.PLAIN:
             scaled = torch.where(scale[..., None] > 0, blocks / scale[..., None], blocks)
             return Coded(_codes(scaled, torch.signbit(scaled)), scale)
@@ -93,7 +94,7 @@ def mxfp4_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  
     two keeps that power. Hardware conversion rounds up there; no other input tells the two apart. The smallest scale,
     2^-127, multiplies the data by 1, which leaves only zeros.
     """
-    logarithm = torch.log2((blocks.abs().amax(-1) / _LARGEST).to(torch.float64)).to(torch.float32)
+    logarithm = torch.log2(quotient(blocks.abs().amax(-1), _LARGEST).to(torch.float64)).to(torch.float32)
     exponent = (logarithm.ceil().clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS).to(torch.uint8)
     reciprocal = torch.where(exponent == 0, 1.0, as_e8m0(2 * _E8M0_BIAS - exponent))
     scaled = blocks * reciprocal[..., None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from q4core.codec.quotient import quotient
 from q4core.codec.rule import Coded
 
 __all__ = ["q4_0_rule", "q4_1_rule", "q8_0_rule"]
@@ -40,14 +41,14 @@ def q4_1_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  #
     """
     backwards = blocks.flip(-1)
     least = backwards.gather(-1, backwards.argmin(-1, keepdim=True))[..., 0]
-    step = (blocks.amax(-1) - least) / _LARGEST_NIBBLE
+    step = quotient(blocks.amax(-1) - least, _LARGEST_NIBBLE)
     codes = _nibbles((blocks - least[..., None]) * _inverse(step) + 0.5)
     return Coded(codes, step.to(torch.float16), offset=least.to(torch.float16))
 
 
 def q8_0_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 32
     """Return Q8_0: 127 steps each way, halves rounded away from zero."""
-    step = blocks.abs().amax(-1) / _LARGEST_BYTE
+    step = quotient(blocks.abs().amax(-1), _LARGEST_BYTE)
     scaled = blocks * _inverse(step)
     scaled = torch.where(torch.isfinite(scaled), scaled, 0.0)
     whole = scaled.abs().floor()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4core.codec.quotient import quotient
 from q4core.codec.rule import Coded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def int4_rule(dtype: torch.dtype, *, symmetric: bool) -> Rule:
         least = blocks.amin(-1).clamp(max=0)
         greatest = blocks.amax(-1).clamp(min=0)
         reach = torch.maximum(-least, greatest) * 2 if symmetric else greatest - least
-        step = (reach / _STEPS).to(dtype)
+        step = quotient(reach, _STEPS).to(dtype)
         stored = torch.where(step == 0, torch.finfo(dtype).eps, step)
         scaled = blocks / stored.to(torch.float32)[..., None]
         zero = None

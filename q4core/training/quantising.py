@@ -121,9 +121,11 @@ def _find_native(request: Request, dense: torch.Tensor) -> tuple[Backend, Reques
 def _is_right(backend: Backend, request: Request, dense: torch.Tensor) -> bool:
     """Compare a native quantiser with the reference, byte by byte, on a sample with a row of zeros."""
     rows, columns = _SAMPLE_SHAPE
-    sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(4)).to(dense.device, dense.dtype)
+    sample = torch.randn(_SAMPLE_SHAPE, generator=torch.Generator().manual_seed(4)).to(dense.dtype)
     sample[0] = 0.0
-    wanted = codec.quantize(sample, request.format)
+    # The CPU's bytes are the reference: torch's operations may round otherwise on another device.
+    wanted = codec.quantize(sample, request.format).to(dense.device)
+    sample = sample.to(dense.device)
     try:
         native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
         got: PackedWeight = native(sample, attrs.evolve(request, out_features=rows, in_features=columns))

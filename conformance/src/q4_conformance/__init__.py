@@ -4,7 +4,7 @@
 function, ``check_core()`` the core itself.
 """
 
-from q4_conformance.cases import backend_cases, core_cases, linear_cases
+from q4_conformance.cases import backend_cases, core_cases, device_cases, linear_cases
 from q4_conformance.judge import Verdict, judge, judge_noise
 from q4_conformance.oracle import Reference, exact_linear, exact_weight
 from q4_conformance.outcome import CaseResult, Outcome, Report
@@ -24,6 +24,7 @@ __all__ = [
     "check_core",
     "check_linear",
     "core_cases",
+    "device_cases",
     "exact_linear",
     "exact_weight",
     "judge",

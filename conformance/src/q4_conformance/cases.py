@@ -1,7 +1,7 @@
 """The table of cases: data alone, which a run is counted against.
 
-Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``. Of the contract's cases, those that need a CUDA
-device (TC-14, TC-15, TC-16, TC-21, TC-22) stand in no table yet.
+Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``. Of the contract's cases, those of managed memory
+(TC-21, TC-22) stand in no table yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from q4core import Format
 
-__all__ = ["backend_cases", "core_cases", "linear_cases", "select_cases", "weight_recipes"]
+__all__ = ["backend_cases", "cases_of", "core_cases", "device_cases", "linear_cases", "select_cases", "weight_recipes"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
@@ -194,6 +194,51 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
             yield Case(
                 contract="EX-17", part="undeclared", text=text_17, check="undeclared", recipe=recipe, profile="backend"
             )
+
+
+def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern backends on a CUDA device, beside ``linear_cases`` and ``backend_cases``.
+
+    Those of quantiser, product and choice run elsewhere as well, where the backend does.
+    """
+    return tuple(case for item in formats for case in _device_cases(find_format(item)))
+
+
+def _device_cases(kind: Format) -> Iterator[Case]:
+    base = _base(kind)
+    yield Case(
+        contract="TC-14", part="quantiser", text="the native quantiser gives the reference's bytes",
+        check="native_quantiser", recipe=base, profile="backend",
+    )  # fmt: skip
+    wide = attrs.evolve(base, n=136, k=max(512, 4 * kind.block_size))
+    text = "the product of 4-bit activations is finite, right on their grid and as noisy as they are"
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Case(
+            contract="TC-15", part="product", text=text, check="native_product", recipe=wide, profile="backend",
+            dtype=dtype, precision=_P.FP4, rows=(1, 8, 33, 129),
+        )  # fmt: skip
+    for dtype in _DTYPES:
+        text = "unasked, the kernel backend serves, and the record says which path"
+        yield Case(
+            contract="TC-16", part="picked", text=text, check="picked", recipe=base, profile="backend", dtype=dtype
+        )
+    for part, text in (
+        ("graph", "a replayed CUDA graph gives the bits of plain calls"),
+        ("quiet", "a call neither waits for the device nor leaves memory taken"),
+        ("stream", "a call runs on the caller's stream"),
+    ):
+        for wish in (_P.EXACT, _P.FP4):
+            yield Case(
+                contract="EX-18", part=part, text=text, check=part, recipe=wide, profile="backend",
+                dtype=torch.bfloat16, precision=wish, rows=(1, 8, 17, 600),
+            )  # fmt: skip
+
+
+def cases_of(formats: Iterable[str | Format], device: str) -> tuple[Case, ...]:
+    """Return every case that concerns a backend on a device."""
+    chosen = tuple(formats)
+    own = device_cases(chosen) if torch.device(device).type == "cuda" else ()
+    return (*linear_cases(chosen), *backend_cases(chosen), *own)
 
 
 def core_cases() -> tuple[Case, ...]:

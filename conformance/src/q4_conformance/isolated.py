@@ -6,22 +6,25 @@ nothing for too long, the case that it was at ends as CRASH or TIMEOUT, and anot
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.cases import backend_cases, linear_cases, select_cases
+from q4_conformance.cases import cases_of, select_cases
 from q4_conformance.outcome import CaseResult, Outcome, Report
 from q4_conformance.runner import run_case
 from q4_conformance.subject import BackendSubject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from q4_conformance.table import Case
 
@@ -32,13 +35,14 @@ _MARK = "\x1eq4-conformance "
 _START_SECONDS = 120.0
 
 
-def run_isolated(
+def run_isolated(  # noqa: PLR0913  # the facts of one run
     backend: str,
     formats: Iterable[str],
     *,
     device: str = "cpu",
     only: Iterable[str] = (),
     limit_seconds: float = 60.0,
+    budget_seconds: float = math.inf,
 ) -> Report:
     """Judge a backend in processes of its own.
 
@@ -48,24 +52,30 @@ def run_isolated(
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
         limit_seconds: How long one case may take.
+        budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
     """
     chosen = tuple(formats)
-    cases = {case.id: case for case in select_cases((*linear_cases(chosen), *backend_cases(chosen)), only)}
+    cases = {case.id: case for case in select_cases(cases_of(chosen, device), only)}
     results: dict[str, CaseResult] = {}
-    while len(results) < len(cases):
+    end = time.monotonic() + budget_seconds
+    while len(results) < len(cases) and time.monotonic() < end:
         left = [name for name in cases if name not in results]
         before = len(results)
-        for result in _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds):
-            results[result.case] = result
+        child = _one_child(backend, chosen, device, [cases[name] for name in left], limit_seconds, end)
+        with contextlib.closing(child):  # which ends the process, wherever it is
+            for result in child:
+                results[result.case] = result
+                if time.monotonic() >= end:
+                    break
         if len(results) == before:
             break  # the child ends before its first case: the report says that results are missing
     return Report(subject=backend, expected=tuple(cases), results=tuple(results.values()))
 
 
-def _one_child(
-    backend: str, formats: tuple[str, ...], device: str, cases: list[Case], limit_seconds: float
-) -> Iterator[CaseResult]:
-    """Run cases in one child until all are done, or it ends."""
+def _one_child(  # noqa: PLR0913  # the facts of one child
+    backend: str, formats: tuple[str, ...], device: str, cases: list[Case], limit_seconds: float, end: float
+) -> Generator[CaseResult]:
+    """Run cases in one child until all are done, it ends, or the clock says ``end``."""
     request = {"backend": backend, "formats": formats, "device": device, "ids": [case.id for case in cases]}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.Popen(  # an interpreter like this one, with this module
@@ -85,7 +95,8 @@ def _one_child(
             child.stdin.write(json.dumps(request))
             child.stdin.close()
         while True:
-            line = lines.get(timeout=_START_SECONDS if current is None else limit_seconds)
+            limit = _START_SECONDS if current is None else limit_seconds
+            line = lines.get(timeout=max(0.0, min(limit, end - time.monotonic())))
             if line is None:
                 break
             message: dict[str, Any] = json.loads(line)
@@ -95,7 +106,7 @@ def _one_child(
             current = None
             yield CaseResult.from_dict(message["result"])
     except queue.Empty:
-        if current is not None:
+        if current is not None and time.monotonic() < end:
             yield _ended(by_id[current], Outcome.TIMEOUT, f"no answer for {limit_seconds:g} s")
     else:
         if current is not None:
@@ -130,8 +141,7 @@ def _serve() -> None:
     module, separator, function = request["backend"].partition(":")
     backend = getattr(importlib.import_module(module), function)() if separator else request["backend"]
     subject = BackendSubject(backend, device=request["device"])
-    formats = request["formats"]
-    cases = {case.id: case for case in (*linear_cases(formats), *backend_cases(formats))}
+    cases = {case.id: case for case in cases_of(request["formats"], request["device"])}
     for name in request["ids"]:
         _tell({"start": name})
         _tell({"result": run_case(cases[name], subject).to_dict()})

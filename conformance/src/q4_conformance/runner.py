@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance import checks
-from q4_conformance.cases import backend_cases, core_cases, linear_cases, select_cases
+from q4_conformance.cases import cases_of, core_cases, linear_cases, select_cases
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
 from q4_conformance.recording import recorded
 from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
@@ -90,7 +90,7 @@ def run_cases(
     """
     subject = BackendSubject(backend, device=device)
     chosen = tuple(formats)
-    cases = select_cases((*linear_cases(chosen), *backend_cases(chosen)), only)
+    cases = select_cases(cases_of(chosen, device), only)
     return _run(cases, subject, subject.name, watch)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import torch
 
-from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
@@ -28,7 +28,7 @@ from q4core import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear
+    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
 
 __all__ = ["BackendSubject", "FunctionSubject", "Layer", "Subject", "make_registry", "plugin_of", "reference_backend"]
 
@@ -146,6 +146,12 @@ class BackendLayer:
         return self.module.diagnostics()
 
 
+def _require_hardware(reasons: Sequence[Reason]) -> None:
+    """Raise ``NotTestableError`` where all reasons, and there are some, speak of hardware."""
+    if reasons and all(reason.code.domain == "hardware" for reason in reasons):
+        raise NotTestableError("; ".join(reason.message for reason in reasons))
+
+
 class BackendSubject:
     """A backend, called through sessions that name it.
 
@@ -186,6 +192,10 @@ class BackendSubject:
         if wanted is not None and not wanted & self.backend.capabilities.precisions:
             raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
 
+    def require_hardware(self, request: Request) -> None:
+        """Raise ``NotTestableError`` where the backend refuses a request for nothing but this machine's hardware."""
+        _require_hardware(self.backend.check(request).reasons)
+
     def layer(  # noqa: PLR0913  # the facts of one layer
         self,
         weight: PackedWeight,
@@ -206,6 +216,8 @@ class BackendSubject:
         try:
             module = session.linear(weight, bias)
         except BackendUnavailableError as error:
+            own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
+            _require_hardware(own)
             raise FailureError(f"declared, then refused: {error}") from error
         served = module.diagnostics().backend
         if served != self.name:

@@ -32,7 +32,8 @@ class Allocations:
 
     Args:
         float_elements: Floating-point elements in all tensors that torch made, added up.
-        peak_bytes: By how much resident memory peaked above its start; None where the system doesn't say.
+        peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above its start; None where
+            nobody says.
     """
 
     float_elements: int
@@ -90,15 +91,28 @@ def _reset_peak() -> bool:
     return True
 
 
-def watch(call: Callable[[], object]) -> Allocations:
+def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    with torch.no_grad():
+        call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - start
+
+
+def watch(call: Callable[[], object], device: torch.device | None = None) -> Allocations:
     """Run ``call`` twice, once under torch's dispatcher and once plainly, and return what it allocated.
 
     Args:
         call: Does the same each time. A first call outside the count should have warmed it up.
+        device: Where it computes; the CPU unless told.
     """
     counter = _Counter()
     with torch.no_grad(), counter:
         call()
+    if device is not None and device.type == "cuda":
+        return Allocations(counter.elements, _cuda_peak(device, call))
     can_peak = _reset_peak()
     start = _status("VmRSS:") if can_peak else None
     with torch.no_grad():

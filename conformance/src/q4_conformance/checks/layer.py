@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 
 from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.decoding import decode_codes, decode_scales
+from q4_conformance.decoding import as_float64, decode_codes, decode_scales
 from q4_conformance.oracle import as_given, exact_weight
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.proxies import Proxy
@@ -60,19 +61,19 @@ def _damaged(weight: PackedWeight) -> Iterator[tuple[str, PackedWeight]]:
             yield f"{value} in {field}", attrs.evolve(weight, **{field: spoilt})
 
 
-def _bad_inputs(case: Case, weight: PackedWeight) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+def _bad_inputs(case: Case, weight: PackedWeight, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     inputs, outputs, dtype = weight.in_features, weight.out_features, case.dtype
-    good = torch.zeros(3, inputs, dtype=dtype)
-    yield "one in-feature too many", torch.zeros(3, inputs + 1, dtype=dtype), {}
-    yield "one in-feature too few", torch.zeros(3, inputs - 1, dtype=dtype), {}
-    yield "no in-features", torch.zeros(3, 0, dtype=dtype), {}
-    yield "rank 0", torch.zeros((), dtype=dtype), {}
+    good = torch.zeros(3, inputs, dtype=dtype, device=device)
+    yield "one in-feature too many", torch.zeros(3, inputs + 1, dtype=dtype, device=device), {}
+    yield "one in-feature too few", torch.zeros(3, inputs - 1, dtype=dtype, device=device), {}
+    yield "no in-features", torch.zeros(3, 0, dtype=dtype, device=device), {}
+    yield "rank 0", torch.zeros((), dtype=dtype, device=device), {}
     for other in {torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8} - {dtype}:
-        yield f"dtype {other}", torch.zeros(3, inputs).to(other), {}
+        yield f"dtype {other}", torch.zeros(3, inputs, device=device).to(other), {}
     yield "another device", torch.zeros(3, inputs, dtype=dtype, device="meta"), {}
     yield "no tensor", [[0.0] * inputs], {}
-    yield "out= of another shape", good, {"out": torch.zeros(3, outputs + 1, dtype=dtype)}
-    yield "out= of another dtype", good, {"out": torch.zeros(3, outputs, dtype=torch.float64)}
+    yield "out= of another shape", good, {"out": torch.zeros(3, outputs + 1, dtype=dtype, device=device)}
+    yield "out= of another dtype", good, {"out": torch.zeros(3, outputs, dtype=torch.float64, device=device)}
     yield (
         "out= over x",
         good,
@@ -101,7 +102,7 @@ def check_refusals(case: Case, subject: BackendSubject) -> str:
             raise FailureError(f"{what} was accepted")
 
     before = sum(layer.diagnostics().calls)
-    for what, x, arguments in _bad_inputs(case, weight):
+    for what, x, arguments in _bad_inputs(case, weight, layer.device):
         refuse(what, lambda x=x, arguments=arguments: layer.module(x, **arguments), (InputError,))  # type: ignore[misc]
     expect(sum(layer.diagnostics().calls) == before, "a refused call ran")
     session = layer.session
@@ -127,7 +128,7 @@ def _same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
         ours, theirs = getattr(weight, field), getattr(got, field)
         if (ours is None) != (theirs is None):
             return field
-        if ours is not None and not torch.equal(ours.to(torch.float64), theirs.to(torch.float64)):
+        if ours is not None and not np.array_equal(as_float64(ours), as_float64(theirs)):
             return field
     if got.scale_kind is weight.scale_kind:
         for field in ("scale", "global_scale", "nested_codebook", "nested_scale", "nested_offset"):
@@ -158,7 +159,7 @@ def check_export(case: Case, subject: BackendSubject) -> str:
         return f"whole, because flat blocks can't be cut into rows; the backend {has}"
     outputs = weight.out_features
     index = torch.tensor([outputs - 1, 0, outputs // 2, 0])
-    rows = layer.module.rows(index, torch.float32)
+    rows = layer.module.rows(index, torch.float32).cpu()
     expected = torch.from_numpy(exact_weight(weight))[index].to(torch.float32)
     # One rounding each for code times scale, offset and channel: at most an ulp or two apart where these are there.
     tolerance = 4 * 2.0**-24 * torch.from_numpy(np.abs(exact_weight(weight)).max(axis=1, keepdims=True))[index]
@@ -258,7 +259,8 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         layer(x)
         prepared = subject.prepare(weight, request)
         out = torch.empty(rows, outputs, dtype=case.dtype, device=layer.device)
-        used = watch(lambda: subject.backend.linear(prepared, x, out, bias=None, path=segment.path.name))  # noqa: B023  # runs at once
+        call = functools.partial(subject.backend.linear, prepared, x, out, bias=None, path=segment.path.name)
+        used = watch(call, layer.device)
         judge_call(layer, weight, x, out)
         # A copy of x in float32, and partial results, are legitimate; half the weight's elements are not.
         most = outputs * inputs // 2 + 4 * rows * (inputs + outputs)

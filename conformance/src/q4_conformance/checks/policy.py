@@ -209,7 +209,7 @@ def check_mix(case: Case, subject: BackendSubject) -> str:
             expected = _expected(override, path, availability, (subject.name, reference))
             where = f"override {override!r}, {path.value}, {availability}"
             config = SessionConfig(
-                device="cpu",
+                device=str(subject.device),
                 backend=override,
                 compute_path=path,
                 activation_precision=ActivationPrecision.EXACT,
@@ -278,7 +278,7 @@ def _expect_ran(case: Case, weight: PackedWeight, module: Any, where: str) -> No
     paths = {segment.path.name: segment for segment in module.diagnostics().segments}
     for rows in case.rows:
         before = module.diagnostics()
-        x = torch.zeros(rows, weight.in_features, dtype=case.dtype)
+        x = torch.zeros(rows, weight.in_features, dtype=case.dtype, device=module.device)
         module(x)
         after = module.diagnostics()
         ticked = [

@@ -1,0 +1,192 @@
+"""Our layers on the device: which backend serves which format, and what is timed of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from benchmarks.candidate import OURS, Calls, Candidate
+from benchmarks.weights import FORMATS, exact_value, weight_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.gpu.place import Place
+    from benchmarks.problem import Problem
+
+__all__ = [
+    "BACKENDS",
+    "EXACT",
+    "FP4",
+    "Made",
+    "backends",
+    "candidate",
+    "formats_of",
+    "make",
+    "path_candidate",
+    "session",
+]
+
+BACKENDS = "nf4-cuda,nvfp4-native"
+"""Who is measured; ``Q4_BENCH_BACKENDS`` names others."""
+EXACT, FP4 = "exact", "fp4"
+DTYPE = torch.bfloat16
+_LIMITS = {EXACT: 1e-5, FP4: 4e-2}
+"""bfloat16 rounds y by 2^-9 at most, a mean square error of 1.3e-6; 4-bit activations are off by a tenth each."""
+
+
+@functools.cache
+def registry() -> q4.Registry:
+    """Return one registry for the process, which remembers what has been proven."""
+    return q4.Registry()
+
+
+def names() -> list[str]:
+    """Return the names of the backends that are measured."""
+    return [name.strip() for name in os.environ.get("Q4_BENCH_BACKENDS", BACKENDS).split(",")]
+
+
+def backends() -> dict[str, q4.Backend]:
+    """Return those of ``names`` that are here."""
+    found = registry().backends()
+    return {name: found[name] for name in names() if name in found}
+
+
+def formats_of(backend: q4.Backend) -> list[str]:
+    """Return which of ``FORMATS`` a backend declares."""
+    declared = backend.capabilities.formats
+    return [name for name in FORMATS if declared & {q4.EVERY_FORMAT, name.split(maxsplit=1)[0]}]
+
+
+def precisions_of(backend: q4.Backend) -> list[str]:
+    """Return the activation precisions that a backend declares: ``exact``, and ``fp4`` where it has such paths."""
+    return [EXACT, FP4] if q4.Precision.W4A4 in backend.capabilities.precisions else [EXACT]
+
+
+def session(backend: str, place: Place, precision: str = EXACT, *, own: q4.Registry | None = None) -> q4.Session:
+    """Return a session that takes nothing but one backend."""
+    config = q4.SessionConfig(
+        device=str(place.device), backend=backend, activation_precision=precision, compute_dtype=DTYPE
+    )
+    return q4.Session(config, registry=own or registry())
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """One weight in enough prepared copies that it comes from memory.
+
+    Args:
+        backend: Whose layout it is in.
+        format: Its name in ``FORMATS``.
+        precision: ``exact`` or ``fp4``.
+        layers: The copies.
+        reference: float64 [P, K] on the device: the weight's pattern.
+    """
+
+    backend: str
+    format: str
+    precision: str
+    layers: list[q4.Q4Linear]
+    reference: torch.Tensor
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one prepared copy."""
+        return self.layers[0].diagnostics().prepared_bytes
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        return f"{self.format} {self.precision}"
+
+    def paths(self) -> list[q4.KernelPath]:
+        """Return every path that the backend offers and has prepared, also those that a better one covers."""
+        ready = self.layers[0]._require_ready()  # noqa: SLF001  # one path against another is the point
+        return [*ready.plan.backend.check(ready.selection.backend_request).paths]
+
+
+def make(backend: str, name: str, problem: Problem, place: Place, precision: str = EXACT) -> Made:
+    """Return a problem's weight, prepared by a backend.
+
+    Raises:
+        BackendUnavailableError: The backend does not serve it here.
+    """
+    pattern = weight_of(name, problem.pattern)
+    weight = q4.cat([pattern.to(place.device)] * problem.repeats)
+    made = session(backend, place, precision)
+    first = made.linear(weight)
+    copies = problem.copies(first.diagnostics().prepared_bytes, place.rotation_bytes)
+    layers = [first, *(made.linear(weight) for _ in range(copies - 1))]
+    return Made(backend, name, precision, layers, exact_value(pattern).to(place.device))
+
+
+def candidate(made: Made) -> Candidate:
+    """Return ``Q4Linear.forward`` with ``out=``, by the path that the layer chose for each M."""
+
+    def calls(layer: q4.Q4Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        return functools.partial(layer.forward, x, out=out)
+
+    return _candidate(made, made.name, calls)
+
+
+def path_candidate(made: Made, path: str) -> Candidate:
+    """Return one path of the backend, called directly, whether it is the one that is chosen for some M or not."""
+
+    def calls(layer: q4.Q4Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        ready = layer._require_ready()  # noqa: SLF001  # one path against another is the point
+        return functools.partial(ready.plan.backend.linear, ready.prepared, x, out, bias=None, path=path)
+
+    return _candidate(made, f"{made.name}, path {path}", calls)
+
+
+def _candidate(made: Made, name: str, calls: Callable[..., Callable[[], object]]) -> Candidate:
+    def make_calls(x: torch.Tensor, threads: int, resident: bool) -> Calls:  # noqa: FBT001  # the contract of make
+        del threads
+        given = x.to(DTYPE)
+        out = torch.empty(x.shape[0], made.layers[0].out_features, dtype=DTYPE, device=x.device)
+        used = made.layers[:1] if resident else made.layers
+        return Calls([calls(layer, given, out) for layer in used], lambda: out)
+
+    return Candidate(
+        name=name,
+        library="q4core",
+        role=OURS,
+        format=made.format,
+        precision=made.precision,
+        weight_bytes=made.weight_bytes,
+        make=make_calls,
+        reference=made.reference,
+        limit=_LIMITS[made.precision],
+    )
+
+
+def native_states(place: Place) -> dict[str, dict[str, Any]]:
+    """Return what each backend says of the device, format by format, without preparing anything."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names():
+        backend = backends().get(name)
+        if backend is None:
+            faults = [f"{record.name}: {'; '.join(record.errors)}" for record in registry().records() if record.errors]
+            found[name] = {"here": False, "faults": faults}
+            continue
+        told: dict[str, Any] = {}
+        for format_ in formats_of(backend):
+            sample = weight_of(format_, torch.zeros(16, 256))
+            request = q4.Request.for_weight(sample, device=place.device, dtype=DTYPE)
+            try:
+                verdict = backend.check(request)
+            except Exception as error:  # noqa: BLE001  # the plugin boundary: told, as the core tells it
+                told[format_] = {"fault": f"check raised {type(error).__name__}: {error}"}
+                continue
+            told[format_] = {
+                "native_state": verdict.native_state,
+                "paths": [str(path) for path in verdict.paths],
+                "reasons": [str(reason) for reason in verdict.reasons],
+            }
+        found[name] = {"here": True, "formats": told}
+    return found

@@ -1,0 +1,27 @@
+"""``python benchmarks/gpu/run.py [STAGE …]``: runs from a source tree, whether its packages are installed or not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PLUGINS = ("q4_dequant_fallback", "q4_nf4_cuda", "q4_nvfp4_native")
+
+
+def _use_source_tree() -> None:
+    """Let this tree's packages be imported, here and in child processes, and its plugins be found by their modules."""
+    folders = [ROOT, *sorted(ROOT.glob("plugins/*/src")), ROOT / "conformance" / "src"]
+    sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
+    named = [name for name in os.environ.get("Q4_PLUGIN_MODULES", "").split(",") if name.strip()]
+    found = [name for name in PLUGINS if name not in named and importlib.util.find_spec(name) is not None]
+    os.environ["Q4_PLUGIN_MODULES"] = ",".join([*named, *found])
+
+
+if __name__ == "__main__":
+    _use_source_tree()
+    from benchmarks.gpu import main
+
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""Checks of what matters on a device: its quantiser and FP4 path, who is picked, graphs, streams, and no waiting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.checks.policy import serves_kernels
+from q4_conformance.checks.values import check_noise, check_values, draw, judge_call
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.subject import make_registry
+from q4_conformance.table import check, expect
+from q4core import ComputePath, PackedWeight, PathKind, Precision, Request, Session, SessionConfig, WeightSpec
+from q4core import quantize as quantize_ref
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4_conformance.subject import BackendLayer, BackendSubject
+    from q4_conformance.table import Case
+    from q4core import Format
+
+_BUSY_CYCLES = 100_000_000
+"""About 50 ms of one multiprocessor: long beside any call here, short beside a test."""
+_MASTERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _masters(kind: Format, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield dense weights that a quantiser may get wrong: zeros, ties, one large value, tiny and huge rows."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = 4 * kind.block_size
+    plain = torch.randn(33, columns, generator=generator)
+    yield "normal", plain
+    yield "zeros", torch.zeros(3, columns)
+    halves = torch.randint(-24, 25, (17, columns), generator=generator) / 4
+    halves[:, :: kind.block_size] = 6.0
+    yield "ties", halves
+    spread = plain * torch.exp2(torch.linspace(-20, 6, 33))[:, None]
+    spread[0, 0] = 900.0
+    yield "spread", spread
+    yield "one row", plain[:1]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@check("native_quantiser")
+def check_native_quantiser(case: Case, subject: BackendSubject) -> str:
+    """The backend's quantiser gives the reference's layout and exactly its bytes."""
+    if "quantize" not in subject.backend.capabilities.ops:
+        raise NotDeclaredError("the op 'quantize' is not declared")
+    kind = case.weight_recipe.format
+    count = 0
+    for dtype in _MASTERS:
+        for name, dense in _masters(kind, case.seeds[0]):
+            master = dense.to(dtype)
+            wanted = quantize_ref(master, kind.name)
+            request = attrs.evolve(
+                Request.for_weight(wanted, device=subject.device, dtype=dtype),
+                op="quantize",
+                out_features=dense.shape[0],
+                in_features=dense.shape[1],
+            )
+            subject.require_declared(request)
+            subject.require_hardware(request)
+            quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+            got = quantize(master.to(subject.device), request)
+            _expect_same(got, wanted, f"{name}, {dtype}")
+            count += 1
+    return f"{count} weights"
+
+
+def _expect_same(got: object, wanted: PackedWeight, what: str) -> None:
+    if not isinstance(got, PackedWeight):
+        raise FailureError(f"{what}: {type(got).__name__} instead of a PackedWeight")
+    expect(WeightSpec.of(got) == WeightSpec.of(wanted), f"{what}: layout {WeightSpec.of(got)}")
+    for (field, expected), (_, given) in zip(wanted.tensors(), got.tensors(), strict=True):
+        same = given.dtype == expected.dtype and given.shape == expected.shape
+        expect(same, f"{what}: {field} is {given.dtype} {list(given.shape)}")
+        wrong = int(np.count_nonzero(_bytes(given).numpy() != _bytes(expected).numpy()))
+        expect(not wrong, f"{what}: {wrong} bytes of {field} differ from the reference's")
+
+
+@check("native_product")
+def check_native_product(case: Case, subject: BackendSubject) -> str:
+    """With 4-bit activations: exact on their grid, and elsewhere as noisy as their quantiser makes it."""
+    if Precision.W4A4 not in subject.backend.capabilities.precisions:
+        raise NotDeclaredError("4-bit activations are not declared")
+    return f"{check_values(case, subject)}; {check_noise(case, subject)}"
+
+
+@check("picked")
+def check_picked(case: Case, subject: BackendSubject) -> str:
+    """Unasked, the dispatcher takes the kernel backend and not the reference, and the record says which path ran."""
+    weight = case.weight()
+    request = subject.request(weight, dtype=case.dtype)
+    subject.require_declared(request)
+    subject.require_hardware(request)
+    if not serves_kernels(subject, case, weight):
+        raise NotDeclaredError("no kernel path for every M is offered")
+    config = SessionConfig(
+        device=str(subject.device), compute_path=ComputePath.AUTO, activation_precision=case.precision,
+        compute_dtype=case.dtype,
+    )  # fmt: skip
+    with Session(config, registry=make_registry(subject.backend)) as session:
+        layer = session.linear(weight)
+        record = layer.diagnostics()
+        expect(record.backend == subject.name, f"{record.backend!r} serves; rejections {record.rejections}")
+        first = record.segments[0].path
+        expect(first.kind is PathKind.KERNEL, f"{first} serves the lowest M")
+        expect(record.fallback_reason is None, f"fallback {record.fallback_reason!r}")
+        expect(record.proven, "the paths are not proven")
+        expect(record.native_load_state, "the native state is empty")
+    return f"{record.backend}, {first}, {record.native_load_state}"
+
+
+def _on_cuda(case: Case, subject: BackendSubject) -> tuple[PackedWeight, BackendLayer]:
+    if subject.device.type != "cuda":
+        raise NotTestableError("graphs, streams and waiting are a CUDA device's")
+    weight = case.weight()
+    return weight, subject.layer(weight, dtype=case.dtype, precision=case.precision)
+
+
+@check("graph")
+def check_graph(case: Case, subject: BackendSubject) -> str:
+    """Captured in a CUDA graph and replayed on new inputs, a layer gives the bits of plain calls."""
+    weight, layer = _on_cuda(case, subject)
+    for rows in case.rows:
+        draws = [draw(case, layer, weight, rows, seed) for seed in case.seeds]
+        expected = [layer(x).clone() for x in draws]
+        x, out = draws[0].clone(), torch.empty_like(expected[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            layer(x, out=out)
+        for given, wanted in zip(draws, expected, strict=True):
+            x.copy_(given)
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize(subject.device)
+            expect(torch.equal(out, wanted), f"M = {rows}: a replay gives other bits than a call")
+            judge_call(layer, weight, given, out)
+    return f"{len(case.rows)} graphs, {len(case.seeds)} replays of each"
+
+
+@check("quiet")
+def check_quiet(case: Case, subject: BackendSubject) -> str:
+    """A call returns before the device has done the work before it, and leaves no memory taken."""
+    weight, layer = _on_cuda(case, subject)
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        out = torch.empty(rows, weight.out_features, dtype=case.dtype, device=layer.device)
+        with torch.no_grad():
+            layer(x, out=out)  # what is made once is made now
+            torch.cuda.synchronize(subject.device)
+            before = torch.cuda.memory_allocated(subject.device)
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                done: Any = torch.cuda.Event()
+                torch.cuda._sleep(_BUSY_CYCLES)  # noqa: SLF001  # torch's own means of keeping a device busy
+                layer(x, out=out)
+                done.record()
+                expect(not done.query(), f"M = {rows}: the call waited for the device")
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.synchronize(subject.device)
+        taken = torch.cuda.memory_allocated(subject.device) - before
+        expect(taken == 0, f"M = {rows}: a call leaves {taken} bytes taken")
+    return "no waiting, no memory taken"
+
+
+@check("stream")
+def check_stream(case: Case, subject: BackendSubject) -> str:
+    """A call runs on the caller's stream: after what was put there before it."""
+    weight, layer = _on_cuda(case, subject)
+    for rows in case.rows:
+        given = draw(case, layer, weight, rows, case.seeds[0])
+        x = torch.full_like(given, torch.nan)
+        out = torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
+        torch.cuda.synchronize(subject.device)
+        stream = torch.cuda.Stream(subject.device)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            torch.cuda._sleep(_BUSY_CYCLES)  # noqa: SLF001  # as above
+            x.copy_(given)
+            layer(x, out=out)
+        stream.synchronize()
+        judge_call(layer, weight, given, out)
+    return "after what stands before it on the stream"

@@ -1,0 +1,112 @@
+"""The checks of what matters on a device catch what they are for, and say what this machine can't show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import q4core as q4
+from q4_conformance import Case, Outcome, device_cases, run_case
+from q4_conformance.cases import cases_of
+from q4_conformance.subject import BackendSubject
+from q4_conformance.zoo import ToyKernel
+
+FORMAT = "nvfp4"
+
+
+def _case(check: str, **facts: Any) -> Case:
+    found = [case for case in device_cases([FORMAT]) if case.check == check]
+    return attrs.evolve(found[0], **facts)
+
+
+class _Quantising(ToyKernel):
+    """The toy with the reference as its quantiser, and perhaps a fault."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__(f"quantising-{fault or 'right'}", ops={"linear", "quantize"})
+        self.fault = fault
+
+    def quantize(self, dense: torch.Tensor, request: q4.Request) -> Any:
+        weight = q4.quantize(dense, request.format.name)
+        if self.fault == "rounds half up":
+            halves = (dense.abs().mul(4) % 1 == 0).reshape(dense.shape[0], -1, 2).any(-1)
+            return attrs.evolve(weight, qdata=torch.where(halves, weight.qdata ^ 1, weight.qdata))
+        if self.fault == "zero scale":
+            return attrs.evolve(weight, scale=torch.zeros_like(weight.scale.view(torch.uint8)).view(weight.scale.dtype))
+        return dense if self.fault == "dense" else weight
+
+
+def test_a_right_quantiser_passes() -> None:
+    """The reference's own bytes pass."""
+    result = run_case(_case("native_quantiser"), BackendSubject(_Quantising()))
+    assert result.outcome is Outcome.PASS, result
+
+
+@pytest.mark.parametrize("fault", ["rounds half up", "zero scale", "dense"])
+def test_a_wrong_quantiser_is_caught(fault: str) -> None:
+    """Other codes, other scales, or no packed weight at all fail the case."""
+    result = run_case(_case("native_quantiser"), BackendSubject(_Quantising(fault)))
+    assert result.outcome is Outcome.FAIL, result
+
+
+def test_no_quantiser_is_not_declared() -> None:
+    """A backend without the op does not pass for want of a test."""
+    assert run_case(_case("native_quantiser"), BackendSubject(ToyKernel())).outcome is Outcome.NOT_DECLARED
+
+
+def test_a_kernel_is_picked() -> None:
+    """The toy outranks the reference, and the record names its path."""
+    result = run_case(_case("picked"), BackendSubject(ToyKernel()))
+    assert result.outcome is Outcome.PASS, result
+    assert "gemv_w4a32" in result.message
+
+
+def test_a_kernel_that_is_outranked_is_caught() -> None:
+    """A kernel of a tier below the reference's is never picked, and fails the case."""
+
+    class _Lowest(ToyKernel):
+        def check(self, request: q4.Request) -> q4.Verdict:
+            verdict = super().check(request)
+            return attrs.evolve(verdict, paths=[attrs.evolve(path, tier=-1) for path in verdict.paths])
+
+    result = run_case(_case("picked"), BackendSubject(_Lowest("lowest")))
+    assert result.outcome is Outcome.FAIL
+    assert "dequant-fallback" in result.message
+
+
+@pytest.mark.parametrize("check", ["graph", "quiet", "stream"])
+def test_what_needs_a_cuda_device_says_so(check: str) -> None:
+    """On the CPU these cases are not testable, and no pass."""
+    result = run_case(_case(check), BackendSubject(ToyKernel()))
+    assert result.outcome is Outcome.NOT_TESTABLE
+    assert "CUDA" in result.message
+
+
+@pytest.mark.parametrize(
+    ("codes", "outcome"),
+    [
+        ([q4.ReasonCode.ARCH], Outcome.NOT_TESTABLE),
+        ([q4.ReasonCode.ARCH, q4.ReasonCode.TOOLCHAIN], Outcome.FAIL),
+        ([q4.ReasonCode.SHAPE], Outcome.FAIL),
+    ],
+)
+def test_missing_hardware_is_told_from_a_broken_build(codes: list[q4.ReasonCode], outcome: Outcome) -> None:
+    """A refusal for hardware alone makes a case not testable; one for anything else is a failure."""
+
+    class _Refusing(ToyKernel):
+        def check(self, request: q4.Request) -> q4.Verdict:
+            return q4.Verdict.refuse([q4.Reason(code, f"because of {code.value}") for code in codes], native_state="no")
+
+    subject = BackendSubject(_Refusing("refusing", precisions={q4.Precision.W4A32, q4.Precision.W4A4}))
+    result = run_case(_case("native_product"), subject)
+    assert result.outcome is outcome, result
+    assert "because of" in result.message
+
+
+def test_a_cuda_device_adds_its_cases() -> None:
+    """A run on a CUDA device takes these cases as well; one on the CPU does not."""
+    extra = {case.id for case in cases_of([FORMAT], "cuda:0")} - {case.id for case in cases_of([FORMAT], "cpu")}
+    assert extra == {case.id for case in device_cases([FORMAT])}

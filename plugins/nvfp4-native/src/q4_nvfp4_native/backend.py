@@ -1,0 +1,119 @@
+"""``Nvfp4Native``: FP4 tensor cores where asked for, the shared weight-only kernels otherwise, and a native quantiser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from q4_nvfp4_native.native import Native, Tools
+from q4_nvfp4_native.operands import OperandMeta, export_operand, prepare_operand
+from q4_nvfp4_native.quantizer import KINDS, quantize_packed
+from q4_triton_kernels import WeightOnlyBackend
+from q4core import (
+    ActivationPrecision,
+    KernelPath,
+    PackedWeight,
+    PathKind,
+    Precision,
+    PrepareContext,
+    Prepared,
+    Reason,
+    ReasonCode,
+    Request,
+    ScaleKind,
+    Tier,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from q4_triton_kernels import Facts
+
+__all__ = ["Nvfp4Native"]
+
+
+class Nvfp4Native(WeightOnlyBackend):
+    """NVFP4 and MXFP4.
+
+    ``ActivationPrecision.FP4`` asks for the FP4 paths (w4a4) and gets nothing else; every other precision gets the
+    weight-only ones.
+
+    Args:
+        facts: Of the machine; those of this one unless told.
+        tools: What the FP4 paths are built with.
+        devices: Device types beside those of the weight-only kernels; a test brings ``"cpu"``.
+    """
+
+    name = "nvfp4-native"
+    formats = frozenset({"nvfp4", "mxfp4"})
+    scale_kinds = frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV, ScaleKind.E8M0})
+
+    def __init__(self, facts: Facts | None = None, tools: Tools | None = None, devices: Iterable[str] = ()) -> None:
+        super().__init__(facts)
+        own = self.capabilities
+        self.capabilities = attrs.evolve(
+            own,
+            devices=own.devices | set(devices),
+            precisions=own.precisions | {Precision.W4A4},
+            ops=own.ops | {"quantize"},
+        )
+        self.native = Native(self.facts, tools or Tools())
+
+    def check(self, request: Request) -> Verdict:
+        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or the weight-only paths."""
+        if request.op == "quantize":
+            return self._check_quantize(request)
+        if request.precision is ActivationPrecision.FP4:
+            return self.native.check(request)
+        return super().check(request)
+
+    def _check_quantize(self, request: Request) -> Verdict:
+        target = self.target(request.device)
+        reasons = list(target) if isinstance(target, tuple) else []
+        if request.scale_kind not in KINDS[request.format.name]:
+            message = f"the quantiser writes no {request.scale_kind.value} scales"
+            reasons.append(Reason(ReasonCode.FORMAT, message))
+        if request.in_features % request.block_size:
+            message = f"K must be a multiple of {request.block_size}, got {request.in_features}"
+            reasons.append(Reason(ReasonCode.SHAPE, message))
+        if reasons:
+            return Verdict.refuse(reasons, native_state="no quantiser")
+        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC)
+        return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        """Lay the weight out for the paths that its request is served by, and compile and load their kernels."""
+        if request.precision is not ActivationPrecision.FP4:
+            return super().prepare(weight, request, context)
+        self.native.load(request)
+        return Prepared(*prepare_operand(weight, context))
+
+    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+        """Return the weight, whole or the given rows, bit for bit."""
+        if isinstance(prepared.meta, OperandMeta):
+            return export_operand(prepared, rows)
+        return super().export(prepared, rows)
+
+    def linear(
+        self,
+        prepared: Prepared,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        path: str,
+    ) -> None:
+        """Launch the kernels of a path on the current stream."""
+        meta = prepared.meta
+        if isinstance(meta, OperandMeta):
+            self.native.linear(meta, prepared.tensors, x, out, bias, path)
+        else:
+            super().linear(prepared, x, out, bias=bias, path=path)
+
+    def quantize(self, dense: torch.Tensor, request: Request) -> PackedWeight:
+        """Quantise on the device; the bytes equal the reference codec's on the CPU."""
+        return quantize_packed(dense, request.format, scale_kind=request.scale_kind)

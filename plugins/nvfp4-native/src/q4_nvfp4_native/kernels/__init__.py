@@ -1,0 +1,1 @@
+"""The Triton kernels; importing this package needs Triton."""

@@ -1,0 +1,242 @@
+"""The machine side of the FP4 paths: what can run them here and why not, and the calls themselves.
+
+Three engines over one prepared layout: an external libNVFP4.so, our CUDA C++ kernels compiled by NVRTC (sm_120a, sm_121a),
+and ``tl.dot_scaled`` where the installed Triton is seen to make it native (sm_100, sm_103). Each rounds activations by a
+kernel of its own first; the latter two by the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_nvfp4_native import scaled_dot
+from q4_nvfp4_native.calls import NUMBER_TYPES, GemmCall, QuantizeCall
+from q4_nvfp4_native.compiler import NATIVE_ARCHITECTURES, compile_kernels, nvrtc_problem, nvrtc_version
+from q4_nvfp4_native.configurations import configurations, is_measured, rows_served
+from q4_nvfp4_native.driver import find_driver
+from q4_nvfp4_native.library import find_library
+from q4_nvfp4_native.operands import BYTE_KINDS
+from q4core import BackendError, KernelPath, PathKind, Precision, Reason, ReasonCode, Tier, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_nvfp4_native.driver import Driver, Kernel
+    from q4_nvfp4_native.library import Search
+    from q4_nvfp4_native.operands import OperandMeta
+    from q4_triton_kernels import Facts
+    from q4core import Request
+
+__all__ = ["FP4_ARCHITECTURES", "Native", "Tools"]
+
+FP4_ARCHITECTURES = (100, 103, 120, 121)
+"""Compute capabilities × 10 whose tensor cores multiply FP4."""
+EXTERNAL, NATIVE, DOT = "external-fp4", "native-fp4", "native-fp4-dot"
+_QUANTIZE_THREADS, _QUANTIZE_SHARED_BYTES = 256, 32
+_ALIGNMENT = 16
+
+
+@attrs.frozen(kw_only=True)
+class Tools:
+    """What the FP4 paths are built with; a test brings its own."""
+
+    nvrtc_problem: Callable[[int], str | None] = nvrtc_problem
+    nvrtc_version: Callable[[], str] = nvrtc_version
+    compile: Callable[[str, int], Any] = compile_kernels
+    driver: Callable[[], Driver] = find_driver
+    library: Callable[[], Search] = find_library
+    dot_problem: Callable[[int, str], str | None] = scaled_dot.problem
+    product: Callable[[int, str, int, torch.dtype], scaled_dot.Product] = scaled_dot.product
+    stream: Callable[[torch.device], int] = lambda device: torch._C._cuda_getCurrentRawStream(device.index or 0)  # noqa: SLF001  # what Triton calls; the public way costs 2 µs
+
+
+class Native:
+    """The FP4 paths on the devices of this machine.
+
+    Args:
+        facts: Of the machine.
+        tools: What they are built with.
+    """
+
+    def __init__(self, facts: Facts, tools: Tools) -> None:
+        # Whether Triton can build kernels is no matter of hardware: only one of the engines asks for it.
+        self._facts = attrs.evolve(facts, triton="1000.0", is_interpreted=False, has_compiler=True)
+        self._tools = tools
+        self._kernels: dict[tuple[int, str], dict[str, Kernel]] = {}
+        self._products: dict[tuple[int, str, int, torch.dtype], scaled_dot.Product] = {}
+        self._faults: dict[tuple[int, str], Reason] = {}
+        self._search: Search | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def search(self) -> Search:
+        """What became of the candidates for libNVFP4.so; looked for once."""
+        with self._lock:
+            if self._search is None:
+                self._search = self._tools.library()
+            return self._search
+
+    def check(self, request: Request) -> Verdict:
+        """Offer the FP4 paths, or give every reason why not."""
+        reasons = []
+        if request.scale_kind not in BYTE_KINDS:
+            message = f"FP4 tensor cores take e4m3 or e8m0 scales, the weight's are {request.scale_kind.value}"
+            reasons.append(Reason(ReasonCode.FORMAT, message))
+        arch = self._arch(request.device)
+        if not isinstance(arch, int):
+            return Verdict.refuse([*reasons, *arch], native_state="no device with FP4 tensor cores")
+        if arch not in FP4_ARCHITECTURES:
+            served = ", ".join(f"sm_{item}" for item in FP4_ARCHITECTURES)
+            message = f"the device is sm_{arch}, which has no FP4 tensor cores; {served} have"
+            return Verdict.refuse([*reasons, Reason(ReasonCode.ARCH, message)], native_state=f"sm_{arch}")
+        paths, more, states = self._engines(request, arch)
+        if paths and not reasons:
+            return Verdict.offer(paths, native_state="; ".join(states))
+        return Verdict.refuse([*reasons, *more], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
+
+    def _arch(self, device: torch.device) -> int | tuple[Reason, ...]:
+        target = self._facts.target(torch.device("cuda", _index(device)))
+        if isinstance(target, tuple):
+            return target
+        return 0 if target.arch is None else target.arch
+
+    def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Reason], list[str]]:
+        """Return the paths, why some engines offer none, and what is loaded."""
+        paths: list[KernelPath] = []
+        reasons: list[Reason] = []
+        states: list[str] = []
+        name = request.format.name
+        if name == "nvfp4":
+            if self.search.library is not None:
+                paths.append(_path(EXTERNAL, (1, None)))
+                states.append(self.search.state)
+            reasons += [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
+        problem = self._tools.nvrtc_problem(arch)
+        fault = self._faults.get((_index(request.device), name))
+        if problem is not None:
+            reasons.append(Reason(ReasonCode.TOOLCHAIN, problem))
+        elif fault is not None:
+            reasons.append(fault)
+        elif arch in NATIVE_ARCHITECTURES:
+            paths += [_path(f"{NATIVE}-{tile}", rows) for tile, rows in rows_served(arch).items()]
+            measured = "" if is_measured() else ", not yet run on hardware"
+            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a{measured}")
+        else:
+            dot = self._tools.dot_problem(arch, name)
+            if dot is None:
+                paths.append(_path(DOT, (1, None)))
+                states.append(f"tl.dot_scaled for sm_{arch}, not yet run on hardware")
+            else:
+                reasons.append(Reason(ReasonCode.TOOLCHAIN, dot))
+        return paths, reasons, states
+
+    def load(self, request: Request) -> None:
+        """Compile and load every kernel that the request's paths launch.
+
+        Raises:
+            BackendError: That failed; the same request is refused with this reason from now on.
+        """
+        key = (_index(request.device), request.format.name)
+        arch = self._arch(request.device)
+        if not isinstance(arch, int) or self._tools.nvrtc_problem(arch) is not None:
+            return  # an external library serves
+        code = ReasonCode.TOOLCHAIN
+        with self._lock:
+            try:
+                if key not in self._kernels:
+                    compiled = self._tools.compile(request.format.name, arch)
+                    code = ReasonCode.DRIVER
+                    self._kernels[key] = self._loaded(compiled.cubin, request, arch)
+                if arch not in NATIVE_ARCHITECTURES:
+                    code = ReasonCode.TOOLCHAIN
+                    self._load_product(key, arch, request)
+            except BackendError as error:
+                self._faults[key] = Reason(code, str(error))
+                raise
+
+    def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
+        kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
+        place = (*key, kind, request.out_dtype)
+        if place not in self._products:
+            product = self._tools.product(arch, request.format.name, kind, request.out_dtype)
+            product.load()
+            self._products[place] = product
+
+    def _loaded(self, machine_code: bytes, request: Request, arch: int) -> dict[str, Kernel]:
+        driver = self._tools.driver()
+        name = request.format.name
+        module = driver.load(machine_code, f"the {name} kernels for sm_{arch}")
+        shape = {"threads": _QUANTIZE_THREADS, "shared_bytes": _QUANTIZE_SHARED_BYTES}
+        kernels = {"quantize": driver.kernel(module, f"q4_quantize_{name}", **shape)}
+        if arch not in NATIVE_ARCHITECTURES:
+            return kernels
+        for tile, own in configurations().items():
+            shape = {"threads": own.threads, "shared_bytes": own.shared_bytes(request.format.block_size)}
+            kernels[tile] = driver.kernel(module, f"q4_gemm_{name}_{tile}", **shape)
+        return kernels
+
+    def linear(  # noqa: PLR0913  # the facts of one call
+        self,
+        meta: OperandMeta,
+        tensors: tuple[torch.Tensor, ...],
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        path: str,
+    ) -> None:
+        """Round x to FP4 and multiply, both on the current stream."""
+        rows = x.shape[0]
+        block = meta.spec.block_size
+        code_bytes = rows * (meta.padded // 2)
+        scale_bytes = -(-rows * (meta.padded // block) // _ALIGNMENT) * _ALIGNMENT
+        # One piece of torch's cache: three allocations would take a third of the time on the host.
+        room = torch.empty(code_bytes + scale_bytes + 4 * rows, dtype=torch.uint8, device=x.device)
+        start = room.data_ptr()
+        following = 2
+        global_scale = None
+        if meta.global_dtype is not None:
+            global_scale = tensors[following]
+            following += 1
+        static = tensors[following].data_ptr() if meta.has_static_scale else None
+        quantize = QuantizeCall(
+            x.data_ptr(), start, start + code_bytes, start + code_bytes + scale_bytes, static, x.stride(0), rows,
+            x.shape[1], NUMBER_TYPES[x.dtype],
+        )  # fmt: skip
+        gemm = GemmCall(
+            quantize.codes, quantize.scales, quantize.rows, tensors[0].data_ptr(), tensors[1].data_ptr(),
+            None if global_scale is None else global_scale.data_ptr(), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), rows, meta.spec.out_features, meta.padded,
+            global_scale is not None and global_scale.numel() > 1, meta.global_divides, NUMBER_TYPES[out.dtype],
+        )  # fmt: skip
+        stream = self._tools.stream(x.device)
+        if path == EXTERNAL:
+            library = self.search.library
+            if library is None:
+                raise BackendError(f"path {path}", hint="The library that it was offered with is gone.")
+            library.quantize(quantize, stream)
+            library.multiply(gemm, stream)
+            return
+        kernels = self._kernels[_index(x.device), meta.spec.format.name]
+        kernels["quantize"].launch(rows, stream, quantize)
+        if path == DOT:
+            parts = room[:code_bytes], room[code_bytes : code_bytes + scale_bytes], room[code_bytes + scale_bytes :]
+            kind = scaled_dot.GLOBAL_KINDS[meta.spec.scale_kind]
+            product = self._products[_index(x.device), meta.spec.format.name, kind, out.dtype]
+            product(parts, tensors, global_scale, bias, out, meta)
+            return
+        tile = path.removeprefix(f"{NATIVE}-")
+        kernels[tile].launch(configurations()[tile].blocks(rows, meta.spec.out_features), stream, gemm)
+
+
+def _index(device: torch.device) -> int:
+    if device.index is None and device.type == "cuda":
+        return torch.cuda.current_device()
+    return device.index or 0
+
+
+def _path(name: str, rows: tuple[int, int | None]) -> KernelPath:
+    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, Tier.NATIVE)

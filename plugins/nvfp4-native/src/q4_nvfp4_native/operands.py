@@ -1,0 +1,148 @@
+"""What is prepared for FP4 tensor cores: the weight as rows of codes and scale bytes, padded to whole steps of K.
+
+| tensor | shape | dtype |
+|---|---|---|
+| codes | [N, P / 2], P = K rounded up to a multiple of 128 | uint8, the even code in the lower nibble |
+| scales | [N, P / block] | uint8: e4m3 or e8m0, zero past K |
+| global scale, where the weight has one | [1] or [N] | float32 |
+| static activation scale, where it is used | [1] | float32 |
+| further side tensors of the weight | | as stored |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core import NibbleOrder, PackedWeight, Packing, ScaleKind, WeightError, WeightSpec, pack_codes, unpack_codes
+
+if TYPE_CHECKING:
+    from q4core import PrepareContext, Prepared
+
+__all__ = ["BYTE_KINDS", "STEP", "OperandMeta", "export_operand", "prepare_operand"]
+
+STEP = 128
+"""In-features that a kernel takes at a time."""
+BYTE_KINDS = frozenset({ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
+_STATIC_POWERS = (-14, 3)
+"""Static activation scales, as powers of two, under which activations of the size that the self-probe draws (up to
+6/64) are kept exactly; beyond them each row gets its own scale."""
+_OWN = frozenset({"qdata", "scale", "global_scale"})
+_SIGN = 0x80
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class OperandMeta:
+    """The layout of one prepared weight.
+
+    Args:
+        spec: The weight's own facts.
+        scale_dtype: dtype of its scales as stored.
+        global_dtype: dtype of its global scale as stored; None where it has none.
+        has_static_scale: Whether activations are rounded under the checkpoint's scale.
+    """
+
+    spec: WeightSpec
+    scale_dtype: torch.dtype
+    global_dtype: torch.dtype | None
+    has_static_scale: bool
+
+    @property
+    def padded(self) -> int:
+        """P: in-features, padded."""
+        return -(-self.spec.in_features // STEP) * STEP
+
+    @property
+    def global_divides(self) -> bool:
+        """Whether the global scale divides."""
+        return self.spec.scale_kind is ScaleKind.E4M3_DIV
+
+
+def _is_static(weight: PackedWeight) -> bool:
+    if weight.activation_scale is None or weight.scale_kind is ScaleKind.E8M0 or weight.activation_scale.numel() != 1:
+        return False
+    scale = float(weight.activation_scale)
+    if not (math.isfinite(scale) and scale > 0):
+        return False
+    low, high = _STATIC_POWERS
+    return low <= math.ceil(math.log2(scale)) <= high
+
+
+def prepare_operand(weight: PackedWeight, context: PrepareContext) -> tuple[tuple[torch.Tensor, ...], OperandMeta]:
+    """Return a weight as the right-hand operand.
+
+    Args:
+        weight: With row blocks and byte scales, on the context's device.
+        context: Where tensors are allocated, each written once.
+
+    Raises:
+        WeightError: An e4m3 scale is a negative zero.
+    """
+    meta = OperandMeta(
+        spec=WeightSpec.of(weight),
+        scale_dtype=weight.scale.dtype,
+        global_dtype=None if weight.global_scale is None else weight.global_scale.dtype,
+        has_static_scale=_is_static(weight),
+    )
+
+    def keep(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        place = context.empty(shape, dtype)
+        return place.copy_(source)
+
+    rows, columns = weight.shape
+    codes = torch.nn.functional.pad(weight.codes(), (0, meta.padded - columns))
+    scales = weight.scale.view(torch.uint8)
+    if weight.scale_kind is not ScaleKind.E8M0 and bool((scales & _SIGN).any()):
+        raise WeightError(weight.label("scale"), name="e4m3 scales", rule="without sign: FP4 tensor cores read none")
+    scales = torch.nn.functional.pad(scales, (0, meta.padded // weight.block_size - scales.shape[1]))
+    tensors = [
+        keep(pack_codes(codes, Packing.LOW_FIRST), (rows, meta.padded // 2), torch.uint8),
+        keep(scales, tuple(scales.shape), torch.uint8),
+    ]
+    if weight.global_scale is not None:
+        tensors.append(keep(weight.global_scale.reshape(-1), (weight.global_scale.numel(),), torch.float32))
+    if meta.has_static_scale and weight.activation_scale is not None:
+        tensors.append(keep(weight.activation_scale.reshape(1), (1,), torch.float32))
+    tensors += [
+        keep(tensor, tuple(tensor.shape), tensor.dtype) for name, tensor in weight.tensors() if name not in _OWN
+    ]
+    return tuple(tensors), meta
+
+
+def export_operand(prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    """Return the weight that was prepared, whole or the given rows: codes and scales bit for bit."""
+    meta: OperandMeta = prepared.meta
+    spec = meta.spec
+    given = iter(prepared.tensors)
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if rows is None else tensor[rows.to(tensor.device)]
+
+    codes = unpack_codes(take(next(given)), Packing.LOW_FIRST)[:, : spec.in_features]
+    if spec.packing.order is NibbleOrder.HALF_SPLIT:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % spec.packing.group))
+    scales = take(next(given))[:, : -(-spec.in_features // spec.block_size)].contiguous()
+    fields: dict[str, Any] = {"qdata": pack_codes(codes, spec.packing), "scale": scales.view(meta.scale_dtype)}
+    if meta.global_dtype is not None:
+        values = next(given)
+        fields["global_scale"] = (take(values) if values.numel() > 1 else values.reshape(())).to(meta.global_dtype)
+    if meta.has_static_scale:
+        next(given)
+    for name in spec.fields:
+        if name not in _OWN:
+            fields[name] = next(given).clone()
+    return PackedWeight(
+        format=spec.format,
+        out_features=codes.shape[0],
+        in_features=spec.in_features,
+        block_size=spec.block_size,
+        scale_kind=spec.scale_kind,
+        packing=spec.packing,
+        blocks=spec.blocks,
+        nested_block_size=spec.nested_block_size,
+        dtype=spec.dtype,
+        **fields,
+    )

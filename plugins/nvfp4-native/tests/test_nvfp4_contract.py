@@ -1,0 +1,56 @@
+"""The FP4 paths pass the w4a4 cases of the kit, by the real kernels' code in the emulator and through both launchers."""
+
+from __future__ import annotations
+
+import pytest
+from nvfp4_emulation import emulated_backend, emulated_library
+
+from q4_conformance import Case, Outcome, linear_cases, run_case
+from q4_conformance.subject import BackendSubject
+from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
+
+FP4_CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision is ActivationPrecision.FP4]
+# A manifest can't say that w4a4 takes no float scales: the backend says it when asked, which the last test is about.
+PLAIN = [case for case in FP4_CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
+CASES = [case for case in FP4_CASES if case not in PLAIN]
+LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
+
+
+@pytest.fixture(scope="module")
+def by_driver() -> BackendSubject:
+    """The backend with kernels launched through the driver."""
+    return BackendSubject(emulated_backend())
+
+
+@pytest.fixture(scope="module")
+def by_library() -> BackendSubject:
+    """The backend with an external library's kernels."""
+    return BackendSubject(emulated_backend(emulated_library(), driver=False))
+
+
+def _run(case: Case, subject: BackendSubject) -> None:
+    result = run_case(case, subject)
+    is_served = Feature.CUSTOM_CODEBOOK not in case.weight_recipe.features
+    assert result.outcome is (Outcome.PASS if is_served else Outcome.NOT_DECLARED), result
+    assert not result.is_fallback
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_case(case: Case, by_driver: BackendSubject) -> None:
+    """The case passes by our kernels; another codebook is said not to be served."""
+    _run(case, by_driver)
+
+
+@pytest.mark.parametrize("case", LIBRARY_CASES, ids=[case.id for case in LIBRARY_CASES])
+def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
+    """The case passes by the functions of an external library."""
+    _run(case, by_library)
+
+
+def test_float_scales_are_refused_with_their_reason(by_driver: BackendSubject) -> None:
+    """A weight with float scales can't be an operand of FP4 tensor cores: a `format` reason, never another precision."""
+    weight = PLAIN[0].weight_recipe.build()
+    config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, backend="nvfp4-native")
+    with pytest.raises(BackendUnavailableError) as caught:
+        Session(config, registry=by_driver.registry).linear(weight)
+    assert ReasonCode.FORMAT in {reason.code for item in caught.value.rejections for reason in item.reasons}

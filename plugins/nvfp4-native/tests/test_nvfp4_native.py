@@ -1,0 +1,209 @@
+"""What runs the FP4 paths, and every reason why nothing does: facts are faked, the answers are the code's own."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import attrs
+import pytest
+import torch
+from nvfp4_emulation import BLACKWELL, emulated_backend, emulated_library, emulated_tools
+
+from q4_conformance.subject import make_registry
+from q4_nvfp4_native import Nvfp4Native
+from q4_nvfp4_native.compiler import Compiled
+from q4_triton_kernels import Facts
+from q4core import (
+    ActivationPrecision,
+    BackendError,
+    BackendUnavailableError,
+    ComputePath,
+    Precision,
+    ReasonCode,
+    Request,
+    Session,
+    SessionConfig,
+    quantize,
+)
+
+CUDA = torch.device("cuda", 0)
+
+
+def _weight(format_: str = "nvfp4", rows: int = 24, columns: int = 160):
+    return quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), format_)
+
+
+def _request(format_: str = "nvfp4", device: torch.device = CUDA, **facts: object) -> Request:
+    asked = {"precision": ActivationPrecision.FP4, **facts}
+    return Request.for_weight(_weight(format_), device=device, **asked)
+
+
+def _config(path: ComputePath = ComputePath.KERNEL_ONLY) -> SessionConfig:
+    return SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, compute_path=path)
+
+
+def _facts(arch: int = 121, **changes: object) -> Facts:
+    return attrs.evolve(BLACKWELL, capability=lambda _: divmod(arch, 10), **changes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "domain"),
+    [
+        (_facts(torch_cuda=None, driver=None, is_cuda_available=False), ReasonCode.DEVICE, "hardware"),
+        (_facts(driver=None, is_cuda_available=False), ReasonCode.DRIVER, "hardware"),
+        (_facts(driver=12080), ReasonCode.DRIVER, "hardware"),
+        (_facts(is_cuda_available=False), ReasonCode.DEVICE, "hardware"),
+        (_facts(90), ReasonCode.ARCH, "hardware"),
+        (_facts(75), ReasonCode.ARCH, "hardware"),
+        (_facts(110), ReasonCode.ARCH, "hardware"),
+    ],
+    ids=["no-cuda", "no-driver", "old-driver", "no-device", "sm_90", "sm_75", "sm_110"],
+)
+def test_hardware_that_does_not_fit_is_the_reason(facts: Facts, code: ReasonCode, domain: str) -> None:
+    """Each fact of the machine that forbids FP4 tensor cores has its own code, of the domain hardware."""
+    verdict = Nvfp4Native(facts, emulated_tools()).check(_request())
+    assert [reason.code for reason in verdict.reasons] == [code]
+    assert code.domain == domain
+
+
+def test_triton_is_not_needed_for_our_kernels() -> None:
+    """Without Triton, or with an old one, NVRTC's kernels are offered all the same."""
+    for triton in (None, "2.1.0"):
+        verdict = Nvfp4Native(_facts(triton=triton, has_compiler=False), emulated_tools()).check(_request())
+        assert [path.name for path in verdict.paths] == ["native-fp4-m16", "native-fp4-m64", "native-fp4-m128"]
+
+
+@pytest.mark.parametrize("arch", [120, 121])
+def test_paths_cover_every_row_count_once(arch: int) -> None:
+    """The tilings' ranges of M follow one another without gap or overlap, and are w4a4 kernels."""
+    paths = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
+    assert {path.precision for path in paths} == {Precision.W4A4}
+    low = 1
+    for path in paths:
+        assert path.m[0] == low
+        low = 0 if path.m[1] is None else path.m[1] + 1
+    assert low == 0
+
+
+@pytest.mark.parametrize(("arch", "tool"), [(121, "nvrtc_problem"), (100, "nvrtc_problem"), (100, "dot_problem")])
+def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
+    """No NVRTC, or a Triton that makes no native product, is a `toolchain` reason with the tool's own words."""
+    problem = (lambda *_: "the tool's words")
+    backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **{tool: problem}))
+    reasons = backend.check(_request()).reasons
+    assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
+
+
+def test_dot_scaled_serves_where_it_is_native() -> None:
+    """On sm_100 and sm_103 the path by Triton is offered where its text is native."""
+    for arch in (100, 103):
+        tools = attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)
+        verdict = Nvfp4Native(_facts(arch), tools).check(_request("mxfp4"))
+        assert [path.name for path in verdict.paths] == ["native-fp4-dot"]
+
+
+def test_scales_and_machine_are_told_together() -> None:
+    """All reasons are given at once: float scales and a GPU without FP4."""
+    request = Request.for_weight(_weight().with_plain_scale(), device=CUDA, precision=ActivationPrecision.FP4)
+    reasons = Nvfp4Native(_facts(90), emulated_tools()).check(request).reasons
+    assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.ARCH]
+
+
+@pytest.mark.parametrize(
+    ("compile_", "code"),
+    [(lambda *_: Compiled("sm_121a", "", b"not a cubin"), ReasonCode.DRIVER), (None, ReasonCode.TOOLCHAIN)],
+    ids=["cubin-that-does-not-load", "source-that-does-not-compile"],
+)
+def test_code_that_does_not_load_is_refused_and_remembered(compile_: object, code: ReasonCode) -> None:
+    """The layer is refused, as the policy says; from then on the backend gives the reason before it is tried again."""
+
+    def refuse(*_: object) -> Compiled:
+        raise BackendError("the compiler's words")
+
+    backend = emulated_backend(compile=compile_ or refuse)
+    with pytest.raises(BackendUnavailableError):
+        Session(_config(), registry=make_registry(backend)).linear(_weight())
+    verdict = backend.check(_request(device=torch.device("cpu")))
+    assert [reason.code for reason in verdict.reasons] == [code]
+    assert code.domain in {"build", "hardware"}
+    layer = Session(_config(ComputePath.KERNEL_OR_FALLBACK), registry=make_registry(backend))
+    with pytest.warns(UserWarning, match="nvfp4"):
+        assert layer.linear(_weight()).diagnostics().backend == "dequant-fallback"
+
+
+def test_fp4_is_given_to_nobody_who_did_not_ask() -> None:
+    """Under the default precision on a GPU no w4a4 path serves."""
+    backend = emulated_backend()
+    for precision in (ActivationPrecision.AUTO, ActivationPrecision.EXACT, ActivationPrecision.INT8):
+        verdict = backend.check(_request(precision=precision))
+        assert not [path for path in verdict.paths if path.precision is Precision.W4A4]
+
+
+def test_kernels_are_compiled_once() -> None:
+    """Layers and formats share what is loaded: one compilation for each format."""
+    compiled = []
+
+    def compile_(format_name: str, arch: int) -> Compiled:
+        compiled.append((format_name, arch))
+        return Compiled("sm_121a", "", b"emulated")
+
+    session = Session(_config(), registry=make_registry(emulated_backend(compile=compile_)))
+    for format_ in ("nvfp4", "mxfp4", "nvfp4"):
+        session.linear(_weight(format_))
+    assert sorted(compiled) == [("mxfp4", 121), ("nvfp4", 121)]
+
+
+def test_a_thread_without_context_enters_that_of_the_device() -> None:
+    """A launch from a thread that has used no CUDA yet gives the same bits."""
+    layer = Session(_config(), registry=make_registry(emulated_backend())).linear(_weight())
+    x = torch.randn(3, 160)
+    wanted, got = layer(x), []
+    ctypes.CDLL(str(emulated_library())).emulator_lose_context()
+    thread = threading.Thread(target=lambda: got.append(layer(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(got[0], wanted)
+
+
+def test_forward_neither_compiles_nor_loads() -> None:
+    """Everything slow has happened when a layer is made."""
+    allowed = [True]
+
+    def compile_(*_: object) -> Compiled:
+        assert allowed[0]
+        return Compiled("sm_121a", "", b"emulated")
+
+    layer = Session(_config(), registry=make_registry(emulated_backend(compile=compile_))).linear(_weight())
+    allowed[0] = False
+    for rows in (1, 17, 130):
+        layer(torch.randn(rows, 160))
+
+
+def test_each_tiling_serves_its_rows() -> None:
+    """The record names the tiling that ran for each number of rows."""
+    layer = Session(_config(), registry=make_registry(emulated_backend())).linear(_weight())
+    for rows in (1, 16, 17, 127, 128, 129):
+        layer(torch.randn(rows, 160))
+    diagnostics = layer.diagnostics()
+    ran = dict(zip([segment.path.name for segment in diagnostics.segments], diagnostics.calls, strict=True))
+    assert ran == {"native-fp4-m16": 2, "native-fp4-m64": 3, "native-fp4-m128": 1}
+
+
+@pytest.mark.parametrize("scale_kind", ["plain"])
+def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
+    """A scale kind that the quantiser does not write, and a K that cuts a block, are refused together."""
+    request = attrs.evolve(
+        Request.for_weight(_weight().with_plain_scale(), device=CUDA), op="quantize", in_features=161
+    )
+    reasons = Nvfp4Native(_facts(), emulated_tools()).check(request).reasons
+    assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.SHAPE]
+
+
+def test_quantiser_is_offered_on_every_listed_architecture() -> None:
+    """The native quantiser needs no FP4 tensor cores; no Triton is its reason."""
+    request = attrs.evolve(_request(precision=ActivationPrecision.AUTO), op="quantize")
+    for arch in (80, 86, 89, 90, 100, 103, 120, 121):
+        assert [path.name for path in Nvfp4Native(_facts(arch), emulated_tools()).check(request).paths] == ["quantize"]
+    reasons = Nvfp4Native(_facts(triton=None), emulated_tools()).check(request).reasons
+    assert [reason.code for reason in reasons] == [ReasonCode.TOOLCHAIN]

@@ -1,0 +1,177 @@
+"""``WeightOnlyBackend``: what a plugin makes its own by a name and a list of formats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.layout import block_problem, export_weight, prepare_weight
+from q4_triton_kernels.plan import family_for, plan_for
+from q4_triton_kernels.target import Facts, Target, machine_facts
+from q4core import (
+    BackendError,
+    Capabilities,
+    Feature,
+    KernelPath,
+    PackedWeight,
+    PathKind,
+    Precision,
+    PrepareContext,
+    Prepared,
+    Reason,
+    ReasonCode,
+    Request,
+    ScaleKind,
+    Tier,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["WeightOnlyBackend", "weight_only_capabilities"]
+
+_GEMV_ROWS = 8
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def weight_only_capabilities(
+    formats: Iterable[str], scale_kinds: Iterable[ScaleKind], *, devices: Iterable[str] = ("cuda",)
+) -> Capabilities:
+    """Return the manifest of a backend that computes by these kernels alone.
+
+    Args:
+        formats: Names of 4-bit formats.
+        scale_kinds: The scale kinds that its formats are read with; PLAIN is always among them.
+        devices: ``("cuda",)``, or ``("cpu",)`` in the interpreter.
+    """
+    return Capabilities(
+        formats=formats,
+        scale_kinds={ScaleKind.PLAIN, *scale_kinds},
+        devices=devices,
+        dtypes=_DTYPES,
+        precisions={Precision.W4A32, Precision.W4A16},
+        features={
+            Feature.OFFSET,
+            Feature.ZERO_POINT,
+            Feature.FLOAT_ZERO_POINT,
+            Feature.TAIL_BLOCK,
+            Feature.ROW_GLOBAL_SCALE,
+            Feature.GRADIENTS,
+        },
+    )
+
+
+class WeightOnlyBackend:
+    """Weight-only kernels: 4-bit weights, activations of 16 or 32 bits, sums in float32.
+
+    A plugin's backend derives from it, sets ``name``, ``formats`` and ``scale_kinds``, and may add paths of its own by
+    extending ``check``, ``prepare`` and ``linear``.
+
+    Args:
+        facts: Of the machine; those of this one unless told.
+    """
+
+    name: str
+    formats: frozenset[str]
+    scale_kinds: frozenset[ScaleKind] = frozenset()
+    api_version: tuple[int, int] = (1, 0)
+    capabilities: Capabilities
+
+    def __init__(self, facts: Facts | None = None) -> None:
+        self.facts = machine_facts() if facts is None else facts
+        devices = ("cpu",) if self.facts.is_interpreted else ("cuda",)
+        self.capabilities = weight_only_capabilities(self.formats, self.scale_kinds, devices=devices)
+
+        self._targets: dict[torch.device, Target | tuple[Reason, ...]] = {}
+        self._failures: dict[torch.device, Reason] = {}
+
+    def target(self, device: torch.device) -> Target | tuple[Reason, ...]:
+        """Return what runs the kernels on a device, or all the reasons why nothing does."""
+        found = self._targets.get(device)
+        if found is None:
+            found = self._targets[device] = self.facts.target(device)
+        return found
+
+    def check(self, request: Request) -> Verdict:
+        """Offer the weight-only paths, or say what is missing."""
+        target = self.target(request.device)
+        reasons = [] if isinstance(target, Target) else [*target]
+        if request.device in self._failures:
+            reasons.append(self._failures[request.device])
+        problem = block_problem(request.block_size, request.in_features)
+        if problem is not None:
+            reasons.append(Reason(ReasonCode.SHAPE, problem))
+        if reasons or not isinstance(target, Target):
+            return Verdict.refuse(reasons, native_state="not usable" if not isinstance(target, Target) else str(target))
+        return Verdict.offer(self.paths(request, target), native_state=f"Triton {self.facts.triton} ({target})")
+
+    def paths(self, request: Request, target: Target) -> list[KernelPath]:
+        """Return the weight-only paths for a request that can be served on a target."""
+        config = config_for(target.arch)
+        is_wide = request.dtype is torch.float32
+        precision = Precision.W4A32 if is_wide else Precision.W4A16
+        tier = Tier.TUNED if config.measured else Tier.GENERIC
+        paths = [
+            KernelPath(f"gemv_{precision.value}", (1, _GEMV_ROWS), PathKind.KERNEL, precision, tier),
+            KernelPath(f"gemm_{precision.value}", (_GEMV_ROWS + 1, None), PathKind.KERNEL, precision, tier),
+        ]
+        family = family_for(request)
+        if family == "weights" or request.dtype is torch.bfloat16:
+            above = config.dequant_above[family]
+            # One above the kernel's, because from there on the record says that it is faster.
+            paths.append(
+                KernelPath(f"dequant_{precision.value}", (above + 1, None), PathKind.DEQUANT, precision, tier + 1)
+            )
+        return paths
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        """Lay the weight out and compile every kernel that its paths launch for the rows asked for."""
+        target = self.target(request.device)
+        if not isinstance(target, Target):
+            raise BackendError(
+                f"{self.name}: prepare", name="device", rule="one that check allowed", value="; ".join(map(str, target))
+            )
+        tensors, meta = prepare_weight(weight, context)
+        offered = [path for path in self.paths(request, target) if _overlap(path.m, request.m)]
+        plan = plan_for(meta, request.dtype, request.out_dtype, target, request.device)
+        try:
+            plan.load(frozenset(path.name.partition("_")[0] for path in offered), request.m)
+        except BackendError as error:
+            self._failures[request.device] = Reason(ReasonCode.TOOLCHAIN, str(error))
+            raise
+        return Prepared(tensors, meta)
+
+    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+        """Return the weight, whole or the given rows, bit for bit."""
+        return export_weight(prepared, rows)
+
+    def linear(
+        self,
+        prepared: Prepared,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        path: str,
+    ) -> None:
+        """Launch the kernels of a path on the current stream."""
+        target = self.target(x.device)
+        if not isinstance(target, Target):
+            raise BackendError(
+                f"{self.name}: {path}", name="device", rule="one that check allowed", value=str(x.device)
+            )
+        plan = plan_for(prepared.meta, x.dtype, out.dtype, target, x.device)
+        if path.startswith("gemv"):
+            plan.gemv(prepared.tensors, x, out, bias)
+        elif path.startswith("gemm"):
+            plan.gemm(prepared.tensors, x, out, bias)
+        else:
+            plan.dequant(prepared.tensors, x, out, bias)
+
+
+def _overlap(one: tuple[int, int | None], other: tuple[int, int | None]) -> bool:
+    """Return whether two ranges of rows share one."""
+    return (one[1] is None or other[0] <= one[1]) and (other[1] is None or one[0] <= other[1])

@@ -1,0 +1,115 @@
+"""``Program``: one kernel with its constants, compiled and loaded before it is launched; or interpreted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_triton_kernels.ahead import Compiled, compile_for
+from q4core import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_triton_kernels.target import Target
+
+__all__ = ["TYPES", "Program"]
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+}
+"""torch's dtypes by Triton's names."""
+
+
+def _pairs(items: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(items.items())
+
+
+@attrs.define(eq=False)
+class Program:
+    """A kernel with its constants for one target and one device.
+
+    Args:
+        kernel: A ``triton.jit`` function, whose constants come last.
+        signature: Name → type of each argument that is no constant, in order.
+        constants: Name → value of each constant, in order.
+        aligned: As ``compile_for`` takes it.
+        target: What runs it.
+        warps: Warps per block.
+        stages: Depth of the software pipeline.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...]
+    target: Target
+    warps: int
+    stages: int
+    _launch: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.__name__)
+
+    def compile(self, arch: int | None = None) -> Compiled:
+        """Return what the kernel becomes on the target, or on another architecture."""
+        return compile_for(
+            self.kernel,
+            self.signature,
+            self.constants,
+            self.target.arch or 0 if arch is None else arch,
+            aligned=self.aligned,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+
+    def load(self) -> None:
+        """Compile the kernel and load its code onto the current device, once.
+
+        Raises:
+            BackendError: Either fails.
+        """
+        if self._launch is not None:
+            return
+        if self.target.is_interpreted:
+            self._launch = self._interpret
+            return
+        what = f"kernel {self.name}"
+        try:
+            handle = self.compile().handle
+        except Exception as error:
+            rule = f"compiled by the installed Triton for {self.target}"
+            raise BackendError(what, name="source", rule=rule, value=f"{type(error).__name__}: {error}") from error
+        try:
+            handle._init_handles()  # noqa: SLF001  # what its first launch would do
+        except Exception as error:
+            rule = f"loaded by the driver on {self.target}"
+            raise BackendError(
+                what, name="machine code", rule=rule, value=f"{type(error).__name__}: {error}"
+            ) from error
+        constants = tuple(self.constants.values())
+        self._launch = lambda grid, *arguments: handle[grid](*arguments, *constants)
+
+    def _interpret(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        self.kernel[grid](*arguments, **self.constants)
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on the current stream. Tensors stand for their addresses.
+
+        Raises:
+            BackendError: ``load`` was not called before.
+        """
+        if self._launch is None:
+            raise BackendError(f"kernel {self.name}", name="code", rule="loaded before the first launch", value="none")
+        if not self.target.is_interpreted:
+            arguments = tuple(item.data_ptr() if isinstance(item, torch.Tensor) else item for item in arguments)
+        self._launch(grid, *arguments)

@@ -1,0 +1,86 @@
+"""The core and the kit keep everything on one device: every case, on a CUDA device that is pretended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+from pretended import DEVICE, pretended_cuda
+
+import q4core as q4
+from q4_conformance import Case, Outcome, backend_cases, device_cases, linear_cases, run_case
+from q4_conformance.subject import BackendSubject, reference_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FORMATS = ("nf4", "nvfp4", "int4")
+NEEDS_MORE = {
+    "gradient": "autograd takes no pretended device",
+    "state": "torch.save writes no pretended tensor",
+    "graph": "it has no graphs",
+    "quiet": "it has no streams, and no memory of its own",
+    "stream": "as quiet",
+    "kind": "as quiet",
+}
+"""Checks that need a real device."""
+EVERY = (*linear_cases(FORMATS), *backend_cases(FORMATS), *device_cases(FORMATS))
+CASES = [
+    case
+    for case in EVERY
+    if case.check not in NEEDS_MORE
+    and case.precision is q4.ActivationPrecision.EXACT
+    and case.dtype in {torch.float32, torch.bfloat16}
+    and (case.check != "values" or case.dtype is torch.bfloat16)
+]
+
+
+class _Twin:
+    """The reference's arithmetic under another name, offered as a kernel, for CUDA devices alone."""
+
+    name = "twin"
+    api_version = (1, 0)
+
+    def __init__(self) -> None:
+        self._reference = reference_backend()
+        self.capabilities = attrs.evolve(self._reference.capabilities, devices={"cuda"})
+
+    def check(self, request: q4.Request) -> q4.Verdict:
+        paths = [
+            attrs.evolve(path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC)
+            for path in self._reference.check(request).paths
+        ]
+        return q4.Verdict.offer(paths, native_state="pretended")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reference, name)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Iterator[BackendSubject]:
+    """The twin, on the pretended device."""
+    with pretended_cuda():
+        yield BackendSubject(_Twin(), device=DEVICE)  # type: ignore[arg-type]  # a backend by __getattr__
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+def test_case(case: Case, subject: BackendSubject) -> None:
+    """The case ends as it does on the CPU, with every tensor of the layer on the device."""
+    result = run_case(case, subject)
+    expected = Outcome.NOT_DECLARED if case.check == "native_quantiser" else Outcome.PASS
+    assert result.outcome is expected, result
+
+
+def test_the_pretended_device_mixes_with_nothing() -> None:
+    """It refuses operations across devices as CUDA does, so that the cases above can fail."""
+    with pretended_cuda():
+        there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+        assert there.is_cuda
+        assert (there + 1).device == torch.device(DEVICE)
+        wrong: Callable[..., object]
+        for wrong in (torch.add, torch.equal, torch.dot):
+            with pytest.raises(RuntimeError, match="same device"):
+                wrong(there, here)
+        assert torch.equal((there + there.cpu().to(DEVICE)).cpu(), here * 2)
