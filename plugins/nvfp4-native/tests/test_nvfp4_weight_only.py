@@ -61,10 +61,10 @@ def test_paths_say_that_they_are_interpreted(subject: BackendSubject) -> None:
 @pytest.mark.parametrize(
     ("name", "factor", "per_row"), [("mxfp4", 0, False), ("nvfp4", 0, False), ("nvfp4", 1, False), ("nvfp4", 2, True)]
 )
-def test_dot_scaled_product(  # noqa: PLR0917  # the axes
+def test_dot_scaled_product(  # the axes
     rows: int, columns: int, in_features: int, name: str, factor: int, per_row: bool
 ) -> None:
-    """The kernel round dot_scaled is right in every index, tail, bias and global scale; tl.dot stands in for it here."""
+    """The kernel round dot_scaled is right in every index, tail, bias and factor; tl.dot stands in for it here."""
     block, low, high = (16, 8, 0x7F) if name == "nvfp4" else (32, 120, 134)
     generator = torch.Generator().manual_seed(rows)
     sizes = (rows, columns)
@@ -85,7 +85,8 @@ def test_dot_scaled_product(  # noqa: PLR0917  # the axes
     given = (codes[0], scales[0], row_scales.view(torch.uint8))
     run(given, (codes[1], scales[1]), global_scale if factor else None, bias, out, meta)
     left, right = (_decode(name, *pair) for pair in zip(codes, scales, strict=True))
-    scale = {0: 1.0, 1: global_scale.to(torch.float64), 2: 1 / global_scale.to(torch.float64)}[factor]
+    scale = global_scale.to(torch.float64)
+    scale = torch.ones(1, dtype=torch.float64) if factor == 0 else scale if factor == 1 else 1 / scale
     wide = row_scales.to(torch.float64)[:, None] * scale
     exact = wide * (left @ right.T) + bias
     size = wide * (left.abs() @ right.abs().T) + bias.abs()

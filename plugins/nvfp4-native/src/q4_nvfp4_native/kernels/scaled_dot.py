@@ -1,7 +1,8 @@
-"""y[M, N] = rows[m] · global[n] · Σ_k a[m, k] b[n, k] + bias[n] by ``tl.dot_scaled``, both operands E2M1, sums in float32.
+"""y[M, N] = rows[m] · global[n] · Σ_k a[m, k] b[n, k] + bias[n] by ``tl.dot_scaled``; E2M1 operands, float32 sums.
 
 Operands lie as ``cuda/gemm.cuh`` says. The interpreter has no ``dot_scaled`` (or, in Triton 3.9, one that reads e4m3 as
-e8m0): with NATIVE false the same tiles are decoded and multiplied by ``tl.dot``, which checks every index. Not measured.
+e8m0): with NATIVE false the same tiles are decoded and multiplied by ``tl.dot``, which checks every index.
+Not measured yet.
 """
 
 from __future__ import annotations
