@@ -120,7 +120,8 @@ def test_bad_arguments_are_refused_by_the_library() -> None:
     library = ctypes.CDLL(str(emulated_library()))
     for name, types in EXPORTS.items():
         getattr(library, name).argtypes = types
-    room = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    kept = torch.zeros(4096, dtype=torch.uint8)
+    room = kept.data_ptr()
     good = [room, 0, 1, 16, 16, None, room, room, room, None]
     assert library.NVFP4_quantize(*good) == 0
     for place, value in ((0, None), (1, 3), (2, 0), (3, 0), (6, None), (7, None), (8, None)):
