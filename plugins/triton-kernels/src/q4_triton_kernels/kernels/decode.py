@@ -72,8 +72,8 @@ def look_up(code, table_ptr, TABLE: tl.constexpr):
     if TABLE == "":
         found = tl.load(table_ptr + (index & 15))
     else:
-        # The operand is always 0. Triton doesn't see that, so it keeps the entries beside the codes, and moves both into
-        # the layout of a dot operand; LLVM does, and computes them once, before the loop.
+        # The operand is always 0. Triton doesn't see that, so it keeps the entries beside the codes and moves both
+        # into the layout of a dot operand; LLVM does, and computes them once, before the loop.
         entry = tl.inline_asm_elementwise(TABLE, "=r,r", [index >> 8], dtype=tl.int32, is_pure=True, pack=1)
         found = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
