@@ -115,7 +115,7 @@ def test_swizzle_puts_each_scale_where_cublas_reads_it() -> None:
 @pytest.mark.parametrize(("name", "kind"), CHOICES, ids=IDS)
 def test_rounding_by_chance_is_unbiased(name: str, kind: ScaleKind) -> None:
     """Over many seeds each value's mean is the value; each draw is one of its two neighbours, with their spread."""
-    draws = 256
+    draws = 128
     dense = torch.randn(8, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(torch.float32)
     weights = [quantize_packed(dense, name, scale_kind=kind, stochastic=True, seed=seed) for seed in range(draws)]
     scale = weights[0].resolved_scale().to(torch.float64).repeat_interleave(weights[0].block_size, 1)

@@ -10,7 +10,7 @@ from q4_conformance.subject import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
 from q4_nvfp4_native.scaled_dot import product
-from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Packing, Request, WeightSpec, error_bound, quantize
+from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, WeightSpec, error_bound, quantize
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -18,22 +18,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"),
 ]
 
-# The kernels are the shared ones, whose own tests take every layout; here each scale kind, and what this backend adds.
+# The kernels are the shared ones, whose own tests take every layout; here some of each format, and export.
 EXACT = [
     case
     for case in (*linear_cases(["nvfp4", "mxfp4"]), *backend_cases(["nvfp4", "mxfp4"]))
     if case.precision not in {ActivationPrecision.FP4, ActivationPrecision.INT8}
 ]
-PLAIN_LAYOUT = {Packing.LOW_FIRST}
-CASES = [case for case in EXACT if case.contract in {"TC-10", "TC-17", "EX-16"}] + [
-    case
-    for case in EXACT
-    if case.contract == "TC-09"
-    and case.part == "values"
-    and case.dtype is torch.bfloat16
-    and case.weight_recipe.packing in PLAIN_LAYOUT
-    and Feature.CUSTOM_CODEBOOK not in case.weight_recipe.features
-]
+VALUES = {
+    "TC-09/values/nvfp4-e4m3_mul-low_first-48x256b16-s0/bfloat16/exact",
+    "TC-09/values/nvfp4-e4m3_div-low_first-48x256b16-row_global_scale-s0/bfloat16/exact",
+    "TC-09/values/mxfp4-e8m0-low_first-48x256b32-s0/bfloat16/exact",
+}
+CASES = [case for case in EXACT if case.contract in {"TC-10", "TC-17", "EX-16"} or case.id in VALUES]
+
+
+def test_the_cases_named_exist() -> None:
+    """Every case that is picked by its id is there."""
+    assert {case.id for case in CASES} >= VALUES
 
 
 @pytest.fixture(scope="module")
