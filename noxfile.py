@@ -106,13 +106,13 @@ def _with_extras(folder: Path) -> str:
     return f"{folder}[cli]" if folder == ROOT else str(folder)
 
 
-def _pytest(session: nox.Session, *arguments: str, environment: str = "env") -> None:
-    _run(session, "python", "-m", "pytest", *arguments, environment=environment)
+def _pytest(session: nox.Session, *arguments: str, environment: str = "env", **variables: str) -> None:
+    _run(session, "python", "-m", "pytest", *arguments, environment=environment, **variables)
 
 
 def _runnable(session: nox.Session) -> str:
     """Return which tests run here, as pytest's -m takes it. In CI, nothing is left out for want of a tool."""
-    unwanted = ["gpu", "peer"]
+    unwanted = ["every", "gpu", "interpreted", "peer"]
     missing = [package for tool, package in CROSS_TOOLS.items() if not shutil.which(tool)]
     if missing and not os.environ.get("CI"):
         session.warn(f"the kernels for Arm are not tested; Debian: apt install {' '.join(missing)}")
@@ -136,16 +136,21 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU and no other 4-bit library."""
+    """Run every test that needs no GPU and no other 4-bit library; then, by themselves, those of interpreted kernels.
+
+    Arguments go to the first run alone, so that one may name tests.
+    """
     _install_group(session, "test")
     _pytest(session, "-m", _runnable(session), *session.posargs)
+    if not session.posargs:
+        _pytest(session, "-m", "interpreted and not every", "plugins", TRITON_INTERPRET="1")
 
 
 @nox.session(venv_backend="none", requires=["env"])
 def conformance(session: nox.Session) -> None:
     """Run the conformance cases alone, with the kit's own tests."""
     _install_group(session, "test")
-    _pytest(session, "-m", "not gpu and not peer", "tests/contract", "conformance/tests", *session.posargs)
+    _pytest(session, "-m", "not gpu and not interpreted and not peer", "tests/contract", "conformance/tests", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -157,6 +162,26 @@ def gpu(session: nox.Session) -> None:
     _install_group(session, "test")
     _install_group(session, "gpu")
     _run(session, "python", "benchmarks/gpu/run.py", *(session.posargs or ["--budget", "3600"]))
+
+
+@nox.session(venv_backend="none")
+def library(session: nox.Session) -> None:
+    """Build libNVFP4.so with nvcc into build/nvfp4, and check that it exports just what its header declares."""
+    if not shutil.which("nvcc") and not os.environ.get("CI"):
+        session.skip("there is no nvcc here; it comes with NVIDIA's CUDA toolkit")
+    cuda = ROOT / "plugins/nvfp4-native/src/q4_nvfp4_native/cuda"
+    target = ROOT / "build/nvfp4/libNVFP4.so"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("120a", "121a")]
+    flags = ["-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-std=c++17", "-O3", "-fmad=false", *targets]
+    session.run("nvcc", *flags, "-o", str(target), str(cuda / "library.cu"), external=True)
+    listing = session.run("nm", "--dynamic", "--defined-only", str(target), external=True, silent=True) or ""
+    exported = {line.split()[-1] for line in listing.splitlines() if line.split()[-2] == "T"} - {"_init", "_fini"}
+    header = (cuda / "NVFP4.h").read_text(encoding="utf-8")
+    declared = {line.split("(")[0].split()[-1] for line in header.splitlines() if line.startswith("NVFP4_EXPORT ")}
+    if exported != declared:
+        session.error(f"{target.name} exports {sorted(exported)}, its header declares {sorted(declared)}")
+    session.log(f"{target}: {', '.join(sorted(exported))}")
 
 
 @nox.session(venv_backend="none", requires=["env"])

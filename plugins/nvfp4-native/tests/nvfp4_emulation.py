@@ -1,4 +1,4 @@
-"""The FP4 paths on a CPU: the CUDA C++ kernels compiled by g++ over an emulator, behind the real driver and library code."""
+"""The FP4 paths on a CPU: the CUDA C++ kernels compiled by g++ over an emulator, behind the real launching code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ from q4_triton_kernels import Facts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BLACKWELL", "emulated_backend", "emulated_library", "emulated_tools", "fake_library", "mutated_library", "set_manner"]
+__all__ = [
+    "BLACKWELL",
+    "emulated_backend",
+    "emulated_library",
+    "emulated_tools",
+    "fake_library",
+    "mutated_library",
+    "set_manner",
+]
 
 NATIVE_FOLDER = Path(__file__).with_name("native")
 BLACKWELL = Facts(
@@ -34,7 +42,9 @@ BLACKWELL = Facts(
 _FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC")
 
 
-def build(source: str, name: str, *, defines: tuple[str, ...] = ("Q4_EMULATED",), folders: tuple[Path, ...] = ()) -> Path:
+def build(
+    source: str, name: str, *, defines: tuple[str, ...] = ("Q4_EMULATED",), folders: tuple[Path, ...] = ()
+) -> Path:
     """Compile one C++ (or C) file of the tests' folder into a shared library and return its path."""
     is_c = source.endswith(".c")
     compiler = os.environ.get("CC" if is_c else "CXX") or shutil.which("gcc" if is_c else "g++") or "c++"
@@ -42,7 +52,15 @@ def build(source: str, name: str, *, defines: tuple[str, ...] = ("Q4_EMULATED",)
     folder = Path(tempfile.mkdtemp(prefix="q4-nvfp4-"))
     target = folder / f"lib{name}.so"
     includes = [f"-I{item}" for item in (*folders, NATIVE_FOLDER, CUDA_FOLDER)]
-    command = [compiler, *flags, *(f"-D{item}" for item in defines), *includes, str(NATIVE_FOLDER / source), "-o", str(target)]
+    command = [
+        compiler,
+        *flags,
+        *(f"-D{item}" for item in defines),
+        *includes,
+        str(NATIVE_FOLDER / source),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""The FP4 paths pass the w4a4 cases of the kit, by the real kernels' code in the emulator and through both launchers."""
+"""The FP4 paths pass the w4a4 cases of the kit, by the kernels' own code in the emulator, through both launchers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
 
 
 def test_float_scales_are_refused_with_their_reason(by_driver: BackendSubject) -> None:
-    """A weight with float scales can't be an operand of FP4 tensor cores: a `format` reason, never another precision."""
+    """A weight with float scales can't be an operand of FP4 tensor cores: a `format` reason, no other precision."""
     weight = PLAIN[0].weight_recipe.build()
     config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, backend="nvfp4-native")
     with pytest.raises(BackendUnavailableError) as caught:

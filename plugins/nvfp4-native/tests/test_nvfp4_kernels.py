@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,17 +14,22 @@ from q4_nvfp4_native.configurations import CUDA_FOLDER, configurations, header
 from q4_nvfp4_native.driver import Driver
 from q4core import BUILTIN_FORMATS
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 MANNERS = [(False, False), (True, False), (False, True), (True, True)]
 DTYPES = tuple(NUMBER_TYPES)
 LEVELS = torch.tensor(BUILTIN_FORMATS["nvfp4"].codebook)
 
 
-def _driver(path=None) -> Driver:
+def _driver(path: Path | None = None) -> Driver:
     return Driver(ctypes.CDLL(str(path or emulated_library())))
 
 
-def _launch(name: str, blocks: int, threads: int, shared_bytes: int, call: ctypes.Structure, path=None) -> None:
+def _launch(
+    name: str, blocks: int, threads: int, shared_bytes: int, call: ctypes.Structure, path: Path | None = None
+) -> None:
     driver = _driver(path)
     module = driver.load(b"emulated", "the kernels")
     driver.kernel(module, name, threads=threads, shared_bytes=shared_bytes).launch(blocks, 0, call)
@@ -61,9 +67,10 @@ def _operand(rows: int, padded: int, kind: str, generator: torch.Generator) -> t
     return codes, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
-def _multiply(  # noqa: PLR0917  # the facts of one product
+def _multiply(  # the facts of one product
     a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], kind: str, tile: str, dtype: torch.dtype = torch.float32,
-    factor: torch.Tensor | None = None, divides: bool = False, bias: torch.Tensor | None = None, path=None,
+    factor: torch.Tensor | None = None, divides: bool = False, bias: torch.Tensor | None = None,
+    path: Path | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows, columns = len(a[0]), len(b[0])
     guard = 7  # elements on both sides that must stay as they are; an odd number, so that pairs are not aligned
@@ -92,7 +99,7 @@ def _case(rows: int, columns: int, padded: int, kind: str) -> tuple[tuple[torch.
 
 def _exact(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the float64 product and the sum of magnitudes."""
-    left, right = _decode(*a[:2], kind), _decode(*b, kind)
+    left, right = _decode(a[0], a[1], kind), _decode(b[0], b[1], kind)
     row = a[2].to(torch.float64)[:, None]
     return row * (left @ right.T), row * (left.abs() @ right.abs().T)
 
@@ -110,6 +117,7 @@ def _assert_right(y: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, step
     [
         ("m16", 1, 1, 128),
         ("m16", 16, 33, 512),
+        ("m16", 150, 70, 128),  # more rows of tiles than one group has
         ("m16", 9, 70, 2304),  # more steps than stages, and a last step that not every group of warps has
         ("m64", 17, 64, 128),
         ("m64", 70, 65, 1152),
@@ -130,7 +138,7 @@ def test_product_is_right(
 @pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])
 def test_global_scale_and_bias(dtype: torch.dtype, divides: bool, per_row: bool) -> None:
-    """The global scale multiplies or divides, one for all or one for each out-feature, and the bias is added after it."""
+    """The global scale multiplies or divides, one for all or one for each out-feature; the bias comes after it."""
     a, b = _case(5, 37, 256, "nvfp4")
     generator = torch.Generator().manual_seed(3)
     factor = torch.rand(37 if per_row else 1, generator=generator) / 4096 + 1 / 4096
@@ -161,14 +169,14 @@ def test_a_row_depends_on_itself_alone(tile: str) -> None:
         ("gemm.cuh", "(first + lane % 2 * 8 + lane / 4)", "(first + lane / 4)"),
         ("gemm.cuh", "(first + 8 + lane / 4) * T::SCALE_BYTES", "(first + lane / 4) * T::SCALE_BYTES"),
         ("gemm.cuh", "row + 4 * step", "row"),
-        ("gemm.cuh", "const int row = first_m + i * 16 + half * 8 + lane / 4;", "const int row = first_m + i * 16 + lane / 4;"),
+        ("gemm.cuh", "first_m + i * 16 + half * 8 + lane / 4;", "first_m + i * 16 + lane / 4;"),
         ("gemm.cuh", "wait_for_copies<T::STAGES - 2>();", "wait_for_copies<T::STAGES - 1>();"),
         ("gemm.cuh", "        synchronize();  // everybody's", "        // everybody's"),
     ],
     ids=lambda text: text.split("\n")[0][:40],
 )  # fmt: skip
 def test_a_planted_fault_is_caught(file: str, old: str, new: str) -> None:
-    """With one index, wait or barrier of the kernel changed, the same product is wrong: the emulator sees such faults."""
+    """With one index, wait or barrier of the kernel changed, the same product is wrong."""
     path = mutated_library({file: (old, new)})
     a, b = _case(70, 65, 1152, "nvfp4")
     exact, size = _exact(a, b, "nvfp4")
@@ -184,7 +192,10 @@ def test_configurations_are_those_of_the_kernels(kind: str) -> None:
     library = ctypes.CDLL(str(emulated_library()))
     for name, own in configurations().items():
         shared_bytes, threads = ctypes.c_int(), ctypes.c_int()
-        assert library.emulator_shape(name.encode(), kind == "mxfp4", ctypes.byref(shared_bytes), ctypes.byref(threads)) == 0
+        assert (
+            library.emulator_shape(name.encode(), kind == "mxfp4", ctypes.byref(shared_bytes), ctypes.byref(threads))
+            == 0
+        )
         assert (own.shared_bytes(BLOCKS[kind]), own.threads) == (shared_bytes.value, threads.value)
         assert own.shared_bytes(BLOCKS[kind]) <= 101376
 
@@ -237,7 +248,9 @@ def _quantize_ref(x: torch.Tensor, kind: str, static: float | None = None) -> tu
 def _draws(dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     normal = torch.randn(3, 200, generator=generator)
-    spread = torch.randn(4, 2100, generator=generator) * torch.exp2(torch.randint(-9, 9, (4, 2100), generator=generator))
+    spread = torch.randn(4, 2100, generator=generator) * torch.exp2(
+        torch.randint(-9, 9, (4, 2100), generator=generator)
+    )
     ties = torch.randint(-24, 25, (3, 144), generator=generator) * 0.25
     edges = torch.zeros(4, 64)
     edges[1, 5] = 2.0**-20

@@ -120,7 +120,8 @@ def test_bad_arguments_are_refused_by_the_library() -> None:
     library = ctypes.CDLL(str(emulated_library()))
     for name, types in EXPORTS.items():
         getattr(library, name).argtypes = types
-    room = torch.zeros(4096, dtype=torch.uint8).data_ptr()
+    kept = torch.zeros(4096, dtype=torch.uint8)
+    room = kept.data_ptr()
     good = [room, 0, 1, 16, 16, None, room, room, room, None]
     assert library.NVFP4_quantize(*good) == 0
     for place, value in ((0, None), (1, 3), (2, 0), (3, 0), (6, None), (7, None), (8, None)):
@@ -132,7 +133,18 @@ def test_bad_arguments_are_refused_by_the_library() -> None:
     assert library.NVFP4_quantize(*bad) == -1
     good = [room, room, room, room, room, None, 0, 0, None, room, 0, 1, 1, 128, None]
     assert library.NVFP4_scaled_mm(*good) == 0
-    for place, value in ((0, None), (4, None), (6, 1), (6, 2), (9, None), (10, -1), (11, 0), (12, 0), (13, 64), (13, 0)):
+    for place, value in (
+        (0, None),
+        (4, None),
+        (6, 1),
+        (6, 2),
+        (9, None),
+        (10, -1),
+        (11, 0),
+        (12, 0),
+        (13, 64),
+        (13, 0),
+    ):
         bad = list(good)
         bad[place] = value
         assert library.NVFP4_scaled_mm(*bad) == -1, place

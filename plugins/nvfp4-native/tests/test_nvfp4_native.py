@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -13,7 +14,6 @@ from nvfp4_emulation import BLACKWELL, emulated_backend, emulated_library, emula
 from q4_conformance.subject import make_registry
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.compiler import Compiled
-from q4_triton_kernels import Facts
 from q4core import (
     ActivationPrecision,
     BackendError,
@@ -27,15 +27,19 @@ from q4core import (
     quantize,
 )
 
+if TYPE_CHECKING:
+    from q4_triton_kernels import Facts
+    from q4core import PackedWeight
+
 CUDA = torch.device("cuda", 0)
 
 
-def _weight(format_: str = "nvfp4", rows: int = 24, columns: int = 160):
+def _weight(format_: str = "nvfp4", rows: int = 24, columns: int = 160) -> PackedWeight:
     return quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), format_)
 
 
-def _request(format_: str = "nvfp4", device: torch.device = CUDA, **facts: object) -> Request:
-    asked = {"precision": ActivationPrecision.FP4, **facts}
+def _request(format_: str = "nvfp4", device: torch.device = CUDA, **facts: Any) -> Request:
+    asked: dict[str, Any] = {"precision": ActivationPrecision.FP4, **facts}
     return Request.for_weight(_weight(format_), device=device, **asked)
 
 
@@ -43,7 +47,7 @@ def _config(path: ComputePath = ComputePath.KERNEL_ONLY) -> SessionConfig:
     return SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, compute_path=path)
 
 
-def _facts(arch: int = 121, **changes: object) -> Facts:
+def _facts(arch: int = 121, **changes: Any) -> Facts:
     return attrs.evolve(BLACKWELL, capability=lambda _: divmod(arch, 10), **changes)
 
 
@@ -89,8 +93,8 @@ def test_paths_cover_every_row_count_once(arch: int) -> None:
 @pytest.mark.parametrize(("arch", "tool"), [(121, "nvrtc_problem"), (100, "nvrtc_problem"), (100, "dot_problem")])
 def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     """No NVRTC, or a Triton that makes no native product, is a `toolchain` reason with the tool's own words."""
-    problem = (lambda *_: "the tool's words")
-    backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **{tool: problem}))
+    changes: dict[str, Any] = {tool: lambda *_: "the tool's words"}
+    backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **changes))
     reasons = backend.check(_request()).reasons
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
 

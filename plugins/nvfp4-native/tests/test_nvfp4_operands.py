@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
 import pytest
 import torch
@@ -26,6 +28,9 @@ from q4core import (
     quantize,
 )
 
+if TYPE_CHECKING:
+    from q4_conformance import WeightRecipe
+
 RECIPES = [
     attrs.evolve(recipe, n=n, k=k)
     for name in ("nvfp4", "mxfp4")
@@ -40,19 +45,24 @@ def _prepared(weight: PackedWeight) -> Prepared:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_export_is_the_inverse_of_prepare(recipe) -> None:
+def test_export_is_the_inverse_of_prepare(recipe: WeightRecipe) -> None:
     """Codes, scale bytes, global scale and everything beside them come back bit for bit, whole and by rows."""
     weight = attrs.evolve(recipe.build(), activation_scale=torch.tensor(0.01))
     prepared = _prepared(weight)
     rows = torch.tensor([weight.out_features - 1, 0, 2])
-    for exported, wanted in ((export_operand(prepared), weight), (export_operand(prepared, rows), weight.take_rows(rows))):
+    for exported, wanted in (
+        (export_operand(prepared), weight),
+        (export_operand(prepared, rows), weight.take_rows(rows)),
+    ):
         assert exported.scale_kind is wanted.scale_kind
         assert exported.packing == wanted.packing
         assert torch.equal(exported.codes(), wanted.codes())
         assert torch.equal(exported.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
         assert exported.scale.dtype is wanted.scale.dtype
+        assert exported.activation_scale is not None
         assert torch.equal(exported.activation_scale, torch.tensor(0.01))
-        if wanted.global_scale is not None:
+        assert (exported.global_scale is None) == (wanted.global_scale is None)
+        if wanted.global_scale is not None and exported.global_scale is not None:
             assert torch.equal(exported.global_scale.reshape(-1), wanted.global_scale.reshape(-1))
 
 
@@ -79,7 +89,7 @@ def test_negative_zero_scales_are_refused() -> None:
     [(0.003, True), (2.0**-14, True), (8.0, True), (8.1, False), (2.0**-15.5, False), (2.0**-15, False)],
 )
 def test_static_scale_is_used_where_the_probe_can_prove_it(scale: float, is_static: bool) -> None:
-    """The checkpoint's scale is used in a range that holds the self-probe's activations; elsewhere rows get their own."""
+    """The checkpoint's scale is used in a range that holds the self-probe's activations; elsewhere each row's."""
     weight = attrs.evolve(quantize(torch.randn(4, 32), "nvfp4"), activation_scale=torch.tensor(scale))
     assert _prepared(weight).meta.has_static_scale is is_static
     config = SessionConfig(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 import torch
 
@@ -36,7 +39,7 @@ def _assert_same(got: PackedWeight, wanted: PackedWeight) -> None:
     assert torch.equal(got.qdata, wanted.qdata)
     assert torch.equal(got.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
     assert (got.global_scale is None) == (wanted.global_scale is None)
-    if wanted.global_scale is not None:
+    if wanted.global_scale is not None and got.global_scale is not None:
         assert torch.equal(got.global_scale, wanted.global_scale)
         assert got.global_scale.shape == wanted.global_scale.shape
     assert (got.scale_kind, got.packing, got.dtype, got.shape) == (
@@ -112,7 +115,7 @@ def test_swizzle_puts_each_scale_where_cublas_reads_it() -> None:
 @pytest.mark.parametrize(("name", "kind"), CHOICES, ids=IDS)
 def test_rounding_by_chance_is_unbiased(name: str, kind: ScaleKind) -> None:
     """Over many seeds each value's mean is the value; each draw is one of its two neighbours, with their spread."""
-    draws = 256
+    draws = 128
     dense = torch.randn(8, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(torch.float32)
     weights = [quantize_packed(dense, name, scale_kind=kind, stochastic=True, seed=seed) for seed in range(draws)]
     scale = weights[0].resolved_scale().to(torch.float64).repeat_interleave(weights[0].block_size, 1)
@@ -177,7 +180,7 @@ def test_non_finite_values_are_refused_as_the_reference_does(name: str, bad: flo
         (torch.randn(4, 32), {"scale_kind": ScaleKind.PLAIN}, FormatError),
     ],
 )
-def test_what_does_not_fit_is_a_typed_error(dense: object, choices: dict, error: type[Exception]) -> None:
+def test_what_does_not_fit_is_a_typed_error(dense: Any, choices: dict[str, Any], error: type[Exception]) -> None:
     """Shapes, dtypes, seeds, formats and scale kinds that do not fit are refused by name."""
     with pytest.raises(error):
         quantize_parts(dense, **choices)
@@ -200,5 +203,5 @@ def test_training_accepts_it(name: str) -> None:
 def test_request_for_other_scales_is_refused() -> None:
     """A request for float scales is refused by `format`, not answered by others."""
     weight = quantize(torch.randn(4, 32), "nvfp4").with_plain_scale()
-    request = quantising.attrs.evolve(Request.for_weight(weight), op="quantize")
+    request = attrs.evolve(Request.for_weight(weight), op="quantize")
     assert [reason.code for reason in Nvfp4Native().check(request).reasons] == [ReasonCode.FORMAT]

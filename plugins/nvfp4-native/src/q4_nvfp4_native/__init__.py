@@ -1,4 +1,4 @@
-"""NVFP4 and MXFP4: FP4 tensor cores on Blackwell and GB10, weight-only kernels on older GPUs, and a native quantiser."""
+"""NVFP4 and MXFP4: FP4 tensor cores on Blackwell and GB10, weight-only kernels on older GPUs, a native quantiser."""
 
 from __future__ import annotations
 

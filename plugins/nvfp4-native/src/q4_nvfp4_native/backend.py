@@ -1,4 +1,4 @@
-"""``Nvfp4Native``: FP4 tensor cores where asked for, the shared weight-only kernels otherwise, and a native quantiser."""
+"""``Nvfp4Native``: FP4 tensor cores where asked for, the shared weight-only kernels otherwise, a native quantiser."""
 
 from __future__ import annotations
 

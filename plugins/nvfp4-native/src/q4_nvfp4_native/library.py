@@ -1,7 +1,7 @@
 """An external ``libNVFP4.so``: found, checked for its version and every export, and only then called.
 
-``Q4_NVFP4_LIBRARY`` holds candidate paths, separated as those of ``PATH`` are; the first that is complete is used. The ABI
-is that of ``cuda/NVFP4.h``. A library without the right version is never called.
+``Q4_NVFP4_LIBRARY`` holds candidate paths, separated as those of ``PATH`` are; the first that is complete is used. The
+ABI is that of ``cuda/NVFP4.h``. A library without the right version is never called.
 """
 
 from __future__ import annotations
@@ -74,7 +74,16 @@ class Library:
     def quantize(self, call: QuantizeCall, stream: int) -> None:
         """Round activations to NVFP4."""
         status = self._loaded.NVFP4_quantize(
-            call.x, call.type, call.m, call.k, call.row_step, call.static_scale, call.codes, call.scales, call.rows, stream
+            call.x,
+            call.type,
+            call.m,
+            call.k,
+            call.row_step,
+            call.static_scale,
+            call.codes,
+            call.scales,
+            call.rows,
+            stream,
         )
         self._check(status, "NVFP4_quantize")
 

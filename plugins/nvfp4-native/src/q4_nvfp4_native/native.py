@@ -1,8 +1,8 @@
 """The machine side of the FP4 paths: what can run them here and why not, and the calls themselves.
 
-Three engines over one prepared layout: an external libNVFP4.so, our CUDA C++ kernels compiled by NVRTC (sm_120a, sm_121a),
-and ``tl.dot_scaled`` where the installed Triton is seen to make it native (sm_100, sm_103). Each rounds activations by a
-kernel of its own first; the latter two by the same one.
+Three engines over one prepared layout: an external libNVFP4.so, our CUDA C++ kernels compiled by NVRTC (sm_120a,
+sm_121a), and ``tl.dot_scaled`` where the installed Triton is seen to make it native (sm_100, sm_103). Each rounds
+activations by a kernel of its own first; the latter two by the same one.
 """
 
 from __future__ import annotations
@@ -233,9 +233,10 @@ class Native:
 
 
 def _index(device: torch.device) -> int:
-    if device.index is None and device.type == "cuda":
-        return torch.cuda.current_device()
-    return device.index or 0
+    index: Any = device.index  # torch's annotation leaves out None
+    if index is None:
+        return torch.cuda.current_device() if device.type == "cuda" else 0
+    return int(index)
 
 
 def _path(name: str, rows: tuple[int, int | None]) -> KernelPath:

@@ -74,13 +74,14 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
 ) -> Quantised:
     """Quantise a dense weight on its device.
 
-    Rounded to nearest, the bytes are those of ``q4core.quantize`` on the CPU. Rounded by chance, block scales are rounded
-    up instead, so that nothing saturates, and each code is the one below or above its value with the probabilities that
-    make its mean the value (to 2^-24, and to the roundings of the scaling); equal seeds give equal codes.
+    Rounded to nearest, the bytes are those of ``q4core.quantize`` on the CPU. Rounded by chance, block scales are
+    rounded up instead, so that nothing saturates, and each code is the one below or above its value with the
+    probabilities that make its mean the value (to 2^-24, and to the roundings of the scaling); equal seeds give equal
+    codes.
 
     Args:
-        dense: float32, bfloat16 or float16 [N, K] with stride 1 along K (else it is copied), on a CUDA device, or on the
-            CPU in Triton's interpreter; K a multiple of the block.
+        dense: float32, bfloat16 or float16 [N, K] with stride 1 along K (else it is copied), on a CUDA device, or on
+            the CPU in Triton's interpreter; K a multiple of the block.
         format: ``"nvfp4"`` or ``"mxfp4"``.
         scale_kind: For NVFP4 E4M3, E4M3_MUL (unless told) or E4M3_DIV; for MXFP4 E8M0.
         stochastic: Round codes by chance.
@@ -89,8 +90,8 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
 
     Raises:
         FormatError: Another format or scale kind.
-        InputError: ``dense`` or ``seed`` is not as said, or ``dense`` holds NaN or infinity. Inside a CUDA-graph capture
-            nothing can be said of its values: there NaN and infinity become NaN under E4M3_MUL.
+        InputError: ``dense`` or ``seed`` is not as said, or ``dense`` holds NaN or infinity. Inside a CUDA-graph
+            capture nothing can be said of its values: there they are the caller's to know.
     """
     kind = find_format(format)
     chosen = _DEFAULT_KINDS.get(kind.name) if scale_kind is None else scale_kind
@@ -120,7 +121,9 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
     facts = (values.stride(0), blocks, total)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if kind.name == "nvfp4":
-            global_scale = _launch_nvfp4(values, codes, scales, bad, facts, KINDS["nvfp4"][chosen], stochastic, seed, swizzle)
+            global_scale = _launch_nvfp4(
+                values, codes, scales, bad, facts, KINDS["nvfp4"][chosen], stochastic, seed, swizzle
+            )
         else:
             from q4_nvfp4_native.kernels import quantize  # noqa: PLC0415  # Triton may be missing
 

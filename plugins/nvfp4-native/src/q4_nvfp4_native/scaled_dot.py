@@ -29,11 +29,11 @@ _WARPS, _STAGES = 8, 3
 _ALIGNED = ("a_ptr", "a_scale_ptr", "row_ptr", "b_ptr", "b_scale_ptr", "K")
 
 
-def product(arch: int, format_name: str, kind: int, out_dtype: torch.dtype) -> Product:
+def product(arch: int | None, format_name: str, kind: int, out_dtype: torch.dtype) -> Product:
     """Return the product of a format for an architecture, not loaded yet.
 
     Args:
-        arch: Compute capability × 10.
+        arch: Compute capability × 10; None for the interpreter, where ``tl.dot`` takes the place of ``dot_scaled``.
         format_name: ``"nvfp4"`` or ``"mxfp4"``.
         kind: One of ``GLOBAL_KINDS``.
         out_dtype: dtype of y and of the bias.
@@ -47,6 +47,7 @@ def product(arch: int, format_name: str, kind: int, out_dtype: torch.dtype) -> P
         "global_step": "i32", "has_bias": "i32",
     }  # fmt: skip
     constants = {"BM": _BM, "BN": _BN, "BK": _BK, "BLOCK": _BLOCKS[format_name], "GLOBAL": kind}
+    constants["NATIVE"] = arch is not None
     return Product(Program(scaled_dot.multiply, signature, constants, _ALIGNED, Target(arch), _WARPS, _STAGES))
 
 

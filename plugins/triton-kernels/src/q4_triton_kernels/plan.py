@@ -10,7 +10,7 @@ import torch
 
 from q4_triton_kernels.configs import Config, GemmTile, GemvTile, config_for
 from q4_triton_kernels.program import TYPES, Program
-from q4_triton_kernels.tables import HALF_POWER, code_base, codes_kind, entries_of, is_e2m1, values_of
+from q4_triton_kernels.tables import code_base, codes_kind, entries_of, is_e2m1, pair_factor, values_of
 from q4core import Feature, ScaleKind
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ __all__ = ["Plan", "family_for", "plan_for"]
 _FLOAT, _E4M3, _E8M0 = 0, 1, 2
 _SCALES = {ScaleKind.PLAIN: _FLOAT, ScaleKind.E8M0: _E8M0}
 _NONE, _OFFSET, _ZERO, _ZERO_IN_CODE = 0, 1, 2, 3
-_TABLE, _INTEGER = 0, 2
+_INTEGER = 2
+_TABLES = frozenset({0, 3})
 _GLOBALS = {ScaleKind.E4M3_MUL: 1, ScaleKind.E4M3_DIV: 2}
 _E4M3_POST = 256.0
 _UNIT = 16
@@ -217,8 +218,9 @@ class Factory:
         post = 1.0
         if family == "weights" and layout.scale == _E4M3:
             post = _E4M3_POST
-        elif family == "blocks" and layout.codes == _TABLE and self.dtype is torch.float16:
-            post = 1.0 / HALF_POWER
+        elif family == "blocks" and layout.codes in _TABLES:
+            post = 1.0 / pair_factor(layout.values, self.dtype)
+        looks_up = family == "wide" or layout.codes in _TABLES
         is_direct = family == "blocks" and layout.codes == _INTEGER
         constants = {
             "BN": tile.bn,
@@ -234,7 +236,7 @@ class Factory:
             "SECOND": layout.matrix_second if is_direct else layout.second,
             "GLOBAL": layout.globals,
             "EVEN": even,
-            "TABLE": _text(layout.values, self.dtype, self.target) if family == "wide" or not layout.codes else "",
+            "TABLE": _text(layout.values, self.dtype, self.target) if looks_up else "",
             "FINAL": final,
         }
         return self._program(gemm, self._matrix_signature(final=final), constants, (tile.warps, tile.stages), even=even)
@@ -318,14 +320,14 @@ class Plan:
                 self._load_matrix(self.factory.gemv, tile, _UNIT, {splits == 1})
         if "gemm" in kinds:
             first = low
-            for tile in config.gemm[self.family]:
-                last = tile.m if high is None or tile.m is None else min(tile.m, high)
+            for cut in config.gemm[self.family]:
+                last = cut.m if high is None or cut.m is None else min(cut.m, high)
                 if last is None or last >= first:
-                    finals = {self._gemm_splits(tile, rows)[0] == 1 for rows in (first, last or first)}
+                    finals = {self._gemm_splits(cut, rows)[0] == 1 for rows in (first, last or first)}
                     self._load_matrix(
-                        self.factory.gemm, tile, self.meta.half, finals | ({True} if last is None else set())
+                        self.factory.gemm, cut, self.meta.half, finals | ({True} if last is None else set())
                     )
-                first = max(first, (tile.m or first) + 1)
+                first = max(first, (cut.m or first) + 1)
         if "dequant" in kinds:
             self.factory.dense.load()
             self.factory.finish.load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,9 +28,8 @@ TYPES = {
 }
 """torch's dtypes by Triton's names."""
 
-
-def _pairs(items: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(items.items())
+_INTERPRETER = threading.Lock()
+"""Triton's interpreter keeps its place in the grid in one global."""
 
 
 @attrs.define(eq=False)
@@ -100,7 +100,8 @@ class Program:
         self._launch = lambda grid, *arguments: handle[grid](*arguments, *constants)
 
     def _interpret(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        self.kernel[grid](*arguments, **self.constants)
+        with _INTERPRETER:
+            self.kernel[grid](*arguments, **self.constants)
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream. Tensors stand for their addresses.

@@ -6,12 +6,17 @@ import functools
 
 import torch
 
-from q4core import Form, Format, WeightSpec
+from q4core import BUILTIN_FORMATS, Form, Format, WeightSpec
 
-__all__ = ["HALF_POWER", "code_base", "codes_kind", "entries_of", "is_e2m1", "values_of"]
+__all__ = ["code_base", "codes_kind", "entries_of", "is_e2m1", "pair_factor", "values_of"]
 
-HALF_POWER = 256.0
+_HALF_POWER = 256.0
 """What float16 pairs are multiplied by, so that their low halves are normal numbers."""
+_FACTORS = {BUILTIN_FORMATS["nf4"].codebook: 1.3462367057800293, BUILTIN_FORMATS["fp4"].codebook: 3.0}
+"""What codebooks are multiplied by before they are cut into 16 bits, and sums divided by afterwards. Of 12 million
+factors, NF4's leaves the least behind two bfloat16: 2^-20.6 of a value, where 1 would leave 2^-17.5. Three times FP4's
+values are short numbers: one bfloat16 holds each to 2^-25 of itself."""
+_SHORT_BOUND = 2.0**-24
 _SYMMETRIC_ZERO = 8
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -26,10 +31,14 @@ def code_base(spec: WeightSpec) -> int | None:
 
 
 def codes_kind(spec: WeightSpec) -> int:
-    """Return the kernels' CODES for a weight: 0 table, 1 E2M1 bits, 2 integers."""
+    """Return the kernels' CODES for a weight: 0 pair table, 1 E2M1 bits, 2 integers, 3 table of 16-bit values."""
     if code_base(spec) is not None:
         return 2
-    return 1 if is_e2m1(spec.format) else 0
+    if is_e2m1(spec.format):
+        return 1
+    exact = torch.tensor(values_of(spec), dtype=torch.float64) * pair_factor(values_of(spec), torch.bfloat16)
+    rest = (exact - exact.to(torch.bfloat16).to(torch.float64)).abs()
+    return 3 if bool((rest <= _SHORT_BOUND * exact.abs()).all()) else 0
 
 
 def is_e2m1(kind: Format) -> bool:
@@ -43,17 +52,19 @@ def values_of(spec: WeightSpec) -> tuple[float, ...]:
     return spec.format.codebook if base is None else tuple(float(code - base) for code in range(16))
 
 
+def pair_factor(values: tuple[float, ...], dtype: torch.dtype) -> float:
+    """Return what the entries of a 16-bit table are multiplied by."""
+    return _FACTORS.get(values, 1.0) * (_HALF_POWER if dtype is torch.float16 else 1.0)
+
+
 @functools.lru_cache(maxsize=256)
 def entries_of(values: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return 16 words: a float32's bits, or a 16-bit number above what it lacks (× HALF_POWER in float16).
-
-    Two bfloat16 hold a value to 2^-18 of itself, two float16 to 2^-22.
-    """
-    exact = torch.tensor(values, dtype=torch.float32)
+    """Return 16 words: a float32's bits, or a 16-bit number above what it lacks, both × ``pair_factor``."""
+    exact = torch.tensor(values, dtype=torch.float64)
     if dtype is torch.float32:
-        return tuple(exact.view(torch.int32).tolist())
-    exact = exact * (HALF_POWER if dtype is torch.float16 else 1.0)
+        return tuple(exact.to(torch.float32).view(torch.int32).tolist())
+    exact = exact * pair_factor(values, dtype)
     high = exact.to(dtype)
-    low = (exact - high.to(torch.float32)).to(dtype)
+    low = (exact - high.to(torch.float64)).to(dtype)
     words = (high.view(torch.int16).to(torch.int32) << 16) | (low.view(torch.int16).to(torch.int32) & 0xFFFF)
     return tuple(words.tolist())

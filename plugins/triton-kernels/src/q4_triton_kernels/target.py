@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -135,8 +135,8 @@ def _triton_version() -> str | None:
 def _driver() -> int | None:
     if torch.version.cuda is None:
         return None
-    found: int = torch._C._cuda_getDriverVersion()  # noqa: SLF001  # torch has no other name for it
-    return found or None
+    ask: Any = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001  # torch has no other name for it
+    return None if ask is None else int(ask()) or None
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Quantises x[N, K] to NVFP4 or MXFP4, to the very bytes of q4core's reference codec on the CPU.
 
-Blocks of 16 (32) in-features are numbered row by row; a program takes TILE of them. Every operation is the reference's own,
-rounded to float32 once, in its order: division is ``div_rn``, and nothing is fused. The largest magnitude of the whole
-tensor is found by a first kernel, as bits, which order like magnitudes and put NaN above infinity.
+Blocks of 16 (32) in-features are numbered row by row; a program takes TILE of them. Every operation is the reference's
+own, rounded to float32 once, in its order: division is ``div_rn``, and nothing is fused. The largest magnitude of the
+whole tensor is found by a first kernel, as bits, which order like magnitudes and put NaN above infinity.
 
 Bound: the bytes of x, read twice for NVFP4 with a global scale, and once otherwise; not measured yet.
 """
@@ -158,9 +158,9 @@ def quantize_nvfp4(
         scaled = x * factor[:, None]
         sign = (scaled.to(tl.int32, bitcast=True) >> 31) & 1
     if STOCHASTIC:
-        code = _magnitude(scaled, _chances(seed, block, TILE, 16), True)
+        code = _magnitude(scaled, _chances(seed, block, TILE, 16), STOCHASTIC)
     else:
-        code = _magnitude(scaled, scaled, False)
+        code = _magnitude(scaled, scaled, STOCHASTIC)
     _store_codes(codes_ptr, code | (sign << 3), block, total, TILE, 16)
     tl.store(scales_ptr + _scale_place(block, blocks, SWIZZLED), byte.to(tl.uint8), mask=block < total)
 
@@ -183,7 +183,7 @@ def quantize_mxfp4(
     x_ptr, codes_ptr, scales_ptr, bad_ptr, row_step, blocks, total, seed,
     STOCHASTIC: tl.constexpr, SWIZZLED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write codes and scales 2^ceil(log2(amax / 6)); to bad_ptr the largest magnitude of the program's blocks, as bits."""
+    """Write codes and scales 2^ceil(log2(amax / 6)); to bad_ptr the largest magnitude of the blocks, as bits."""
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     x = _block(x_ptr, row_step, blocks, total, block, 32)
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
@@ -202,8 +202,8 @@ def quantize_mxfp4(
     scaled = x * factor[:, None]
     sign = (scaled.to(tl.int32, bitcast=True) >> 31) & 1
     if STOCHASTIC:
-        code = _magnitude(scaled, _chances(seed, block, TILE, 32), True)
+        code = _magnitude(scaled, _chances(seed, block, TILE, 32), STOCHASTIC)
     else:
-        code = _magnitude(scaled, scaled, False)
+        code = _magnitude(scaled, scaled, STOCHASTIC)
     _store_codes(codes_ptr, code | (sign << 3), block, total, TILE, 32)
     tl.store(scales_ptr + _scale_place(block, blocks, SWIZZLED), byte.to(tl.uint8), mask=block < total)

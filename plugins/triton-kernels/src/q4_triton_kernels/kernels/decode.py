@@ -7,7 +7,7 @@ Scales are decoded from bytes by hand, because sm_80 and sm_86 have no e4m3 type
 | SCALE | 0 float as stored, 1 e4m3 bytes, 2 e8m0 bytes |
 | SECOND | 0 none, 1 offset, 2 zero point, 3 zero point of 8 bits, taken from the code itself |
 | GLOBAL | 0 none, 1 multiplied, 2 divided by |
-| CODES | 0 table, 1 E2M1 by its bits, 2 integer − BASE |
+| CODES | 0 table of two 16-bit numbers, 1 E2M1 by its bits, 2 integer − BASE, 3 table of one 16-bit number |
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def look_up(code, table_ptr, TABLE: tl.constexpr):
     if TABLE == "":
         found = tl.load(table_ptr + (index & 15))
     else:
-        # The operand is always 0. Triton doesn't see that, so it keeps the entries beside the codes, and moves both into
-        # the layout of a dot operand; LLVM does, and computes them once, before the loop.
+        # The operand is always 0. Triton doesn't see that, so it keeps the entries beside the codes and moves both
+        # into the layout of a dot operand; LLVM does, and computes them once, before the loop.
         entry = tl.inline_asm_elementwise(TABLE, "=r,r", [index >> 8], dtype=tl.int32, is_pure=True, pack=1)
         found = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",

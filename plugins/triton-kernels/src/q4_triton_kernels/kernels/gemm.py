@@ -17,9 +17,10 @@ def _dot_codes(
 ):
     """Add codes @ x, where 16 bits hold the codes: one product, or two where a table's values need twice 16 bits."""
     DTYPE: tl.constexpr = x.dtype
-    if CODES == 0:
+    if (CODES == 0) | (CODES == 3):
         pair = look_up(code, table_ptr, TABLE)
-        part = dot(pair.to(tl.int16).to(DTYPE, bitcast=True), x, part)
+        if CODES == 0:
+            part = dot(pair.to(tl.int16).to(DTYPE, bitcast=True), x, part)
         part = dot((pair >> 16).to(tl.int16).to(DTYPE, bitcast=True), x, part)
     elif CODES == 1:
         POWER: tl.constexpr = 8.507059173023462e37 if DTYPE == tl.bfloat16 else 16384.0
@@ -87,12 +88,15 @@ def gemm(
                 x_mask = (k < K)[:, None] if not EVEN else base < K
                 x = tl.load(x_rows + k[:, None], mask=x_mask, other=0.0)
                 code = q & 15 if plane == 0 else q >> 4
-                place = row * blocks + base // BLOCK
-                here = base < K
-                scale = scale_of(tl.load(s_ptr + place, mask=here, other=0.0), SCALE)
-                stored = scale
-                if SECOND != 0:
-                    stored = tl.load(z_ptr + place, mask=here, other=0.0)
+                if (
+                    BLOCK % 128 != 0 or unit + plane == 0
+                ):  # else one block holds the step, of which the end may be padding
+                    place = row * blocks + base // BLOCK
+                    here = base < K
+                    scale = scale_of(tl.load(s_ptr + place, mask=here, other=0.0), SCALE)
+                    stored = scale
+                    if SECOND != 0:
+                        stored = tl.load(z_ptr + place, mask=here, other=0.0)
                 if WEIGHTS:
                     acc = _dot_weights(acc, code, x, scale, table_ptr, SCALE, TABLE)
                 else:

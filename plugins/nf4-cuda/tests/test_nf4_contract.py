@@ -1,0 +1,82 @@
+"""The kernels, interpreted on the CPU, pass the cases of the kit that concern them; without CUDA they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_interpreter import IGNORED_WARNINGS, hasten, require_interpreter
+
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance.subject import BackendSubject
+from q4_nf4_cuda import Nf4Cuda
+from q4core import ActivationPrecision, Feature, PathKind, Precision, Request
+
+FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
+CASES = (*linear_cases(FORMATS), *backend_cases(FORMATS))
+NOT_SERVED = frozenset(
+    {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
+)
+ONCE = {"threads", "kind"}
+"""Checks of what all formats share, run for one of them: an interpreted kernel takes a second."""
+
+
+@pytest.fixture(scope="module")
+def subject() -> BackendSubject:
+    """The backend, in a process whose kernels are interpreted."""
+    require_interpreter()
+    hasten()
+    return BackendSubject(Nf4Cuda())
+
+
+def _expected(case: Case) -> Outcome:
+    if case.precision in {ActivationPrecision.FP4, ActivationPrecision.INT8}:
+        return Outcome.NOT_DECLARED
+    return Outcome.NOT_DECLARED if case.weight_recipe.features & NOT_SERVED else Outcome.PASS
+
+
+def _is_common(case: Case) -> bool:
+    """Say whether each run takes a case; what is left out differs from one that is taken in x's dtype alone."""
+    if case.check in ONCE:
+        return case.weight_recipe.format.name == "nf4" and case.dtype is torch.bfloat16
+    return case.dtype is torch.bfloat16 or case.profile == "backend" or _expected(case) is Outcome.NOT_DECLARED
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=() if _is_common(case) else pytest.mark.every) for case in CASES],
+)
+@pytest.mark.filterwarnings(*IGNORED_WARNINGS)
+def test_case(case: Case, subject: BackendSubject) -> None:
+    """The case passes by a kernel of ours; what is not declared is said to be so."""
+    result = run_case(case, subject)
+    assert result.outcome is _expected(case), result
+    assert not result.is_fallback
+
+
+@pytest.mark.interpreted
+def test_an_interpreted_path_is_marked(subject: BackendSubject) -> None:
+    """What the interpreter computes is never taken for a GPU's: the state says so."""
+    case = next(case for case in CASES if case.check == "values")
+    verdict = subject.backend.check(subject.request(case.weight()))
+    assert "interpreted" in verdict.native_state
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_cpu_is_refused_at_once(name: str) -> None:
+    """TC-17: named by override, a backend for CUDA alone refuses the CPU with its reasons."""
+    case = next(case for case in backend_cases([name]) if case.contract == "TC-17")
+    result = run_case(case, BackendSubject(Nf4Cuda()))
+    assert result.outcome is Outcome.PASS, result
+
+
+def test_without_cuda_the_reason_is_told() -> None:
+    """On this machine, which may have no GPU, the backend answers for a CUDA device instead of raising."""
+    case = next(case for case in CASES if case.check == "values")
+    request = Request.for_weight(case.weight(), device="cuda:0", dtype=torch.bfloat16)
+    verdict = Nf4Cuda().check(request)
+    if torch.cuda.is_available():
+        assert {path.precision for path in verdict.paths} == {Precision.W4A16}
+        assert {path.kind for path in verdict.paths} == {PathKind.KERNEL, PathKind.DEQUANT}
+    else:
+        assert {reason.code.domain for reason in verdict.reasons} == {"hardware"}

@@ -1,0 +1,91 @@
+"""Ahead of time, without a device: which instructions the kernels become, and that they fit."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from triton_programs import Candidate, candidates
+
+if TYPE_CHECKING:
+    from q4_triton_kernels import Compiled
+
+ARCHITECTURES = (80, 90, 100, 120)
+ALIKE = (86, 89, 103, 121)
+"""Their code differs from that of another one in little; what is slow is compiled for them in the slow run alone."""
+SHARED_BYTES = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    103: 232_448,
+    120: 101_376,
+    121: 101_376,
+}
+"""The most shared memory that one block may have (CUDA C++ Programming Guide, technical specifications)."""
+TENSOR_INSTRUCTIONS = {9: "wgmma.mma_async", 10: "tcgen05.mma", 8: "mma.sync", 12: "mma.sync"}
+_FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\},\s*\{")
+_WGMMA = re.compile(r"wgmma\.mma_async\.sync")
+
+
+def _check(candidate: Candidate) -> Compiled:
+    """Assert what must hold for every program: it does something, and nothing lies in local memory."""
+    program = candidate.program()
+    compiled = program.compile()
+    assert "trap;" not in compiled.ptx
+    assert re.search(r"\.local|ld\.local|st\.local", compiled.ptx) is None
+    usage = compiled.usage()
+    assert (usage.stack_bytes, usage.spill_bytes) == (0, 0), usage
+    assert compiled.shared_bytes <= SHARED_BYTES[candidate.arch]
+    if candidate.kind == "gemv" and candidate.even:
+        vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.ptx)
+        assert len(vectors) >= program.constants["R"], "codes must be loaded 16 bytes at a time"
+    if candidate.kind == "gemm" and program.signature["x_ptr"] != "*fp32":
+        assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
+    return compiled
+
+
+MAIN = [item for arch in ARCHITECTURES for item in candidates(arch)]
+LIKE = [item for arch in ALIKE for item in candidates(arch) if item.place != 1 and item.even and item.final]
+OTHERS = [item for arch in (*ARCHITECTURES, *ALIKE) for item in candidates(arch, every=True)]
+
+
+@pytest.mark.parametrize("candidate", [*MAIN, *LIKE], ids=str)
+def test_compiles(candidate: Candidate) -> None:
+    """Each kernel compiles in each configuration, without spills, with wide loads and tensor instructions."""
+    _check(candidate)
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("candidate", OTHERS, ids=str)
+def test_compiles_too(candidate: Candidate) -> None:
+    """The same for every other format, dtype and specialisation."""
+    _check(candidate)
+
+
+HOPPER = [item for item in MAIN if item.arch == 90 and item.kind == "gemm" and "32" not in str(item.dtype)]
+
+
+@pytest.mark.parametrize("candidate", HOPPER, ids=str)
+def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
+    """On sm_90 each wgmma takes its weights from registers, and nothing was stored to shared memory before the last."""
+    ptx = candidate.program().compile().ptx
+    found = len(_WGMMA.findall(ptx))
+    assert found
+    assert len(_FROM_REGISTERS.findall(ptx)) == found
+    if candidate.recipe != "q4_1":  # whose sums of x are made through shared memory
+        last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
+        assert "st.shared" not in ptx[:last]
+
+
+def test_a_table_is_read_once() -> None:
+    """The lanes' entries of a table are made once per thread, and each code costs one shuffle."""
+    candidate = next(item for item in MAIN if str(item) == "sm90-gemv-0-nf4-bf16")
+    program = candidate.program()
+    ptx = program.compile().ptx
+    assert ptx.count("%laneid") == 1
+    codes_per_thread = 32 * program.constants["R"]
+    assert ptx.count("shfl.sync.idx") == codes_per_thread

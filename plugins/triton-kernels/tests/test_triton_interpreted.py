@@ -1,0 +1,130 @@
+"""The kernels' numbers, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+from triton_interpreter import IGNORED_WARNINGS, hasten, require_interpreter
+from triton_programs import RECIPES
+
+from q4_conformance import exact_linear, judge
+from q4_triton_kernels import Target, WeightMeta, prepare_weight
+from q4_triton_kernels import plan as plans
+from q4_triton_kernels.configs import config_for
+from q4core import Precision, PrepareContext, grid_activations
+
+if TYPE_CHECKING:
+    from q4_conformance import WeightRecipe
+    from q4_triton_kernels.plan import Plan
+
+pytestmark = [pytest.mark.interpreted, *map(pytest.mark.filterwarnings, IGNORED_WARNINGS)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter() -> None:
+    require_interpreter()
+    hasten()
+
+
+def _plan(meta: WeightMeta, dtype: torch.dtype) -> Plan:
+    return plans.plan_for(meta, dtype, dtype, Target(None), torch.device("cpu"))
+
+
+def _assert_right(recipe: WeightRecipe, dtype: torch.dtype, kind: str, rows: int, *, has_bias: bool = False) -> None:
+    """Assert that a kind of path computes every element within the float32 bound."""
+    weight = recipe.build()
+    tensors, meta = prepare_weight(weight, PrepareContext("cpu"))
+    plan = _plan(meta, dtype)
+    plan.load(frozenset({kind}), (rows, rows))
+    precision = Precision.W4A32 if dtype is torch.float32 else Precision.W4A16
+    x = grid_activations(rows, weight.in_features, precision, dtype=dtype, seed=rows) / 16
+    bias = torch.linspace(-2, 2, weight.out_features).to(dtype) if has_bias else None
+    out = torch.full((rows, weight.out_features), torch.nan, dtype=dtype)
+    getattr(plan, kind)(tensors, x, out, bias)
+    verdict = judge(out, exact_linear(weight, x, bias), out_dtype=dtype)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_gemv(name: str, dtype: torch.dtype) -> None:
+    """One row of x, and several in the tile for eight."""
+    for rows in (1, 2, 5):
+        _assert_right(RECIPES[name], dtype, "gemv", rows, has_bias=rows == 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_gemm(name: str, dtype: torch.dtype) -> None:
+    """Rows of x that fill no tile."""
+    for rows in (9, 70):
+        _assert_right(RECIPES[name], dtype, "gemm", rows, has_bias=rows == 9)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dequant(name: str) -> None:
+    """Dense weights, a library GEMM and the finish, for bfloat16; in float16 where one term holds the weights."""
+    _assert_right(RECIPES[name], torch.bfloat16, "dequant", 11, has_bias=True)
+    if name == "nvfp4":
+        _assert_right(RECIPES[name], torch.float16, "dequant", 11)
+
+
+@pytest.mark.parametrize("kind", ["gemv", "gemm"])
+@pytest.mark.parametrize("name", ["nf4", "int4_zero", "nvfp4"])
+def test_split_sums(monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+    """A sum over K that is cut into parts is finished right, bias and global scale included, and in a fixed order."""
+    monkeypatch.setattr(plans, "_LEAST_SPAN", 1)
+    recipe = attrs.evolve(RECIPES[name], n=5, k=2304)
+    weight = recipe.build()
+    rows = 3 if kind == "gemv" else 12
+    _, meta = prepare_weight(weight, PrepareContext("cpu"))
+    plan = _plan(meta, torch.bfloat16)
+    tile = next(tile for tile in config_for(None).gemv if rows <= tile.rows) if kind == "gemv" else None
+    splits = plan._gemv_splits(tile)[0] if tile else plan._gemm_splits(config_for(None).gemm[plan.family][0], rows)[0]
+    assert splits > 1
+    _assert_right(recipe, torch.bfloat16, kind, rows, has_bias=True)
+
+
+@pytest.mark.parametrize("kind", ["gemv", "gemm"])
+@pytest.mark.parametrize(("n", "k"), [(1, 33), (3, 200), (17, 257), (33, 384)])
+def test_sizes_that_fill_nothing(n: int, k: int, kind: str) -> None:
+    """Any N, and any K with blocks of INT4."""
+    rows = 2 if kind == "gemv" else 10
+    for dtype in (torch.float32, torch.bfloat16):
+        _assert_right(attrs.evolve(RECIPES["int4_zero"], n=n, k=k, block_size=32), dtype, kind, rows)
+
+
+@pytest.mark.parametrize("block", [16, 48, 96, 128, 256, 300])
+def test_block_sizes(block: int) -> None:
+    """Blocks of a multiple of 16, and of the whole row."""
+    recipe = attrs.evolve(RECIPES["int4"], n=6, k=288, block_size=block)
+    _assert_right(recipe, torch.bfloat16, "gemv", 1)
+    _assert_right(recipe, torch.bfloat16, "gemm", 10)
+    _assert_right(recipe, torch.bfloat16, "dequant", 10)
+
+
+def test_the_configured_tiles_compute() -> None:
+    """The tiles of a real architecture give right numbers, not only the small ones of the interpreter."""
+    weight = attrs.evolve(RECIPES["nf4"], n=20, k=512).build()
+    tensors, meta = prepare_weight(weight, PrepareContext("cpu"))
+    plan = _plan(meta, torch.bfloat16)
+    config = config_for(90)
+    x = grid_activations(4, 512, Precision.W4A16, dtype=torch.bfloat16) / 16
+    exact = exact_linear(weight, x)
+    for gemv in config.gemv[2:3]:
+        out = torch.empty((4, 20), dtype=torch.bfloat16)
+        program = plan.factory.gemv(gemv, even=True, final=True)
+        program.load()
+        grid = (-(-20 // gemv.r), 1, 1)
+        plan._matrix(program, grid, torch.float32, tensors, x, out, None, meta.row_bytes // 16)
+        assert judge(out, exact, out_dtype=torch.bfloat16).passed
+    for gemm in config.gemm["blocks"]:
+        out = torch.empty((4, 20), dtype=torch.bfloat16)
+        program = plan.factory.gemm(gemm, even=True, final=True)
+        program.load()
+        plan._matrix(program, (1, 1, 1), torch.bfloat16, tensors, x, out, None, meta.row_bytes // 64)
+        assert judge(out, exact, out_dtype=torch.bfloat16).passed

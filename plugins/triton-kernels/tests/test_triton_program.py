@@ -1,0 +1,72 @@
+"""Code that does not compile or load becomes a typed error, and from then on a reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from triton_programs import RECIPES, factory_for
+
+from q4_triton_kernels import Facts, WeightOnlyBackend, program
+from q4core import BackendError, PrepareContext, ReasonCode, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Plain(WeightOnlyBackend):
+    """A backend of one format."""
+
+    name = "plain"
+    formats = frozenset({"nf4"})
+
+
+class _Handle:
+    """What Triton would return, with a driver that refuses the code."""
+
+    def _init_handles(self) -> None:
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+
+class _Compiled:
+    handle = _Handle()
+
+
+def _refused(**_: Any) -> Any:
+    raise ValueError("unsupported instruction")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        (lambda *arguments, **options: _Compiled(), ("loaded by the driver", "image is invalid")),
+        (lambda *arguments, **options: _refused(), ("compiled by the installed Triton", "unsupported instruction")),
+    ],
+    ids=["does not load", "does not compile"],
+)
+def test_code_that_fails_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., Any], words: tuple[str, ...]
+) -> None:
+    """``prepare`` raises a typed error that names the kernel; ``check`` then refuses, with a reason of the build."""
+    monkeypatch.setattr(program, "compile_for", compiler)
+    monkeypatch.setattr("q4_triton_kernels.plan._processors", lambda device: 132)
+    facts = Facts(
+        torch_cuda="13.0", is_cuda_available=True, driver=13000, triton="3.7.1", capability=lambda index: (9, 0)
+    )
+    backend = Plain(facts)
+    weight = RECIPES["nf4"].build()
+    request = Request.for_weight(weight, device="cuda:0", dtype=torch.bfloat16)
+    assert not backend.check(request).reasons
+    with pytest.raises(BackendError) as caught:
+        backend.prepare(weight, request, PrepareContext("cpu"))
+    assert all(word in str(caught.value) for word in (*words, "gemv"))
+    verdict = backend.check(request)
+    assert [reason.code for reason in verdict.reasons] == [ReasonCode.TOOLCHAIN]
+    assert words[1] in verdict.reasons[0].message
+
+
+def test_a_launch_needs_loaded_code() -> None:
+    """A program that was not loaded refuses to launch: nothing is compiled in a forward."""
+    with pytest.raises(BackendError, match="loaded before the first launch"):
+        factory_for("nf4", torch.bfloat16, 90).finish((1, 1, 1))

@@ -1,0 +1,115 @@
+"""What is missing is told by its own reason, and by the fact that it belongs to: hardware, build, scheme or policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightOnlyBackend
+from q4core import ReasonCode, Request, find_format
+
+CUDA = torch.device("cuda", 0)
+GOOD: dict[str, Any] = {
+    "torch_cuda": "13.0",
+    "is_cuda_available": True,
+    "driver": 13000,
+    "triton": "3.7.1",
+    "has_compiler": True,
+    "capability": lambda index: (9, 0),
+}
+
+
+class Plain(WeightOnlyBackend):
+    """A backend of two formats."""
+
+    name = "plain"
+    formats = frozenset({"nf4", "int4"})
+
+
+def _request(**facts: Any) -> Request:
+    kind = find_format("nf4")
+    values: dict[str, Any] = {
+        "format": kind,
+        "scale_kind": next(iter(sorted(kind.scale_kinds, key=lambda item: item.value, reverse=True))),
+        "packing": kind.default_packing(),
+        "block_size": 64,
+        "out_features": 64,
+        "in_features": 256,
+        "device": CUDA,
+        "dtype": torch.bfloat16,
+    }
+    return Request(**values | facts)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_each_architecture_of_the_list_is_served(arch: int) -> None:
+    """A device on the list, with a driver, Triton and a compiler, gets all paths for every number of rows."""
+    facts = Facts(**GOOD | {"capability": lambda index: divmod(arch, 10)})
+    assert facts.target(CUDA) == Target(arch)
+    verdict = Plain(facts).check(_request())
+    assert not verdict.reasons
+    assert all(any(path.covers(rows) for path in verdict.paths) for rows in (1, 8, 9, 128, 5000))
+    assert str(Target(arch)) in verdict.native_state
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "domain", "words"),
+    [
+        (
+            {"torch_cuda": None, "is_cuda_available": False, "driver": None},
+            ReasonCode.DEVICE,
+            "hardware",
+            "without CUDA",
+        ),
+        ({"is_cuda_available": False, "driver": None}, ReasonCode.DRIVER, "hardware", "no NVIDIA driver"),
+        ({"is_cuda_available": False, "driver": 12020}, ReasonCode.DRIVER, "hardware", "CUDA 12.2 at most"),
+        ({"is_cuda_available": False}, ReasonCode.DEVICE, "hardware", "no CUDA device"),
+        ({"triton": None}, ReasonCode.TOOLCHAIN, "build", "not installed"),
+        ({"triton": "3.4.0"}, ReasonCode.TOOLCHAIN, "build", "3.4.0 is too old"),
+        ({"triton": "2"}, ReasonCode.TOOLCHAIN, "build", "too old"),
+        ({"has_compiler": False}, ReasonCode.TOOLCHAIN, "build", "C compiler"),
+        ({"capability": lambda index: (7, 5)}, ReasonCode.ARCH, "hardware", "sm_75"),
+        ({"capability": lambda index: (11, 0)}, ReasonCode.ARCH, "hardware", "sm_110"),
+        ({"is_interpreted": True}, ReasonCode.TOOLCHAIN, "build", "TRITON_INTERPRET"),
+    ],
+)
+def test_what_is_missing_is_told(facts: dict[str, Any], code: ReasonCode, domain: str, words: str) -> None:
+    """The reason names what is missing, its code is the fitting one, and the backend refuses instead of raising."""
+    verdict = Plain(Facts(**GOOD | facts)).check(_request())
+    assert [reason.code for reason in verdict.reasons] == [code]
+    assert code.domain == domain
+    assert words in verdict.reasons[0].message
+
+
+def test_all_reasons_are_told() -> None:
+    """Triton too old, no compiler, a GPU off the list and a block size that does not fit are four reasons at once."""
+    facts = Facts(**GOOD | {"triton": "3.0.0", "has_compiler": False, "capability": lambda index: (7, 0)})
+    verdict = Plain(facts).check(_request(block_size=24))
+    codes = [reason.code for reason in verdict.reasons]
+    assert codes == [ReasonCode.TOOLCHAIN, ReasonCode.TOOLCHAIN, ReasonCode.ARCH, ReasonCode.SHAPE]
+
+
+@pytest.mark.parametrize(
+    ("block", "k", "is_served"), [(16, 64, True), (96, 192, True), (24, 240, False), (40, 33, True)]
+)
+def test_block_sizes(block: int, k: int, is_served: bool) -> None:
+    """Blocks of a multiple of 16, or of the whole row, are served; others are refused by their shape."""
+    verdict = Plain(Facts(**GOOD)).check(_request(block_size=block, in_features=k))
+    assert (not verdict.reasons) is is_served
+    assert {reason.code for reason in verdict.reasons} <= {ReasonCode.SHAPE}
+
+
+def test_the_interpreter_serves_the_cpu_and_says_so() -> None:
+    """Under TRITON_INTERPRET=1 the CPU is the device, and the state says ``interpreted``."""
+    backend = Plain(Facts(**GOOD | {"is_interpreted": True, "is_cuda_available": False, "driver": None}))
+    assert backend.capabilities.devices == {"cpu"}
+    assert "interpreted" in backend.check(_request(device="cpu")).native_state
+    assert Plain(Facts(**GOOD)).capabilities.devices == {"cuda"}
+
+
+def test_unmeasured_configurations_claim_less() -> None:
+    """Where no configuration was measured, no path claims to be tuned."""
+    verdict = Plain(Facts(**GOOD)).check(_request())
+    assert all(path.tier < 30 for path in verdict.paths)
