@@ -156,6 +156,21 @@ def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple
     return tuple(segments), None
 
 
+def _sift(
+    name: str, paths: Sequence[KernelPath], request: Request, history: ProbeHistory
+) -> tuple[list[KernelPath], list[Reason]]:
+    """Return the paths that nothing has disqualified, and what has disqualified the others."""
+    sound: list[KernelPath] = []
+    faults: list[Reason] = []
+    for path in paths:
+        fault = _fault_of_table(path, request) or history.disqualified(name, path, request)
+        if fault is None:
+            sound.append(path)
+        elif fault not in faults:
+            faults.append(fault)
+    return sound, faults
+
+
 def assess(
     backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
@@ -163,14 +178,10 @@ def assess(
     adapted, verdict = _ask(backend, request)
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
-    sound: list[KernelPath] = []
-    faults: list[Reason] = []
-    for path in verdict.paths:
-        fault = _fault_of_table(path, adapted) or history.disqualified(backend.name, path, adapted)
-        if fault is None:
-            sound.append(path)
-        elif fault not in faults:
-            faults.append(fault)
+    failures = history.failed(backend.name)
+    if failures:
+        return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
+    sound, faults = _sift(backend.name, verdict.paths, adapted, history)
     reasons = list(faults)
     allowed = [path for path in sound if path.kind in kinds and (any_precision or _precision_allows(request, path))]
     for path in sound:
@@ -184,6 +195,9 @@ def assess(
         reasons.append(Reason(ReasonCode.SHAPE, gap))
     if not segments:
         return None, Rejection(backend.name, tuple(reasons), verdict.native_state), Offer(verdict.paths, tuple(sound))
+    refusals = history.refused(backend.name, segments, adapted)
+    if refusals:
+        return None, Rejection(backend.name, (*refusals, *faults), verdict.native_state), Offer(verdict.paths, ())
     return (
         Candidate(backend.name, adapted, verdict, segments, tuple(faults)),
         None,

@@ -1,4 +1,4 @@
-"""What self-probes have shown of one registry's backends."""
+"""What self-probes have shown of one registry's backends, and what these have refused to prepare."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from q4core.backend import KernelPath, Reason, Request
+    from q4core.selection import Segment
 
 __all__ = ["ProbeBook", "ProbeResult", "row_counts"]
 
@@ -38,6 +39,7 @@ class ProbeBook(ProbeHistory):
 
     def __init__(self) -> None:
         self._results: dict[Hashable, ProbeResult] = {}
+        self._refusals: dict[Hashable, tuple[Reason, ...]] = {}
         self._barred: dict[str, Reason] = {}
         self._lock = threading.Lock()
         self.generation = 0
@@ -70,11 +72,23 @@ class ProbeBook(ProbeHistory):
             self._results[self.key(backend, path, request)] = result
             self.generation += 1
 
+    def refuse(
+        self, backend: str, segments: tuple[Segment, ...], request: Request, reasons: tuple[Reason, ...]
+    ) -> None:
+        """Keep for which reasons a backend refused to prepare these paths."""
+        with self._lock:
+            self._refusals[self.key(backend, None, request), segments] = reasons
+            self.generation += 1
+
     def bar(self, backend: str, reason: Reason) -> None:
         """Let nothing of a backend run any more."""
         with self._lock:
             self._barred[backend] = reason
             self.generation += 1
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
+        return self._refusals.get((self.key(backend, None, request), segments), ())
 
     def result(self, backend: str, path: KernelPath | None, request: Request) -> ProbeResult | None:
         """Return what a probe showed, or None where none has run."""

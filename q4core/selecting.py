@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from q4core.backend import KernelPath
     from q4core.policy import SessionConfig
     from q4core.registry import Registry
+    from q4core.selection import Segment
     from q4core.weight import PackedWeight
 
 __all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
@@ -30,10 +31,16 @@ class _WithFailures(ProbeHistory):
     """What probes have shown, plus the backends that failed to prepare just now."""
 
     book: ProbeHistory
-    failures: dict[str, Reason]
+    failures: dict[str, tuple[Reason, ...]]
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        return self.failures.get(backend, ())
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        return self.book.refused(backend, segments, request)
 
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        return self.failures.get(backend) or self.book.disqualified(backend, path, request)
+        return self.book.disqualified(backend, path, request)
 
     def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
         return self.book.proven(backend, path, request)
@@ -113,7 +120,7 @@ def layer_request(
 
 
 def select_for(
-    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, Reason] | None = None
+    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, tuple[Reason, ...]] | None = None
 ) -> Selection:
     """Select under a resolved configuration; warm answers come from a cache.
 
@@ -121,7 +128,7 @@ def select_for(
         request: What is asked.
         config: A resolved configuration.
         registry: The plugins to choose among.
-        failures: Backends that failed just now, with the reason; they are passed over.
+        failures: Backends that could not prepare just now, with the reasons; they are passed over.
 
     Raises:
         UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.

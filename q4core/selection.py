@@ -56,6 +56,16 @@ class ProbeHistory:
         del backend, path, request
         return False
 
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
+        del backend, segments, request
+        return ()
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        """Return for which reasons a backend could not prepare the weight at hand, or ()."""
+        del backend
+        return ()
+
 
 NO_HISTORY = ProbeHistory()
 

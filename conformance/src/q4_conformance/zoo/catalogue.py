@@ -224,6 +224,20 @@ FAULTS: tuple[Fault, ...] = tuple(
             {"says": "prepare raised", **_WITH_CORE},
         ),
         (
+            "refuses-in-prepare",
+            conduct.RefusesInPrepare,
+            "nf4",
+            "TC-04/override",
+            {"says": "toolchain: a pretended lack of compilers", **_WITH_CORE},
+        ),
+        (
+            "refuses-without-reason",
+            conduct.RefusesWithoutReason,
+            "nf4",
+            "TC-04/override",
+            {"says": "plugin_error: prepare refused without a Reason", **_WITH_CORE},
+        ),
+        (
             "prepares-nothing",
             boundary.PreparesNothing,
             "nf4",

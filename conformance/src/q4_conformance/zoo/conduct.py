@@ -15,7 +15,7 @@ import torch
 
 from q4_conformance.zoo.numbers import Spoils
 from q4_conformance.zoo.toy import ToyKernel
-from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, Reason, ReasonCode, Verdict
+from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, Reason, ReasonCode, RefusedError, Verdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,6 +119,22 @@ class RaisesInPrepare(ToyKernel):
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         del weight, request, context
         raise MemoryError("a pretended lack of memory")
+
+
+class RefusesInPrepare(ToyKernel):
+    """Offers a path for what its manifest declares, and finds only when it prepares that it has no compiler."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        del weight, request, context
+        raise RefusedError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
+
+
+class RefusesWithoutReason(ToyKernel):
+    """Refuses to prepare, and does not say why."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        del weight, request, context
+        raise RefusedError([])
 
 
 class RaisesInLinear(Spoils):
