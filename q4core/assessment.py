@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Verdict
+from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
-from q4core.selection import ProbeHistory, Rejection, Segment
+from q4core.selection import ProbeHistory, Rejection
 from q4core.weight import Feature
 
 if TYPE_CHECKING:

@@ -106,7 +106,7 @@ def _prepare_layer(
         selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, request.device))
+        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, selection))
         if isinstance(prepared, tuple):
             failures[backend.name] = prepared
             continue
@@ -116,14 +116,17 @@ def _prepare_layer(
     return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
 
 
-def _context(config: SessionConfig, registry: Registry, device: torch.device) -> PrepareContext:
+def _context(config: SessionConfig, registry: Registry, selection: Selection) -> PrepareContext:
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
+    device, paths = selection.request.device, selection.segments
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     empty = None
     if policy is not UnifiedMemoryPolicy.DISABLED:
         empty = managed_empty(policy, device=device, providers=registry.memory_providers())
-    return PrepareContext(device, stream) if empty is None else PrepareContext(device, stream, empty)
+    if empty is None:
+        return PrepareContext(device, stream, paths=paths)
+    return PrepareContext(device, stream, empty, paths)
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt

@@ -15,10 +15,9 @@ from q4core.proving import probe_book
 from q4core.selection import ProbeHistory, Selection
 
 if TYPE_CHECKING:
-    from q4core.backend import KernelPath
+    from q4core.backend import KernelPath, Segment
     from q4core.policy import SessionConfig
     from q4core.registry import Registry
-    from q4core.selection import Segment
     from q4core.weight import PackedWeight
 
 __all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
@@ -42,8 +41,8 @@ class _WithFailures(ProbeHistory):
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
         return self.book.disqualified(backend, path, request)
 
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        return self.book.proven(backend, path, request)
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        return self.book.proven(backend, segment, request)
 
 
 def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from q4core.backend.capabilities import Capabilities
     from q4core.backend.request import Request
-    from q4core.backend.verdict import Verdict
+    from q4core.backend.verdict import Segment, Verdict
     from q4core.weight import PackedWeight
 
 __all__ = ["API_VERSION", "Backend", "PrepareContext", "Prepared"]
@@ -57,6 +57,9 @@ class PrepareContext:
         stream: The current CUDA stream, or None on CPU.
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
+        paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
+            called with no other path and no other M, by the self-probe neither. Empty where nobody has selected (a
+            backend's own tests, say); whatever ``check`` offers may then be called.
     """
 
     device: torch.device = attrs.field(converter=torch.device)
@@ -64,6 +67,7 @@ class PrepareContext:
     empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
         default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
     )
+    paths: tuple[Segment, ...] = ()
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from q4core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Tier", "Verdict", "is_row_range"]
+__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Segment", "Tier", "Verdict", "is_row_range"]
 
 
 class PathKind(enum.Enum):
@@ -175,6 +175,20 @@ class KernelPath:
         """Return name, M range, kind and precision."""
         low, high = self.m
         return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.kind.value}, {self.precision.value})"
+
+
+@attrs.frozen
+class Segment:
+    """A range of M, both ends included (None: no upper end), and the path that serves it."""
+
+    low: int
+    high: int | None
+    path: KernelPath
+
+    @property
+    def m(self) -> tuple[int, int | None]:
+        """The range, as a path or a request has it."""
+        return self.low, self.high
 
 
 def _paths(items: Iterable[KernelPath]) -> tuple[KernelPath, ...]:

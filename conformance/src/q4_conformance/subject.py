@@ -205,16 +205,17 @@ class BackendSubject:
         precision: ActivationPrecision = ActivationPrecision.EXACT,
         gradients: bool = False,
         compute_path: ComputePath = ComputePath.AUTO,
+        m: tuple[int, int | None] = (1, None),
     ) -> BackendLayer:
-        """Return a layer that this backend serves, as ``Subject.layer`` says."""
-        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients)
+        """Return a layer that this backend serves, as ``Subject.layer`` says; ``m`` are the rows that it must serve."""
+        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients, m=m)
         self.require_declared(request)
         config = self.config(
             compute_dtype=dtype, activation_precision=precision, gradients=gradients, compute_path=compute_path
         )
         session = Session(config, registry=self.registry)
         try:
-            module = session.linear(weight, bias)
+            module = session.linear(weight, bias, m=m)
         except BackendUnavailableError as error:
             own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
             _require_hardware(own)
@@ -231,7 +232,7 @@ class BackendSubject:
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
         source = source.repack(seen.backend_request.packing)
-        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device))
+        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
 
     def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
         """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""

@@ -224,6 +224,13 @@ FAULTS: tuple[Fault, ...] = tuple(
             {"says": "prepare raised", **_WITH_CORE},
         ),
         (
+            "prepares-the-first-range",
+            conduct.PreparesFirstRange,
+            "nf4",
+            "EX-19/ranges",
+            {"says": "no code for 2 rows", "passes_probe": False, **_WITH_CORE},
+        ),
+        (
             "refuses-in-prepare",
             conduct.RefusesInPrepare,
             "nf4",
