@@ -122,8 +122,13 @@ class ProbeBook(ProbeHistory):
 
 
 def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
-    """Return the rows of x that a path is probed with in a range of M: its ends, an open or far one cut."""
+    """Return the rows of x that a path is probed with in a range of M.
+
+    These are its ends, an open or far one cut, and those of the path's further rows that lie in it.
+    """
     low = max(path.m[0], wanted[0])
     ends = [end for end in (path.m[1], wanted[1]) if end is not None]
-    high = min(ends) if ends else low + _OPEN_END_ROWS
-    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))})
+    top = min(ends, default=None)
+    high = low + _OPEN_END_ROWS if top is None else top
+    further = {rows for rows in path.probe_rows if low <= rows and (top is None or rows <= top)}
+    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))} | further)

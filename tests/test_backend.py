@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,23 @@ def test_an_empty_range_of_m_is_refused(m: tuple[int, int | None]) -> None:
         q4.KernelPath("p", m, q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
     with pytest.raises(q4.ConfigError):
         q4.Request.for_weight(q4.quantize(torch.randn(4, 64), "nf4"), m=m)
+
+
+@pytest.mark.parametrize(
+    "rows", [tuple(range(9, 18)), (8,), (101,), (20, 20), (True,), (9.0,), ("9",), ([9],), 9, None, (0,), (10**6,)]
+)
+def test_probe_rows_that_are_not_legal_are_refused(rows: Any) -> None:
+    """At most 8 different whole numbers, inside the path's range and not beyond 4,096."""
+    high = None if rows == (10**6,) else 100
+    with pytest.raises(q4.ConfigError, match="probe_rows"):
+        q4.KernelPath("p", (9, high), q4.PathKind.KERNEL, q4.Precision.W4A32, 0, probe_rows=rows)
+
+
+def test_probe_rows_are_part_of_a_path() -> None:
+    """They may be given in any order and as any sequence; none are there unless told."""
+    facts = ("p", (9, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
+    assert q4.KernelPath(*facts).probe_rows == ()
+    assert q4.KernelPath(*facts, probe_rows=[600, 17]).probe_rows == (17, 600)
 
 
 def test_a_verdict_offers_or_refuses() -> None:

@@ -288,7 +288,9 @@ def check_ranges(case: Case, subject: BackendSubject) -> str:
         told = f"for M in {low}…{'∞' if high is None else high}"
         expect((segments[0].low, segments[-1].high) == (low, high), f"{told}: the record says {segments}")
         ends = {end for segment in segments for end in segment.m if end is not None}
-        for rows in sorted({*ends, high or _HIGH_ROWS}):
+        named = {rows for segment in segments for rows in segment.path.probe_rows}
+        inside = {rows for rows in named if low <= rows and (high is None or rows <= high)}
+        for rows in sorted({*ends, *inside, high or _HIGH_ROWS}):
             x = draw(case, layer, weight, rows, case.seeds[0])
             judge_call(layer, weight, x, layer(x))
             calls += 1

@@ -140,6 +140,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("one-zeroed-element", numbers.OneZero, "nf4", "EX-01/rows", {"says": "1 of 6144 elements"}),
         ("all-zero-for-m-17", numbers.AllZero17, "q8_0", "EX-01/rows", _SEEN_BY_PROBE),
         ("all-zero-for-m-127", numbers.AllZero127, "q8_0", "EX-01/rows", {"says": "all_zero"}),
+        ("wrong-tile-for-many-rows", numbers.WrongTile, "nf4", "EX-01/rows", {**_SEEN_BY_PROBE, **_WITH_CORE}),
         ("nan-output", numbers.Nan, "nvfp4", "EX-01/rows", {"says": "non_finite"}),
         (
             "swaps-rows",
