@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 import torch
+
+from q4core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,6 +71,25 @@ class PrepareContext:
         default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
     )
     paths: tuple[Segment, ...] = ()
+
+    def keep(
+        self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return a contiguous copy of a tensor in memory from ``empty``, written once; the tensor stays as it is.
+
+        Args:
+            tensor: Any strided tensor, on any device.
+            shape: Shape of the copy, of as many values; the tensor's own unless told.
+            dtype: dtype of the copy, to which the values are converted; the tensor's own unless told.
+
+        Raises:
+            ConfigError: ``shape`` holds another number of values.
+        """
+        wanted = tuple(tensor.shape) if shape is None else shape
+        if min(wanted, default=0) < 0 or math.prod(wanted) != tensor.numel():
+            raise ConfigError("context.keep", name="shape", rule=f"one of {tensor.numel()} values", value=wanted)
+        place = self.empty(wanted, tensor.dtype if dtype is None else dtype)
+        return place.copy_(tensor.reshape(wanted))
 
 
 @runtime_checkable
