@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.packing import NibbleOrder
@@ -29,7 +29,6 @@ KINDS = {
     ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
     ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
 }
-_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -76,16 +75,6 @@ def _fits(packing: Packing, request: Request) -> bool:
     if packing.order is NibbleOrder.HALF_SPLIT:
         return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
     return True
-
-
-def _precision_allows(request: Request, path: KernelPath) -> bool:
-    wish = request.precision
-    if wish is ActivationPrecision.AUTO:
-        exact_only = request.gradients or request.device.type != "cpu"
-        return path.precision in _EXACT or (path.precision is Precision.W4A8 and not exact_only)
-    if wish is ActivationPrecision.EXACT:
-        return path.precision in _EXACT
-    return path.precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)
 
 
 def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
@@ -183,7 +172,7 @@ def assess(
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
     sound, faults = _sift(backend.name, verdict.paths, adapted, history)
     reasons = list(faults)
-    allowed = [path for path in sound if path.kind in kinds and (any_precision or _precision_allows(request, path))]
+    allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
     for path in sound:
         if path.kind not in kinds:
             reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
@@ -209,7 +198,7 @@ def _serves(paths: Sequence[KernelPath], request: Request, compute_path: Compute
     """Return whether paths serve every M asked for under a policy."""
     is_reference = compute_path is ComputePath.DEQUANT_MATMUL_ONLY
     kinds = KINDS[compute_path]
-    allowed = [path for path in paths if path.kind in kinds and (is_reference or _precision_allows(request, path))]
+    allowed = [path for path in paths if path.kind in kinds and (is_reference or request.allows(path.precision))]
     return bool(allowed and _cover(allowed, request.m)[0])
 
 

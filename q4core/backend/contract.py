@@ -98,7 +98,9 @@ class Backend(Protocol):
 
     Optional methods: ``quantize(dense, request) -> PackedWeight`` (declare op ``"quantize"``) and
     ``export(prepared, rows=None) -> PackedWeight``, the inverse of ``prepare``, whole or for the rows of an int64
-    index tensor. A backend without ``export`` keeps its source alive.
+    index tensor on the prepared tensors' device. A backend without ``export`` keeps its source alive.
+
+    What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """
 
     name: str
@@ -106,11 +108,18 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def check(self, request: Request) -> Verdict:
-        """Answer a request that the manifest allows. No side effects; may not raise."""
+        """Answer a request that the manifest allows.
+
+        No side effects; may not raise. It may be slow once (to look at the driver, say), and is asked often.
+        """
         ...
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        """Do everything slow (repack, compile, tune). Never called inside a trace or a capture."""
+        """Do everything slow (repack, compile, tune). Never called inside a trace or a capture.
+
+        Raises:
+            RefusedError: The backend finds only now that it can't serve weights of this kind.
+        """
         ...
 
     def linear(
@@ -126,9 +135,9 @@ class Backend(Protocol):
 
         Args:
             prepared: What ``prepare`` gave.
-            x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 within the path's range.
+            x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 in a range that the path serves.
             out: [M, N] of the request's out_dtype, contiguous; written completely, never read.
             bias: [N] of the out_dtype, or None.
-            path: Name of one of the offered paths.
+            path: Name of one of the paths that were selected.
         """
         ...

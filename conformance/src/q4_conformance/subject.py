@@ -152,6 +152,13 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
         raise NotTestableError("; ".join(reason.message for reason in reasons))
 
 
+def _with_index(device: torch.device) -> torch.device:
+    """Return a CUDA device with its index, as backends are asked about it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+
+
 class BackendSubject:
     """A backend, called through sessions that name it.
 
@@ -171,7 +178,7 @@ class BackendSubject:
             backend = installed[backend]
         self.backend = backend
         self.name = backend.name
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.registry = make_registry(backend)
 
     def config(self, **wishes: Any) -> SessionConfig:
