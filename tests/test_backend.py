@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -103,3 +104,20 @@ def test_a_request_says_which_precisions_it_allows(
     weight = q4.quantize(torch.randn(4, 64), "nf4")
     request = q4.Request.for_weight(weight, device=device, precision=wish, gradients=gradients)
     assert {precision for precision in q4.Precision if request.allows(precision)} == allowed
+
+
+def test_the_dtypes_of_a_manifest_are_those_of_x_and_y() -> None:
+    """A dtype that is not declared is refused for y as for x; a manifest has no second list that could differ."""
+    manifest = q4.Capabilities(
+        formats={q4.EVERY_FORMAT},
+        scale_kinds={q4.ScaleKind.PLAIN},
+        devices={"cpu"},
+        dtypes={torch.float32, torch.bfloat16},
+        precisions={q4.Precision.W4A32},
+    )
+    weight = q4.quantize(torch.randn(4, 64), "nf4")
+    mixed = q4.Request.for_weight(weight, dtype=torch.float32, out_dtype=torch.bfloat16)
+    assert manifest.refusals(mixed) == ()
+    (reason,) = manifest.refusals(attrs.evolve(mixed, out_dtype=torch.float16))
+    assert reason == q4.Reason(q4.ReasonCode.DTYPE, "dtype torch.float16 of y is not declared")
+    assert "out_dtypes" not in attrs.fields_dict(q4.Capabilities)
