@@ -28,6 +28,7 @@ from q4core.backend import (
     Reason,
     ReasonCode,
     Request,
+    Segment,
     Tier,
     Verdict,
 )
@@ -53,6 +54,7 @@ from q4core.errors import (
     Q4PluginWarning,
     Q4ProbeWarning,
     Q4Warning,
+    RefusedError,
     SchemaError,
     UnifiedMemoryError,
     UnknownBackendError,
@@ -78,7 +80,7 @@ from q4core.probe_book import ProbeResult
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts
 from q4core.schema import Schema
-from q4core.selection import Rejection, Segment, Selection
+from q4core.selection import Rejection, Selection
 from q4core.session import Session, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, cat
 from q4core.weight_info import WeightInfo
@@ -141,6 +143,7 @@ __all__ = [
     "Q4Warning",
     "Reason",
     "ReasonCode",
+    "RefusedError",
     "Registry",
     "Rejection",
     "Report",

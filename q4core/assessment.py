@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Verdict
+from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
-from q4core.selection import ProbeHistory, Rejection, Segment
+from q4core.selection import ProbeHistory, Rejection
 from q4core.weight import Feature
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ KINDS = {
     ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
     ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
 }
-_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -76,16 +75,6 @@ def _fits(packing: Packing, request: Request) -> bool:
     if packing.order is NibbleOrder.HALF_SPLIT:
         return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
     return True
-
-
-def _precision_allows(request: Request, path: KernelPath) -> bool:
-    wish = request.precision
-    if wish is ActivationPrecision.AUTO:
-        exact_only = request.gradients or request.device.type != "cpu"
-        return path.precision in _EXACT or (path.precision is Precision.W4A8 and not exact_only)
-    if wish is ActivationPrecision.EXACT:
-        return path.precision in _EXACT
-    return path.precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)
 
 
 def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
@@ -156,6 +145,21 @@ def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple
     return tuple(segments), None
 
 
+def _sift(
+    name: str, paths: Sequence[KernelPath], request: Request, history: ProbeHistory
+) -> tuple[list[KernelPath], list[Reason]]:
+    """Return the paths that nothing has disqualified, and what has disqualified the others."""
+    sound: list[KernelPath] = []
+    faults: list[Reason] = []
+    for path in paths:
+        fault = _fault_of_table(path, request) or history.disqualified(name, path, request)
+        if fault is None:
+            sound.append(path)
+        elif fault not in faults:
+            faults.append(fault)
+    return sound, faults
+
+
 def assess(
     backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
@@ -163,16 +167,12 @@ def assess(
     adapted, verdict = _ask(backend, request)
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
-    sound: list[KernelPath] = []
-    faults: list[Reason] = []
-    for path in verdict.paths:
-        fault = _fault_of_table(path, adapted) or history.disqualified(backend.name, path, adapted)
-        if fault is None:
-            sound.append(path)
-        elif fault not in faults:
-            faults.append(fault)
+    failures = history.failed(backend.name)
+    if failures:
+        return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
+    sound, faults = _sift(backend.name, verdict.paths, adapted, history)
     reasons = list(faults)
-    allowed = [path for path in sound if path.kind in kinds and (any_precision or _precision_allows(request, path))]
+    allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
     for path in sound:
         if path.kind not in kinds:
             reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
@@ -184,6 +184,9 @@ def assess(
         reasons.append(Reason(ReasonCode.SHAPE, gap))
     if not segments:
         return None, Rejection(backend.name, tuple(reasons), verdict.native_state), Offer(verdict.paths, tuple(sound))
+    refusals = history.refused(backend.name, segments, adapted)
+    if refusals:
+        return None, Rejection(backend.name, (*refusals, *faults), verdict.native_state), Offer(verdict.paths, ())
     return (
         Candidate(backend.name, adapted, verdict, segments, tuple(faults)),
         None,
@@ -195,7 +198,7 @@ def _serves(paths: Sequence[KernelPath], request: Request, compute_path: Compute
     """Return whether paths serve every M asked for under a policy."""
     is_reference = compute_path is ComputePath.DEQUANT_MATMUL_ONLY
     kinds = KINDS[compute_path]
-    allowed = [path for path in paths if path.kind in kinds and (is_reference or _precision_allows(request, path))]
+    allowed = [path for path in paths if path.kind in kinds and (is_reference or request.allows(path.precision))]
     return bool(allowed and _cover(allowed, request.m)[0])
 
 

@@ -10,9 +10,9 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from q4core.backend import Reason
+    from q4core.backend import Reason, Segment
     from q4core.preparation import PreparedLayer
-    from q4core.selection import Rejection, Segment
+    from q4core.selection import Rejection
 
 __all__ = ["Diagnostics", "Report", "diagnose"]
 

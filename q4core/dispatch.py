@@ -138,7 +138,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         fallback_reason=fallback_reason,
         rejections=tuple(sorted([*losers, *others], key=lambda item: item.backend)),
         disqualified=winner.disqualified,
-        proven=all(history.proven(winner.name, segment.path, winner.request) for segment in winner.segments),
+        proven=all(history.proven(winner.name, segment, winner.request) for segment in winner.segments),
     )
 
 

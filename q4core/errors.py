@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
     "PLUGIN_FAULTS",
@@ -30,6 +30,7 @@ __all__ = [
     "Q4PluginWarning",
     "Q4ProbeWarning",
     "Q4Warning",
+    "RefusedError",
     "SchemaError",
     "UnifiedMemoryError",
     "UnknownBackendError",
@@ -201,6 +202,24 @@ class BackendUnavailableError(BackendError):
     def _compose(self) -> str:
         text = super()._compose()
         return "\n  - ".join([text, *(str(rejection) for rejection in self.rejections)])
+
+
+class RefusedError(BackendError):
+    """Raised by a backend's ``prepare`` that finds out only then that it can't serve weights of this kind.
+
+    Args:
+        reasons: All the reasons why not; each a ``Reason``.
+    """
+
+    code = "refused"
+
+    def __init__(self, reasons: Iterable[Any]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("prepare refused: " + "; ".join(str(reason) for reason in self.reasons))
+
+    def __reduce__(self) -> tuple[type[RefusedError], tuple[tuple[Any, ...]]]:  # type: ignore[override]  # made from its reasons alone
+        """Pickle by reasons."""
+        return type(self), (self.reasons,)
 
 
 class PluginError(Q4Error, RuntimeError):

@@ -21,8 +21,8 @@ from q4core.weight_spec import WeightSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4core.backend import Backend
-    from q4core.selection import Segment, Selection
+    from q4core.backend import Backend, Segment
+    from q4core.selection import Selection
 
 __all__ = ["UNTRACEABLE_PLAN", "Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 

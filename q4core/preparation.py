@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
-from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning
+from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import emit, muted, warn_once
 from q4core.memory import apply_mutable_policy, apply_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
@@ -101,13 +101,13 @@ def _prepare_layer(
     _require_memory(config, registry, request.device)
     source = weight if weight.device == request.device else weight.to(request.device)
     book = probe_book(registry)
-    failures: dict[str, Reason] = {}
+    failures: dict[str, tuple[Reason, ...]] = {}
     while True:
         selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, request.device))
-        if isinstance(prepared, Reason):
+        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, selection))
+        if isinstance(prepared, tuple):
             failures[backend.name] = prepared
             continue
         if prove(book, backend, prepared, adapted, selection):
@@ -116,14 +116,17 @@ def _prepare_layer(
     return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
 
 
-def _context(config: SessionConfig, registry: Registry, device: torch.device) -> PrepareContext:
+def _context(config: SessionConfig, registry: Registry, selection: Selection) -> PrepareContext:
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
+    device, paths = selection.request.device, selection.segments
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     empty = None
     if policy is not UnifiedMemoryPolicy.DISABLED:
         empty = managed_empty(policy, device=device, providers=registry.memory_providers())
-    return PrepareContext(device, stream) if empty is None else PrepareContext(device, stream, empty)
+    if empty is None:
+        return PrepareContext(device, stream, paths=paths)
+    return PrepareContext(device, stream, empty, paths)
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt
@@ -133,23 +136,33 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     weight: PackedWeight,
     book: ProbeBook,
     context: PrepareContext,
-) -> Prepared | Reason:
-    """Let a backend prepare a weight; what goes wrong there is a reason to ask the next one."""
+) -> Prepared | tuple[Reason, ...]:
+    """Let a backend prepare a weight; what it refuses or what goes wrong there are reasons to ask the next one."""
     request = selection.backend_request
     guard = SourceGuard(adapted, is_first=is_first_of_its_kind(book, selection, backend))
     started = time.perf_counter()
     fault = prepared = None
+    refusals: tuple[Reason, ...] = ()
     try:
         prepared = _checked(backend.prepare(adapted, request, context), request.device)
+    except RefusedError as error:
+        refusals = error.reasons
+        if not refusals or not all(isinstance(reason, Reason) for reason in refusals):
+            fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")
     except PLUGIN_FAULTS as error:
         fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {type(error).__name__}: {error}")
     if guard.is_broken():
         bar_writer(book, backend, weight, adapted)
         fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
+    if refusals and fault is None:
+        book.refuse(backend.name, selection.segments, request, refusals)
+        told = [str(reason) for reason in refusals]
+        emit("q4.prepare", level=logging.WARNING, layer=weight.name, backend=backend.name, refused=told)
+        return refusals
     if prepared is None or fault is not None:
         fault = fault or Reason(ReasonCode.PLUGIN_ERROR, "prepare gave nothing")
         emit("q4.prepare", level=logging.ERROR, layer=weight.name, backend=backend.name, error=fault.message)
-        return fault
+        return (fault,)
     emit(
         "q4.prepare",
         layer=weight.name,

@@ -1,8 +1,9 @@
 """The numeric self-probe: a path may run only after it has computed right numbers on this machine.
 
-Each path runs at the ends of its M range on activations that lie exactly on its precision's grid, and on no coarser
-one, so that quantising them loses nothing unless a path rounds more than it declares. Every output element is compared
-with float64 from the *source* weight through the reference codec. The bound follows from float32 arithmetic alone:
+Each path runs at the ends of the ranges of M that it serves, on activations that lie exactly on its precision's grid,
+and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares. Every output
+element is compared with float64 from the *source* weight through the reference codec. The bound follows from float32
+arithmetic alone:
 
     |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
 
@@ -22,10 +23,10 @@ from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
-from q4core.probe_book import ProbeResult, row_counts
+from q4core.probe_book import ProbeResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
@@ -101,10 +102,15 @@ def _sampled_rows(total: int) -> torch.Tensor:
     return chosen
 
 
-def probe_path(
-    backend: Backend, prepared: Prepared, source: PackedWeight, request: Request, path: KernelPath
+def probe_path(  # noqa: PLR0913  # the facts of one probe
+    backend: Backend,
+    prepared: Prepared,
+    source: PackedWeight,
+    request: Request,
+    path: KernelPath,
+    counts: Sequence[int],
 ) -> ProbeResult:
-    """Run one path at the ends of its M range and compare every (sampled) element with float64.
+    """Run one path with some numbers of rows and compare every (sampled) element with float64.
 
     Args:
         backend: Who computes.
@@ -112,6 +118,7 @@ def probe_path(
         source: The weight that it was prepared from, on any device.
         request: The request as the backend sees it.
         path: Which path.
+        counts: Numbers of rows of x to run it with.
 
     Returns:
         The result; its ``fault`` says what was wrong first.
@@ -120,7 +127,7 @@ def probe_path(
     rows = _sampled_rows(request.out_features)
     runs: list[_Run] = []
     fault: Reason | None = None
-    for draw, count in enumerate(row_counts(path, request.m)):
+    for draw, count in enumerate(counts):
         x = _activations(count, source, request, path, draw)
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:

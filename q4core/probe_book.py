@@ -1,4 +1,4 @@
-"""What self-probes have shown of one registry's backends."""
+"""What self-probes have shown of one registry's backends, and what these have refused to prepare."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import attrs
 from q4core.selection import ProbeHistory
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
-    from q4core.backend import KernelPath, Reason, Request
+    from q4core.backend import KernelPath, Reason, Request, Segment
 
 __all__ = ["ProbeBook", "ProbeResult", "row_counts"]
 
@@ -37,7 +37,8 @@ class ProbeBook(ProbeHistory):
     """
 
     def __init__(self) -> None:
-        self._results: dict[Hashable, ProbeResult] = {}
+        self._shown: dict[Hashable, tuple[ProbeResult, frozenset[int]]] = {}
+        self._refusals: dict[Hashable, tuple[Reason, ...]] = {}
         self._barred: dict[str, Reason] = {}
         self._lock = threading.Lock()
         self.generation = 0
@@ -60,14 +61,29 @@ class ProbeBook(ProbeHistory):
             request.out_dtype,
             request.out_features % 32,
             request.in_features % 256,
-            # A narrow range proves nothing about a wide one.
-            None if path is None else tuple(row_counts(path, request.m)),
         )
 
-    def record(self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult) -> None:
-        """Keep a result."""
+    def record(
+        self,
+        backend: str,
+        path: KernelPath | None,
+        request: Request,
+        result: ProbeResult,
+        rows: Iterable[int] = (),
+    ) -> None:
+        """Keep a result, and for which numbers of rows it was found; a path once wrong stays so."""
+        key = self.key(backend, path, request)
         with self._lock:
-            self._results[self.key(backend, path, request)] = result
+            known, seen = self._shown.get(key, (result, frozenset[int]()))
+            self._shown[key] = (result if known.fault is None else known, seen.union(rows))
+            self.generation += 1
+
+    def refuse(
+        self, backend: str, segments: tuple[Segment, ...], request: Request, reasons: tuple[Reason, ...]
+    ) -> None:
+        """Keep for which reasons a backend refused to prepare these paths."""
+        with self._lock:
+            self._refusals[self.key(backend, None, request), segments] = reasons
             self.generation += 1
 
     def bar(self, backend: str, reason: Reason) -> None:
@@ -76,9 +92,17 @@ class ProbeBook(ProbeHistory):
             self._barred[backend] = reason
             self.generation += 1
 
-    def result(self, backend: str, path: KernelPath | None, request: Request) -> ProbeResult | None:
-        """Return what a probe showed, or None where none has run."""
-        return self._results.get(self.key(backend, path, request))
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
+        return self._refusals.get((self.key(backend, None, request), segments), ())
+
+    def result(
+        self, backend: str, path: KernelPath | None, request: Request, rows: Iterable[int] = ()
+    ) -> ProbeResult | None:
+        """Return what a probe showed, or None where none has run, or the path passed it for fewer numbers of rows."""
+        result, seen = self._shown.get(self.key(backend, path, request), (None, frozenset[int]()))
+        # A narrow range proves nothing about a wide one.
+        return result if result is None or result.fault is not None or seen.issuperset(rows) else None
 
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
         """Return why a path may not run on this machine, or None."""
@@ -91,15 +115,20 @@ class ProbeBook(ProbeHistory):
                 return result.fault
         return None
 
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        """Return whether a path has passed its probe for requests like this one."""
-        result = self.result(backend, path, request)
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        """Return whether a path has passed its probe for this range of M in requests like this one."""
+        result = self.result(backend, segment.path, request, row_counts(segment.path, segment.m))
         return result is not None and result.fault is None
 
 
 def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
-    """Return the rows of x that a path is probed with: the ends of its range of M, an open or far one cut."""
+    """Return the rows of x that a path is probed with in a range of M.
+
+    These are its ends, an open or far one cut, and those of the path's further rows that lie in it.
+    """
     low = max(path.m[0], wanted[0])
     ends = [end for end in (path.m[1], wanted[1]) if end is not None]
-    high = min(ends) if ends else low + _OPEN_END_ROWS
-    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))})
+    top = min(ends, default=None)
+    high = low + _OPEN_END_ROWS if top is None else top
+    further = {rows for rows in path.probe_rows if low <= rows and (top is None or rows <= top)}
+    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))} | further)

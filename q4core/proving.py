@@ -14,7 +14,7 @@ from q4core.errors import BackendError, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.plan import as_bytes, exported_weight
 from q4core.probe import probe_export, probe_path
-from q4core.probe_book import ProbeBook, ProbeResult
+from q4core.probe_book import ProbeBook, ProbeResult, row_counts
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
@@ -69,12 +69,16 @@ class SourceGuard:
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
     """Return whether a path of the selection, or the backend's export, has not been probed yet."""
     request = selection.backend_request
-    return any(book.result(backend.name, part, request) is None for part in _parts(selection, backend))
+    parts = _parts(selection, backend).items()
+    return any(book.result(backend.name, part, request, rows) is None for part, rows in parts)
 
 
-def _parts(selection: Selection, backend: Backend) -> list[KernelPath | None]:
-    """Return what is to be probed: each path of the selection, and None for the backend's export where it has one."""
-    return [*selection.paths, *([None] if can_export(backend) else [])]
+def _parts(selection: Selection, backend: Backend) -> dict[KernelPath | None, list[int]]:
+    """Return what is to be probed, and with how many rows: each path where it serves, and None for an export."""
+    parts: dict[KernelPath | None, list[int]] = {path: [] for path in selection.paths}
+    for segment in selection.segments:
+        parts[segment.path] += row_counts(segment.path, segment.m)
+    return parts | ({None: []} if can_export(backend) else {})
 
 
 def bar_writer(book: ProbeBook, backend: Backend, weight: PackedWeight, given: PackedWeight) -> None:
@@ -104,13 +108,13 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
     """
     request = selection.backend_request
     good = True
-    for part in _parts(selection, backend):
-        result = book.result(backend.name, part, request)
+    for part, rows in _parts(selection, backend).items():
+        result = book.result(backend.name, part, request, rows)
         name = "export" if part is None else part.name
         if result is None:
             with torch.no_grad():
-                result = _probe(backend, prepared, source, request, part)
-            book.record(backend.name, part, request, result)
+                result = _probe(backend, prepared, source, request, part, rows)
+            book.record(backend.name, part, request, result, rows)
             emit(
                 "q4.probe",
                 level=logging.DEBUG if result.fault is None else logging.ERROR,
@@ -130,11 +134,16 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
     return good
 
 
-def _probe(
-    backend: Backend, prepared: Prepared, source: PackedWeight, request: Request, path: KernelPath | None
+def _probe(  # noqa: PLR0913  # the facts of one probe
+    backend: Backend,
+    prepared: Prepared,
+    source: PackedWeight,
+    request: Request,
+    path: KernelPath | None,
+    rows: list[int],
 ) -> ProbeResult:
     if path is not None:
-        return probe_path(backend, prepared, source, request, path)
+        return probe_path(backend, prepared, source, request, path, rows)
 
     def export(rows: torch.Tensor | None) -> PackedWeight:
         shape = (request.out_features if rows is None else rows.numel(), request.in_features)

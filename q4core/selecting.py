@@ -15,7 +15,7 @@ from q4core.proving import probe_book
 from q4core.selection import ProbeHistory, Selection
 
 if TYPE_CHECKING:
-    from q4core.backend import KernelPath
+    from q4core.backend import KernelPath, Segment
     from q4core.policy import SessionConfig
     from q4core.registry import Registry
     from q4core.weight import PackedWeight
@@ -30,13 +30,19 @@ class _WithFailures(ProbeHistory):
     """What probes have shown, plus the backends that failed to prepare just now."""
 
     book: ProbeHistory
-    failures: dict[str, Reason]
+    failures: dict[str, tuple[Reason, ...]]
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        return self.failures.get(backend, ())
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        return self.book.refused(backend, segments, request)
 
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        return self.failures.get(backend) or self.book.disqualified(backend, path, request)
+        return self.book.disqualified(backend, path, request)
 
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        return self.book.proven(backend, path, request)
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        return self.book.proven(backend, segment, request)
 
 
 def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:
@@ -113,7 +119,7 @@ def layer_request(
 
 
 def select_for(
-    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, Reason] | None = None
+    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, tuple[Reason, ...]] | None = None
 ) -> Selection:
     """Select under a resolved configuration; warm answers come from a cache.
 
@@ -121,7 +127,7 @@ def select_for(
         request: What is asked.
         config: A resolved configuration.
         registry: The plugins to choose among.
-        failures: Backends that failed just now, with the reason; they are passed over.
+        failures: Backends that could not prepare just now, with the reasons; they are passed over.
 
     Raises:
         UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.

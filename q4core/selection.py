@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from q4core.backend import KernelPath, Reason, Request
+    from q4core.backend import KernelPath, Reason, Request, Segment
     from q4core.policy import ComputePath
 
-__all__ = ["NO_HISTORY", "ProbeHistory", "Rejection", "Segment", "Selection"]
+__all__ = ["NO_HISTORY", "ProbeHistory", "Rejection", "Selection"]
 
 
 @attrs.frozen
@@ -32,15 +32,6 @@ class Rejection:
         return f"{self.backend}: {'; '.join(str(reason) for reason in self.reasons)}"
 
 
-@attrs.frozen
-class Segment:
-    """A range of M, both ends included (None: no upper end), and the path that serves it."""
-
-    low: int
-    high: int | None
-    path: KernelPath
-
-
 class ProbeHistory:
     """What self-probes have shown in this process; ``probe.py`` fills a real one."""
 
@@ -51,10 +42,20 @@ class ProbeHistory:
         del backend, path, request
         return None
 
-    def proven(self, backend: str, path: KernelPath, request: Request) -> bool:
-        """Return whether a path has passed its probe for requests like this one."""
-        del backend, path, request
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        """Return whether a path has passed its probe for this range of M in requests like this one."""
+        del backend, segment, request
         return False
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
+        del backend, segments, request
+        return ()
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        """Return for which reasons a backend could not prepare the weight at hand, or ()."""
+        del backend
+        return ()
 
 
 NO_HISTORY = ProbeHistory()

@@ -190,9 +190,9 @@ class History(ProbeHistory):
             return q4.Reason(CODE.PROBE_FAILED, f"path {path.name} of {backend} computed wrong numbers")
         return None
 
-    def proven(self, backend: str, path: q4.KernelPath, request: q4.Request) -> bool:
+    def proven(self, backend: str, segment: q4.Segment, request: q4.Request) -> bool:
         """Return what was drawn."""
-        return self._states[backend, path.name] is State.PROVEN
+        return self._states[backend, segment.path.name] is State.PROVEN
 
 
 @st.composite

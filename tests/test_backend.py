@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -46,6 +48,23 @@ def test_an_empty_range_of_m_is_refused(m: tuple[int, int | None]) -> None:
         q4.Request.for_weight(q4.quantize(torch.randn(4, 64), "nf4"), m=m)
 
 
+@pytest.mark.parametrize(
+    "rows", [tuple(range(9, 18)), (8,), (101,), (20, 20), (True,), (9.0,), ("9",), ([9],), 9, None, (0,), (10**6,)]
+)
+def test_probe_rows_that_are_not_legal_are_refused(rows: Any) -> None:
+    """At most 8 different whole numbers, inside the path's range and not beyond 4,096."""
+    high = None if rows == (10**6,) else 100
+    with pytest.raises(q4.ConfigError, match="probe_rows"):
+        q4.KernelPath("p", (9, high), q4.PathKind.KERNEL, q4.Precision.W4A32, 0, probe_rows=rows)
+
+
+def test_probe_rows_are_part_of_a_path() -> None:
+    """They may be given in any order and as any sequence; none are there unless told."""
+    facts = ("p", (9, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
+    assert q4.KernelPath(*facts).probe_rows == ()
+    assert q4.KernelPath(*facts, probe_rows=[600, 17]).probe_rows == (17, 600)
+
+
 def test_a_verdict_offers_or_refuses() -> None:
     """A verdict with neither paths nor reasons, or with both, says nothing."""
     reason = q4.Reason(q4.ReasonCode.ARCH, "no")
@@ -63,3 +82,42 @@ def test_a_request_knows_what_its_weight_needs() -> None:
     assert request.dtype == request.out_dtype == torch.float32
     assert q4.Request.for_weight(weight, m=(2, 4)).serves(4)
     assert not q4.Request.for_weight(weight, m=(2, 4)).serves(5)
+
+
+_P, _W = q4.ActivationPrecision, q4.Precision
+EXACT = {_W.W4A32, _W.W4A16}
+ALLOWED = [
+    (_P.AUTO, "cpu", False, {*EXACT, _W.W4A8}),
+    (_P.AUTO, "cpu", True, EXACT),
+    (_P.AUTO, "cuda:0", False, EXACT),
+    (_P.EXACT, "cpu", False, EXACT),
+    (_P.INT8, "cuda:0", True, {_W.W4A8}),
+    (_P.FP4, "cpu", False, {_W.W4A4}),
+]
+
+
+@pytest.mark.parametrize(("wish", "device", "gradients", "allowed"), ALLOWED)
+def test_a_request_says_which_precisions_it_allows(
+    wish: q4.ActivationPrecision, device: str, gradients: bool, allowed: set[q4.Precision]
+) -> None:
+    """What AUTO means is the core's answer, the same for every backend: int8 activations on CPUs, unless training."""
+    weight = q4.quantize(torch.randn(4, 64), "nf4")
+    request = q4.Request.for_weight(weight, device=device, precision=wish, gradients=gradients)
+    assert {precision for precision in q4.Precision if request.allows(precision)} == allowed
+
+
+def test_the_dtypes_of_a_manifest_are_those_of_x_and_y() -> None:
+    """A dtype that is not declared is refused for y as for x; a manifest has no second list that could differ."""
+    manifest = q4.Capabilities(
+        formats={q4.EVERY_FORMAT},
+        scale_kinds={q4.ScaleKind.PLAIN},
+        devices={"cpu"},
+        dtypes={torch.float32, torch.bfloat16},
+        precisions={q4.Precision.W4A32},
+    )
+    weight = q4.quantize(torch.randn(4, 64), "nf4")
+    mixed = q4.Request.for_weight(weight, dtype=torch.float32, out_dtype=torch.bfloat16)
+    assert manifest.refusals(mixed) == ()
+    (reason,) = manifest.refusals(attrs.evolve(mixed, out_dtype=torch.float16))
+    assert reason == q4.Reason(q4.ReasonCode.DTYPE, "dtype torch.float16 of y is not declared")
+    assert "out_dtypes" not in attrs.fields_dict(q4.Capabilities)

@@ -66,9 +66,12 @@ class Careful(FakeBackend):
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Copy each tensor into what the context gives."""
         tensors = []
-        for _, tensor in weight.tensors():
-            own = context.empty(tuple(tensor.shape), tensor.dtype)
-            tensors.append(own.copy_(tensor))
+        for index, (_, tensor) in enumerate(weight.tensors()):
+            if index:
+                tensors.append(context.keep(tensor))
+            else:
+                own = context.empty(tuple(tensor.shape), tensor.dtype)
+                tensors.append(own.copy_(tensor))
         return q4.Prepared(tuple(tensors), q4.WeightSpec.of(weight))
 
 
@@ -116,3 +119,34 @@ def test_a_copy_of_a_managed_layer_is_managed() -> None:
     assert len(twin.diagnostics().memory) == len(layer.diagnostics().memory) > 0
     x = torch.ones(1, 128)
     assert torch.equal(twin(x), layer(x))
+
+
+def test_keep_allocates_once_and_writes_once() -> None:
+    """What is kept is the context's own memory, of the shape and dtype asked for, with the tensor's values."""
+    given: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        given.append((shape, dtype))
+        return torch.empty(shape, dtype=dtype)
+
+    context = q4.PrepareContext("cpu", empty=empty)
+    source = torch.arange(6, dtype=torch.float16).reshape(2, 3)
+    same = context.keep(source.T)
+    assert torch.equal(same, source.T)
+    assert same.is_contiguous()
+    wide = context.keep(source, (6,), torch.float32)
+    assert torch.equal(wide, torch.arange(6, dtype=torch.float32))
+    assert torch.equal(context.keep(source, dtype=torch.uint8), source.to(torch.uint8))
+    scalar = context.keep(torch.tensor(3.0), (1,))
+    assert scalar.tolist() == [3.0]
+    float16, float32 = torch.float16, torch.float32
+    assert given == [((3, 2), float16), ((6,), float32), ((2, 3), torch.uint8), ((1,), float32)]
+    source.zero_()
+    assert wide.sum() == 15
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4, 3), (2, 3, 2), (-1,)])
+def test_keep_neither_repeats_nor_drops_values(shape: tuple[int, ...]) -> None:
+    """A shape that holds another number of values is refused, though it could be broadcast to."""
+    with pytest.raises(q4.ConfigError, match="shape must be one of 6 values"):
+        q4.PrepareContext("cpu").keep(torch.zeros(2, 3), shape)

@@ -98,6 +98,40 @@ def test_a_right_kernel_is_proven_once_per_kind() -> None:
     assert len(backend.calls) == 12
 
 
+TILED = attrs.evolve(KERNEL_PATH, probe_rows=(200, 65))
+
+
+def test_further_rows_are_probed_where_the_path_serves() -> None:
+    """The probe also runs at the numbers of rows that a path names, but only at those that it is to serve."""
+    backend = FakeBackend(paths=(TILED,))
+    plugins = registry(backend)
+    session = q4.Session(registry=plugins)
+    session.linear(_weight(), m=(1, 64))
+    assert backend.calls == [("fake_gemm", rows) for rows in (1, 2, 64)]
+    del backend.calls[:]
+    assert not q4.select(q4.Request.for_weight(_weight()), registry=plugins).proven
+    assert session.linear(_weight()).diagnostics().proven
+    assert backend.calls == [("fake_gemm", rows) for rows in (1, 2, 17, 65, 200)]
+
+
+def test_a_tile_that_is_wrong_is_found_where_it_is_named() -> None:
+    """A kernel that is wrong for many rows alone is caught by its further rows, and by nothing else."""
+
+    def wrong_tile(y: torch.Tensor) -> torch.Tensor:
+        return y * 1.01 if len(y) >= 65 else y
+
+    silent = FakeBackend("silent", damage=wrong_tile)
+    assert q4.Session(registry=registry(silent)).linear(_weight()).diagnostics().backend == "silent"
+    honest = FakeBackend("honest", paths=(TILED,), damage=wrong_tile)
+    with pytest.warns(q4.Q4ProbeWarning, match="M = 65"):
+        layer = q4.Session(registry=registry(honest)).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
+    only = q4.SessionConfig(compute_path=q4.ComputePath.KERNEL_ONLY)
+    again = FakeBackend("again", paths=(TILED,), damage=wrong_tile)
+    with pytest.warns(q4.Q4ProbeWarning), pytest.raises(q4.BackendUnavailableError, match="M = 65"):
+        q4.Session(only, registry=registry(again)).linear(_weight())
+
+
 def test_nothing_proven_under_kernel_only_is_an_error() -> None:
     """Where the only kernel is wrong, KERNEL_ONLY fails with the probe's reason."""
     config = q4.SessionConfig(compute_path=q4.ComputePath.KERNEL_ONLY)
@@ -218,6 +252,6 @@ def test_the_reference_passes_its_own_probe_for_every_format(format_: str, dtype
     request = q4.Request.for_weight(weight, dtype=dtype)
     (path,) = backend.check(request).paths
     prepared = backend.prepare(weight, request, q4.PrepareContext(torch.device("cpu")))
-    result = probe_path(backend, prepared, weight, request, path)
+    result = probe_path(backend, prepared, weight, request, path, [1, 2, 17])
     assert result.fault is None
     assert 0 <= result.worst_ratio <= 1

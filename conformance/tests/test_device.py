@@ -17,6 +17,15 @@ from q4_conformance.zoo import ToyKernel
 FORMAT = "nvfp4"
 
 
+def test_a_cuda_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "cuda" is asked for, backends are asked about the current device by its index, as by the core."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert BackendSubject(ToyKernel(), device="cuda").device == torch.device("cuda:3")
+    assert BackendSubject(ToyKernel(), device="cuda:1").device == torch.device("cuda:1")
+    assert BackendSubject(ToyKernel()).device == torch.device("cpu")
+
+
 def _case(check: str, **facts: Any) -> Case:
     found = [case for case in device_cases([FORMAT]) if case.check == check]
     return attrs.evolve(found[0], **facts)

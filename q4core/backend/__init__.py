@@ -8,7 +8,7 @@ same contract on one page.
 from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
 from q4core.backend.request import Features, Request
-from q4core.backend.verdict import KernelPath, PathKind, Precision, Reason, ReasonCode, Tier, Verdict
+from q4core.backend.verdict import KernelPath, PathKind, Precision, Reason, ReasonCode, Segment, Tier, Verdict
 
 __all__ = [
     "API_VERSION",
@@ -24,6 +24,7 @@ __all__ = [
     "Reason",
     "ReasonCode",
     "Request",
+    "Segment",
     "Tier",
     "Verdict",
 ]

@@ -58,8 +58,7 @@ class Capabilities:
         packings: Packings that ``prepare`` reads; a weight in another one is repacked by the core into the lowest
             declared one (by name) that fits. Empty means every packing.
         devices: Device types (``"cpu"``, ``"cuda"``).
-        dtypes: dtypes of x.
-        out_dtypes: dtypes of y; those of x unless told.
+        dtypes: dtypes of x, and of y; a pair of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
         features: Features that it serves.
         ops: ``"linear"``, ``"quantize"``.
@@ -70,9 +69,6 @@ class Capabilities:
     packings: frozenset[Packing] = attrs.field(default=frozenset(), converter=_packings)
     devices: frozenset[str] = attrs.field(converter=_texts)
     dtypes: frozenset[torch.dtype] = attrs.field(converter=_dtypes)
-    out_dtypes: frozenset[torch.dtype] = attrs.field(
-        default=attrs.Factory(lambda self: self.dtypes, takes_self=True), converter=_dtypes
-    )
     precisions: frozenset[Precision] = attrs.field(converter=_precisions)
     features: Features = attrs.field(default=frozenset(), converter=_features)
     ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_texts)
@@ -92,7 +88,7 @@ class Capabilities:
         need(readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}")
         need(request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}")
         need(request.dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.dtype} of x")
-        need(request.out_dtype in self.out_dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y")
+        need(request.out_dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y")
         for feature in sorted(request.needs - self.features, key=lambda item: item.value):
             need(condition=False, code=ReasonCode.FEATURE, message=f"feature {feature.value!r}")
         return tuple(reasons)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 import torch
+
+from q4core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from q4core.backend.capabilities import Capabilities
     from q4core.backend.request import Request
-    from q4core.backend.verdict import Verdict
+    from q4core.backend.verdict import Segment, Verdict
     from q4core.weight import PackedWeight
 
 __all__ = ["API_VERSION", "Backend", "PrepareContext", "Prepared"]
@@ -57,6 +60,9 @@ class PrepareContext:
         stream: The current CUDA stream, or None on CPU.
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
+        paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
+            called with no other path and no other M, by the self-probe neither. Empty where nobody has selected (a
+            backend's own tests, say); whatever ``check`` offers may then be called.
     """
 
     device: torch.device = attrs.field(converter=torch.device)
@@ -64,6 +70,26 @@ class PrepareContext:
     empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
         default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
     )
+    paths: tuple[Segment, ...] = ()
+
+    def keep(
+        self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return a contiguous copy of a tensor in memory from ``empty``, written once; the tensor stays as it is.
+
+        Args:
+            tensor: Any strided tensor, on any device.
+            shape: Shape of the copy, of as many values; the tensor's own unless told.
+            dtype: dtype of the copy, to which the values are converted; the tensor's own unless told.
+
+        Raises:
+            ConfigError: ``shape`` holds another number of values.
+        """
+        wanted = tuple(tensor.shape) if shape is None else shape
+        if min(wanted, default=0) < 0 or math.prod(wanted) != tensor.numel():
+            raise ConfigError("context.keep", name="shape", rule=f"one of {tensor.numel()} values", value=wanted)
+        place = self.empty(wanted, tensor.dtype if dtype is None else dtype)
+        return place.copy_(tensor.reshape(wanted))
 
 
 @runtime_checkable
@@ -72,7 +98,9 @@ class Backend(Protocol):
 
     Optional methods: ``quantize(dense, request) -> PackedWeight`` (declare op ``"quantize"``) and
     ``export(prepared, rows=None) -> PackedWeight``, the inverse of ``prepare``, whole or for the rows of an int64
-    index tensor. A backend without ``export`` keeps its source alive.
+    index tensor on the prepared tensors' device. A backend without ``export`` keeps its source alive.
+
+    What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """
 
     name: str
@@ -80,11 +108,18 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def check(self, request: Request) -> Verdict:
-        """Answer a request that the manifest allows. No side effects; may not raise."""
+        """Answer a request that the manifest allows.
+
+        No side effects; may not raise. It may be slow once (to look at the driver, say), and is asked often.
+        """
         ...
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        """Do everything slow (repack, compile, tune). Never called inside a trace or a capture."""
+        """Do everything slow (repack, compile, tune). Never called inside a trace or a capture.
+
+        Raises:
+            RefusedError: The backend finds only now that it can't serve weights of this kind.
+        """
         ...
 
     def linear(
@@ -100,9 +135,9 @@ class Backend(Protocol):
 
         Args:
             prepared: What ``prepare`` gave.
-            x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 within the path's range.
+            x: [M, K], contiguous rows (stride 1 along K, any row stride), M ≥ 1 in a range that the path serves.
             out: [M, N] of the request's out_dtype, contiguous; written completely, never read.
             bias: [N] of the out_dtype, or None.
-            path: Name of one of the offered paths.
+            path: Name of one of the paths that were selected.
         """
         ...

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend.verdict import is_row_range
+from q4core.backend.verdict import Precision, is_row_range
 from q4core.errors import ConfigError
 from q4core.formats import BlockOrder, Format, ScaleKind
 from q4core.policy import ActivationPrecision
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from q4core.packing import Packing
 
 __all__ = ["Features", "Request"]
+
+_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 
 Features = frozenset[Feature]
 
@@ -53,10 +55,10 @@ class Request:
         features: What it needs beyond the plain formula.
         out_features: N.
         in_features: K.
-        device: Where x and the prepared weight live.
+        device: Where x and the prepared weight live; a CUDA device with its index.
         dtype: dtype of x (float32, bfloat16, float16).
         out_dtype: dtype of y.
-        precision: To what precision activations may be rounded; AUTO is resolved by the backend.
+        precision: To what precision activations may be rounded; what that allows is the core's answer: ``allows``.
         gradients: Whether gradients to the input will be asked for.
         m: (lowest, highest) rows of x that must be served; None for no upper end.
     """
@@ -139,3 +141,13 @@ class Request:
         """Return whether ``rows`` lies in the range of M that was asked for."""
         low, high = self.m
         return low <= rows <= (math.inf if high is None else high)
+
+    def allows(self, precision: Precision) -> bool:
+        """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""
+        wish = self.precision
+        if wish is ActivationPrecision.AUTO:
+            exact_only = self.gradients or self.device.type != "cpu"
+            return precision in _EXACT or (precision is Precision.W4A8 and not exact_only)
+        if wish is ActivationPrecision.EXACT:
+            return precision in _EXACT
+        return precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import attrs
 
 from q4core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Segment", "Tier", "Verdict", "is_row_range"]
 
-__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Tier", "Verdict", "is_row_range"]
+
+_MOST_PROBE_ROWS = 8
+_LARGEST_PROBE = 4096
+"""What is probed is computed in float64 on the CPU as well."""
 
 
 class PathKind(enum.Enum):
@@ -126,6 +128,14 @@ class Reason:
         return f"{self.code.value}: {self.message}"
 
 
+def _sorted_rows(rows: object) -> object:
+    """Return whole numbers as a rising tuple, and anything else as it is, for the check to refuse."""
+    if not isinstance(rows, Iterable):
+        return rows
+    given = tuple(rows)
+    return tuple(sorted(given)) if all(type(item) is int for item in given) else given
+
+
 @attrs.frozen
 class KernelPath:
     """One way of computing, over a range of M (rows of x).
@@ -139,6 +149,8 @@ class KernelPath:
         codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
             table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
             the format: at most 1/126 of the largest value away, half a step of a table of ±63.
+        probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
+            ends of the range: one for each launch configuration, because each is other code.
 
     Raises:
         ConfigError: A value is not legal.
@@ -150,6 +162,7 @@ class KernelPath:
     precision: Precision
     tier: int
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
+    probe_rows: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_sorted_rows)
 
     def __attrs_post_init__(self) -> None:
         """Check every value, because a plugin makes this."""
@@ -165,6 +178,17 @@ class KernelPath:
             _require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
             _require(numbers, what, "codebook", "of finite numbers", self.codebook)
+        self._check_probe_rows(what)
+
+    def _check_probe_rows(self, what: str) -> None:
+        rows: object = self.probe_rows
+        is_legal = (
+            isinstance(rows, tuple)
+            and all(type(item) is int and item <= _LARGEST_PROBE and self.covers(item) for item in rows)
+            and len(set(rows)) == len(rows) <= _MOST_PROBE_ROWS
+        )
+        rule = f"at most {_MOST_PROBE_ROWS} different whole numbers inside m and up to {_LARGEST_PROBE}"
+        _require(is_legal, what, "probe_rows", rule, rows)
 
     def covers(self, rows: int) -> bool:
         """Return whether the path may run with that many rows."""
@@ -175,6 +199,20 @@ class KernelPath:
         """Return name, M range, kind and precision."""
         low, high = self.m
         return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.kind.value}, {self.precision.value})"
+
+
+@attrs.frozen
+class Segment:
+    """A range of M, both ends included (None: no upper end), and the path that serves it."""
+
+    low: int
+    high: int | None
+    path: KernelPath
+
+    @property
+    def m(self) -> tuple[int, int | None]:
+        """The range, as a path or a request has it."""
+        return self.low, self.high
 
 
 def _paths(items: Iterable[KernelPath]) -> tuple[KernelPath, ...]:

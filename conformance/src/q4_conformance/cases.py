@@ -180,6 +180,7 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-06", "state", "state", "saved, loaded and copied layers give the same bits"),
         ("EX-14", "record", "record", "the record of what ran is true for every M"),
         ("EX-17", "undeclared", "undeclared", "what is not declared is refused by the core"),
+        ("EX-19", "ranges", "ranges", "layers for few, all and some rows are right wherever they serve"),
     ):
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
         yield Case(contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows)

@@ -152,6 +152,13 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
         raise NotTestableError("; ".join(reason.message for reason in reasons))
 
 
+def _with_index(device: torch.device) -> torch.device:
+    """Return a CUDA device with its index, as backends are asked about it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+
+
 class BackendSubject:
     """A backend, called through sessions that name it.
 
@@ -171,7 +178,7 @@ class BackendSubject:
             backend = installed[backend]
         self.backend = backend
         self.name = backend.name
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.registry = make_registry(backend)
 
     def config(self, **wishes: Any) -> SessionConfig:
@@ -205,16 +212,17 @@ class BackendSubject:
         precision: ActivationPrecision = ActivationPrecision.EXACT,
         gradients: bool = False,
         compute_path: ComputePath = ComputePath.AUTO,
+        m: tuple[int, int | None] = (1, None),
     ) -> BackendLayer:
-        """Return a layer that this backend serves, as ``Subject.layer`` says."""
-        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients)
+        """Return a layer that this backend serves, as ``Subject.layer`` says; ``m`` are the rows that it must serve."""
+        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients, m=m)
         self.require_declared(request)
         config = self.config(
             compute_dtype=dtype, activation_precision=precision, gradients=gradients, compute_path=compute_path
         )
         session = Session(config, registry=self.registry)
         try:
-            module = session.linear(weight, bias)
+            module = session.linear(weight, bias, m=m)
         except BackendUnavailableError as error:
             own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
             _require_hardware(own)
@@ -231,7 +239,7 @@ class BackendSubject:
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
         source = source.repack(seen.backend_request.packing)
-        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device))
+        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
 
     def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
         """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""

@@ -271,3 +271,28 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
             expect(used.peak_bytes <= limit, f"{what}: memory peaked by {used.peak_bytes} bytes, more than {limit}")
         seen.append(f"{what}: {used.float_elements} elements, peak {used.peak_bytes} bytes")
     return "; ".join(seen)
+
+
+_RANGES: tuple[tuple[int, int | None], ...] = ((1, 1), (1, None), (5, 40), (40, 600))
+_HIGH_ROWS = 200
+
+
+@check("ranges")
+def check_ranges(case: Case, subject: BackendSubject) -> str:
+    """Layers over one weight for a few, for all and for some numbers of rows are right wherever they serve."""
+    weight = case.weight()
+    calls = 0
+    for low, high in _RANGES:
+        layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, m=(low, high))
+        segments = layer.diagnostics().segments
+        told = f"for M in {low}…{'∞' if high is None else high}"
+        expect((segments[0].low, segments[-1].high) == (low, high), f"{told}: the record says {segments}")
+        ends = {end for segment in segments for end in segment.m if end is not None}
+        named = {rows for segment in segments for rows in segment.path.probe_rows}
+        inside = {rows for rows in named if low <= rows and (high is None or rows <= high)}
+        for rows in sorted({*ends, *inside, high or _HIGH_ROWS}):
+            x = draw(case, layer, weight, rows, case.seeds[0])
+            judge_call(layer, weight, x, layer(x))
+            calls += 1
+        expect(layer.diagnostics().proven, f"{told}: the paths are not proven")
+    return f"{len(_RANGES)} ranges, {calls} calls"

@@ -140,6 +140,7 @@ FAULTS: tuple[Fault, ...] = tuple(
         ("one-zeroed-element", numbers.OneZero, "nf4", "EX-01/rows", {"says": "1 of 6144 elements"}),
         ("all-zero-for-m-17", numbers.AllZero17, "q8_0", "EX-01/rows", _SEEN_BY_PROBE),
         ("all-zero-for-m-127", numbers.AllZero127, "q8_0", "EX-01/rows", {"says": "all_zero"}),
+        ("wrong-tile-for-many-rows", numbers.WrongTile, "nf4", "EX-01/rows", {**_SEEN_BY_PROBE, **_WITH_CORE}),
         ("nan-output", numbers.Nan, "nvfp4", "EX-01/rows", {"says": "non_finite"}),
         (
             "swaps-rows",
@@ -222,6 +223,27 @@ FAULTS: tuple[Fault, ...] = tuple(
             "nf4",
             "TC-04/override",
             {"says": "prepare raised", **_WITH_CORE},
+        ),
+        (
+            "prepares-the-first-range",
+            conduct.PreparesFirstRange,
+            "nf4",
+            "EX-19/ranges",
+            {"says": "no code for 2 rows", "passes_probe": False, **_WITH_CORE},
+        ),
+        (
+            "refuses-in-prepare",
+            conduct.RefusesInPrepare,
+            "nf4",
+            "TC-04/override",
+            {"says": "toolchain: a pretended lack of compilers", **_WITH_CORE},
+        ),
+        (
+            "refuses-without-reason",
+            conduct.RefusesWithoutReason,
+            "nf4",
+            "TC-04/override",
+            {"says": "plugin_error: prepare refused without a Reason", **_WITH_CORE},
         ),
         (
             "prepares-nothing",

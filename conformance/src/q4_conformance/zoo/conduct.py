@@ -15,7 +15,18 @@ import torch
 
 from q4_conformance.zoo.numbers import Spoils
 from q4_conformance.zoo.toy import ToyKernel
-from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, Reason, ReasonCode, Verdict
+from q4core import (
+    KernelPath,
+    PackedWeight,
+    PathKind,
+    Precision,
+    Prepared,
+    Reason,
+    ReasonCode,
+    RefusedError,
+    Segment,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,6 +130,41 @@ class RaisesInPrepare(ToyKernel):
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         del weight, request, context
         raise MemoryError("a pretended lack of memory")
+
+
+class PreparesFirstRange(ToyKernel):
+    """Compiles, once for each path, for the rows that the first layer asked for, and fails with others."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._compiled: dict[str, Segment] = {}
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        for segment in context.paths:
+            self._compiled.setdefault(segment.path.name, segment)
+        return super().prepare(weight, request, context)
+
+    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+        segment = self._compiled[path]
+        if x.shape[0] < segment.low or (segment.high is not None and x.shape[0] > segment.high):
+            raise LookupError(f"no code for {x.shape[0]} rows")
+        super().linear(prepared, x, out, bias=bias, path=path)
+
+
+class RefusesInPrepare(ToyKernel):
+    """Offers a path for what its manifest declares, and finds only when it prepares that it has no compiler."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        del weight, request, context
+        raise RefusedError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
+
+
+class RefusesWithoutReason(ToyKernel):
+    """Refuses to prepare, and does not say why."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        del weight, request, context
+        raise RefusedError([])
 
 
 class RaisesInLinear(Spoils):

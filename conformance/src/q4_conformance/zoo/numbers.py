@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from q4_conformance.zoo.toy import ToyKernel
-from q4core import PackedWeight, Prepared, ScaleKind
+from q4core import PackedWeight, Prepared, ScaleKind, Verdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from q4core import Request
 
 
 class SwappedNibbles(ToyKernel):
@@ -157,6 +159,21 @@ class AllZero127(Spoils):
     def spoil(self, y: NDArray[np.float32]) -> None:
         if y.shape[0] == 127:  # noqa: PLR2004  # far from where the probe looks
             y[:] = 0
+
+
+class WrongTile(Spoils):
+    """Computes with another tile from 200 rows on, which is wrong, and names that number for the probe."""
+
+    def check(self, request: Request) -> Verdict:
+        verdict = super().check(request)
+        paths = [
+            attrs.evolve(path, probe_rows=(200,)) if path.name.startswith("gemm") else path for path in verdict.paths
+        ]
+        return Verdict.offer(paths, native_state=verdict.native_state)
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        if y.shape[0] >= 200:  # noqa: PLR2004  # beyond every case, and where the probe looks only if it is told
+            y[:, -1] *= np.float32(1.125)
 
 
 class Nan(Spoils):

@@ -120,12 +120,9 @@ class CpuNative:
         arguments, kept = source_arguments(weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
         del kept
-        sides = [tensor for name, tensor in weight.tensors() if name not in {"qdata", "scale", "offset", "zero"}]
-        own = []
-        for side in sides:
-            copy = context.empty(tuple(side.shape), side.dtype)
-            own.append(copy.copy_(side))
-        return Prepared((tiles, *own), meta)
+        tiled = {"qdata", "scale", "offset", "zero"}
+        sides = [context.keep(tensor) for name, tensor in weight.tensors() if name not in tiled]
+        return Prepared((tiles, *sides), meta)
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the weight, whole or the given rows: codes and numbers bit for bit, padding as zeros."""
