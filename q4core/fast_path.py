@@ -8,6 +8,7 @@ when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,19 +26,48 @@ if TYPE_CHECKING:
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
-__all__ = ["make_fast_path"]
+__all__ = ["PLAIN", "make_fast_path"]
+
+PLAIN: type[torch.Tensor] = torch.Tensor
+"""The one class of tensors that is taken; of another one torch might ask anything."""
 
 
-def make_fast_path(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: WeightOwner, ready: PreparedLayer
-) -> FastPath | None:
+def make_fast_path(layer: WeightOwner, ready: PreparedLayer) -> FastPath | None:
     """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
 
-    None is returned instead of a function where no call can be plain (not on CPU, another out dtype).
+    None is returned instead of a function where no call can be plain (neither on CPU nor on CUDA, another out dtype).
     """
-    plan = ready.plan
-    if ready.selection.request.device.type != "cpu" or plan.out_dtype is not plan.dtype:
+    device = ready.buffers[0].device
+    if device.type not in {"cpu", "cuda"} or ready.plan.out_dtype is not ready.plan.dtype:
         return None
+    if device.type == "cpu":
+        return _make_anywhere(layer, ready, torch.empty, is_cpu=True)
+    anywhere = _make_anywhere(layer, ready, functools.partial(torch.empty, device=device), is_cpu=False)
+    return _only_on_cuda(layer, device.index, anywhere)
+
+
+def _only_on_cuda(layer: WeightOwner, index: int, anywhere: FastPath) -> FastPath:
+    """Return the fast path for calls whose tensors are on one CUDA device, which must be the current one."""
+    parameters, plain, current = layer._parameters, PLAIN, torch.cuda.current_device  # noqa: SLF001  # its own fast path
+
+    def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        if type(x) is not plain or not x.is_cuda or x.get_device() != index or current() != index:
+            return None
+        bias = parameters["bias"]
+        if bias is not None and (not bias.is_cuda or bias.get_device() != index):
+            return None
+        if out is not None and (type(out) is not plain or not out.is_cuda or out.get_device() != index):
+            return None
+        return anywhere(x, out)
+
+    return fast
+
+
+def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
+    layer: WeightOwner, ready: PreparedLayer, empty: Callable[..., torch.Tensor], *, is_cpu: bool
+) -> FastPath:
+    """Return the fast path for tensors on the CPU, or for those that are known to be on the layer's other device."""
+    plan = ready.plan
     prepared, linear = ready.prepared, plan.backend.linear
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
     counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
@@ -46,7 +76,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
-    segment_index, empty, grad_enabled, plain = plan.segment_index, torch.empty, torch.is_grad_enabled, torch.Tensor
+    segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
     modes, overrides, transform = dispatch_modes, function_modes, innermost_transform
 
     def fast(  # noqa: C901, PLR0911, PLR0912  # as above
@@ -55,7 +85,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
         if (
             type(x) is not plain
             or x.dtype is not dtype
-            or not x.is_cpu
+            or x.is_cpu is not is_cpu
             or modes()
             or overrides()
             or transform() is not None
@@ -68,7 +98,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
                 return None
         bias: Any = parameters["bias"]
         if bias is not None and (
-            bias.dtype is not dtype or bias.shape != bias_shape or not bias.is_cpu or not bias.is_contiguous()
+            bias.dtype is not dtype or bias.shape != bias_shape or bias.is_cpu is not is_cpu or not bias.is_contiguous()
         ):  # replaced since; the slow way says what is wrong
             return None
         shape = x.shape
@@ -91,7 +121,7 @@ def make_fast_path(  # noqa: C901  # one flat list of conditions: each function 
                 type(out) is not plain
                 or out.dtype is not dtype
                 or out.shape != ((rows, outputs) if two else (*shape[:-1], outputs))
-                or not out.is_cpu
+                or out.is_cpu is not is_cpu
                 or not out.is_contiguous()
                 or -rows * out_bytes < gap < rows * in_bytes  # they overlap
             ):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
 from q4core.errors import InputError
-from q4core.formats import BlockOrder, Form
+from q4core.formats import BlockOrder, Form, Format
 from q4core.packing import unpack_codes
+from q4core.torch_modes import dispatch_modes, is_transformed
 from q4core.weight import PackedWeight
 from q4core.weight.invariants import check_permutation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["decode_rows", "dequantize"]
 
@@ -23,11 +25,19 @@ _CHUNK_ELEMENTS = 1 << 19
 _MOST_ELEMENTS = 1 << 40
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SYMMETRIC_ZERO = 8
-_NIBBLES = 16
+_WHOLE = 1 << 23
+"""Up to here float32 adds whole numbers exactly."""
+_SIGNED_BYTES = tuple(float((code ^ 0x80) - 0x80) for code in range(256))
+_TABLES: dict[tuple[Format, torch.device], torch.Tensor] = {}
+"""Codebooks on devices other than the CPU: copying one there makes the host wait, which no call may do."""
 
 
 def dequantize(
-    weight: PackedWeight, dtype: torch.dtype | None = None, *, rows: slice | torch.Tensor | None = None
+    weight: PackedWeight,
+    dtype: torch.dtype | None = None,
+    *,
+    rows: slice | torch.Tensor | None = None,
+    is_checked: bool = False,
 ) -> torch.Tensor:
     """Return the effective dense weight, so that ``y = x @ result.T``.
 
@@ -41,6 +51,8 @@ def dequantize(
         dtype: float32, bfloat16, float16 or float64; None for ``weight.dtype``.
         rows: The rows to decode, as a slice or as an int64 vector of row numbers in 0 … N - 1 (repeats allowed); None
             for all of them.
+        is_checked: Whether ``weight.check_values`` has passed, as it has for every weight that a backend is given to
+            prepare. Then nothing is looked at again, and with ``rows`` a slice or None the host waits for no device.
 
     Returns:
         [R, K] of ``dtype``, contiguous, on the weight's device. Temporaries beside it take at most 16 MB (or what one
@@ -72,10 +84,11 @@ def dequantize(
         )
     result = torch.empty((len(chosen), columns), dtype=target, device=weight.device)
     work = torch.float64 if target is torch.float64 else torch.float32
-    codebook = _codebook(weight).to(work)
-    check_permutation(weight)
+    decode = _decoder(weight, work)
+    if not is_checked:
+        check_permutation(weight)
     for first, part in _parts(weight, chosen):
-        values = part.values(weight.format.form, codebook, work)
+        values = part.values(decode, work)
         if weight.input_permutation is not None:
             values = torch.empty_like(values).index_copy_(1, weight.input_permutation, values)
         if weight.input_channel_scale is not None:
@@ -124,10 +137,40 @@ def _chosen_rows(weight: PackedWeight, rows: slice | torch.Tensor | None) -> ran
     return rows.to(weight.device)
 
 
-def _codebook(weight: PackedWeight) -> torch.Tensor:
-    if weight.codebook is None:
-        return weight.format.codebook_tensor(weight.device)
-    return weight.codebook.to(torch.float32)
+def _decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from codes to their values, in ``dtype``, in new memory, before zero point and scale."""
+    if weight.format.form is Form.INTEGER:
+        middle = 0 if weight.zero is not None else _SYMMETRIC_ZERO
+        return lambda codes: codes.to(dtype).sub_(middle) if middle else codes.to(dtype)
+    if weight.codebook is not None:
+        table = weight.codebook.to(torch.float32).to(dtype)
+    elif weight.format.codebook == _SIGNED_BYTES:
+        return lambda codes: codes.view(torch.int8).to(dtype)
+    else:
+        first = _first_of_whole(weight.format.codebook)
+        if first is not None:
+            return lambda codes: codes.to(dtype).add_(first) if first else codes.to(dtype)
+        table = _table(weight.format, weight.device).to(dtype)
+    return lambda codes: table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _first_of_whole(codebook: tuple[float, ...]) -> float | None:
+    """Return the first of ascending whole numbers, which are computed exactly and 20 times as fast, or None."""
+    first = codebook[0]
+    is_whole = float(first).is_integer() and abs(first) < _WHOLE
+    return first if is_whole and codebook == tuple(first + code for code in range(len(codebook))) else None
+
+
+def _table(form: Format, device: torch.device) -> torch.Tensor:
+    """Return the codebook on a device; not to be written to."""
+    if device.type == "cpu" or torch.compiler.is_compiling() or dispatch_modes() or is_transformed():
+        return form.codebook_tensor(device)  # what modes and transforms make may be anything but a tensor to keep
+    known = _TABLES.get((form, device))
+    if known is None:
+        with torch.inference_mode(mode=False):
+            known = _TABLES.setdefault((form, device), form.codebook_tensor(device))
+    return known
 
 
 def _parts(weight: PackedWeight, chosen: range | torch.Tensor) -> Iterator[tuple[int, _Part]]:
@@ -155,18 +198,6 @@ def _by_block(values: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterat
         yield torch.unflatten(values[:, : whole * block], 1, (whole, block)), numbers[:, :whole, None]
     if whole < numbers.shape[1]:
         yield values[:, None, whole * block :], numbers[:, whole:, None]
-
-
-def _look_up(codebook: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the value of each code; whole-number codebooks are computed, which is exact and 20 times as fast."""
-    if len(codebook) == _NIBBLES:
-        first = float(codebook[0])
-        if torch.equal(codebook, torch.arange(_NIBBLES, dtype=codebook.dtype, device=codebook.device) + first):
-            values = codes.to(codebook.dtype)
-            return values.add_(first) if first else values
-    elif torch.equal(codebook, torch.arange(256, device=codebook.device).to(torch.int8).to(codebook.dtype)):
-        return codes.view(torch.int8).to(codebook.dtype)
-    return codebook.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
 @attrs.frozen
@@ -212,17 +243,12 @@ class _Part:
             1,
         )
 
-    def values(self, form: Form, codebook: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def values(self, decode: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return [R, K] of ``dtype``, by the formula of the form."""
-        if form is Form.INTEGER:
-            values = self.codes.to(dtype)
-            if self.zero is None:
-                values -= _SYMMETRIC_ZERO
-            else:
-                for part, zero in _by_block(values, self.zero.to(dtype), self.block):
-                    part.sub_(zero)
-        else:
-            values = _look_up(codebook, self.codes)
+        values = decode(self.codes)
+        if self.zero is not None:
+            for part, zero in _by_block(values, self.zero.to(dtype), self.block):
+                part.sub_(zero)
         for part, scale in _by_block(values, self.scale.to(dtype), self.block):
             part.mul_(scale)
         if self.offset is not None:
