@@ -27,8 +27,8 @@ PUBLIC_MODULES = {"q4core", "q4core.training"}
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_MAY_IMPORT = {"q4core", "torch", "attrs", "pluggy", "structlog", "safetensors", *sys.stdlib_module_names}
 COMMAND_LINE_MAY_IMPORT = CORE_MAY_IMPORT | {"rich", "typer"}
-BUILT_UPON = {"q4_nn"}
-"""Plugins that others may import, because they bring layers to build on."""
+BUILT_UPON = {"q4_nn", "q4_triton_kernels"}
+"""Packages that plugins may import: layers to build on, and kernels that several plugins share."""
 IMPORT_SECONDS = 0.3
 
 

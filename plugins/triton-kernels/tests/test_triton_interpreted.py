@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from triton_interpreter import IGNORED_WARNINGS, hasten, require_interpreter
 from triton_programs import RECIPES
 
 from q4_conformance import exact_linear, judge
 from q4_triton_kernels import Target, WeightMeta, prepare_weight
 from q4_triton_kernels import plan as plans
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import Precision, PrepareContext, grid_activations
 
 if TYPE_CHECKING:
@@ -119,12 +119,13 @@ def test_the_configured_tiles_compute() -> None:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemv(gemv, even=True, final=True)
         program.load()
-        grid = (-(-20 // gemv.r), 1, 1)
-        plan._matrix(program, grid, torch.float32, tensors, x, out, None, meta.row_bytes // 16)
+        route = plans._Route(program, True, -(-20 // gemv.r), 1, meta.row_bytes // 16)
+        plan._launch(route, torch.float32, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed
     for gemm in config.gemm["blocks"]:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemm(gemm, even=True, final=True)
         program.load()
-        plan._matrix(program, (1, 1, 1), torch.bfloat16, tensors, x, out, None, meta.row_bytes // 64)
+        route = plans._Route(program, True, 1, 1, meta.row_bytes // 64)
+        plan._launch(route, torch.bfloat16, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed

@@ -10,8 +10,8 @@ import torch
 
 from q4_conformance import WeightRecipe
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.factory import Factory, Layout
 from q4_triton_kernels.layout import WeightMeta
-from q4_triton_kernels.plan import Factory, Layout
 from q4_triton_kernels.target import Target
 from q4core import Feature, ScaleKind
 
@@ -67,7 +67,10 @@ class Candidate:
         factory = factory_for(self.recipe, self.dtype, self.arch)
         config = factory.config
         if self.kind == "gemv":
-            return factory.gemv(config.gemv[self.place], even=self.even, final=self.final)
+            tile = config.gemv[self.place]
+            if not self.even:
+                tile = attrs.evolve(tile, r=max(1, tile.r // 2))  # as plans do
+            return factory.gemv(tile, even=self.even, final=self.final)
         if self.kind == "gemm":
             tile = config.gemm[factory.layout.family(self.dtype)][self.place]
             return factory.gemm(tile, even=self.even, final=self.final)
