@@ -150,7 +150,14 @@ def tests(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Run the conformance cases alone, with the kit's own tests."""
     _install_group(session, "test")
-    _pytest(session, "-m", "not gpu and not interpreted and not peer", "tests/contract", "conformance/tests", *session.posargs)
+    _pytest(
+        session,
+        "-m",
+        "not gpu and not interpreted and not peer",
+        "tests/contract",
+        "conformance/tests",
+        *session.posargs,
+    )
 
 
 @nox.session(venv_backend="none", requires=["env"])
