@@ -136,7 +136,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU and no other 4-bit library; then, by themselves, those of interpreted kernels.
+    """Run every test that needs no GPU and no other 4-bit library, those of interpreted kernels by themselves.
 
     Arguments go to the first run alone, so that one may name tests.
     """
@@ -150,14 +150,7 @@ def tests(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Run the conformance cases alone, with the kit's own tests."""
     _install_group(session, "test")
-    _pytest(
-        session,
-        "-m",
-        "not gpu and not interpreted and not peer",
-        "tests/contract",
-        "conformance/tests",
-        *session.posargs,
-    )
+    _pytest(session, "-m", _runnable(session), "tests/contract", "conformance/tests", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])

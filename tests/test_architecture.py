@@ -27,8 +27,8 @@ PUBLIC_MODULES = {"q4core", "q4core.training"}
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_MAY_IMPORT = {"q4core", "torch", "attrs", "pluggy", "structlog", "safetensors", *sys.stdlib_module_names}
 COMMAND_LINE_MAY_IMPORT = CORE_MAY_IMPORT | {"rich", "typer"}
-BUILT_UPON = {"q4_nn"}
-"""Plugins that others may import, because they bring layers to build on."""
+BUILT_UPON = {"q4_nn", "q4_triton_kernels"}
+"""Packages that plugins may import: layers to build on, and kernels that several plugins share."""
 IMPORT_SECONDS = 0.3
 
 
@@ -162,6 +162,7 @@ def test_dependencies_are_declared_and_used(distribution: str, folder: Path) -> 
     """What a distribution imports is what its metadata asks for: nothing is missing, nothing is idle."""
     required = importlib.metadata.requires(distribution) or []
     declared = {re.split(r"[\s\[<>=!~;(]", line, maxsplit=1)[0].lower().replace("-", "_") for line in required}
+    declared = {re.sub(r"^cupy_cuda\d+x$", "cupy", name) for name in declared}  # one module, a wheel for each CUDA
     imported = {_top(item).lower() for item in _imports(folder)}
     imported -= {name.lower() for name in sys.stdlib_module_names} | {folder.name, ""}
     assert imported == declared

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_interpreter import IGNORED_WARNINGS, hasten, require_interpreter
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4_nf4_cuda import Nf4Cuda
-from q4core import ActivationPrecision, Feature, PathKind, Precision, Request
+from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
+from q4core import (
+    ActivationPrecision,
+    BackendUnavailableError,
+    ComputePath,
+    Feature,
+    PathKind,
+    Precision,
+    ReasonCode,
+    Request,
+    Session,
+)
 
 FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
 CASES = (*linear_cases(FORMATS), *backend_cases(FORMATS))
@@ -64,10 +74,14 @@ def test_an_interpreted_path_is_marked(subject: BackendSubject) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_cpu_is_refused_at_once(name: str) -> None:
-    """TC-17: named by override, a backend for CUDA alone refuses the CPU with its reasons."""
-    case = next(case for case in backend_cases([name]) if case.contract == "TC-17")
-    result = run_case(case, BackendSubject(Nf4Cuda()))
-    assert result.outcome is Outcome.PASS, result
+    """TC-17: named by override under KERNEL_ONLY, a backend for CUDA alone refuses the CPU with its reason."""
+    weight = next(case for case in linear_cases([name]) if case.check == "values").weight()
+    subject = BackendSubject(Nf4Cuda())
+    config = subject.config(compute_path=ComputePath.KERNEL_ONLY)
+    with Session(config, registry=subject.registry) as session, pytest.raises(BackendUnavailableError) as caught:
+        session.linear(weight)
+    rejection = next(item for item in caught.value.rejections if item.backend == "nf4-cuda")
+    assert [reason.code for reason in rejection.reasons] == [ReasonCode.DEVICE]
 
 
 def test_without_cuda_the_reason_is_told() -> None:

@@ -76,7 +76,8 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
     found = len(_WGMMA.findall(ptx))
     assert found
     assert len(_FROM_REGISTERS.findall(ptx)) == found
-    if candidate.recipe != "q4_1":  # whose sums of x are made through shared memory
+    # Sums of x (for offsets), and an x whose rows can't be loaded asynchronously, do go through shared memory.
+    if candidate.recipe != "q4_1" and candidate.even:
         last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
         assert "st.shared" not in ptx[:last]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from triton_interpreter import IGNORED_WARNINGS, hasten, require_interpreter
 from triton_programs import RECIPES
 
 from q4_conformance import exact_linear, judge
 from q4_triton_kernels import Target, WeightMeta, prepare_weight
 from q4_triton_kernels import plan as plans
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import Precision, PrepareContext, grid_activations
 
 if TYPE_CHECKING:

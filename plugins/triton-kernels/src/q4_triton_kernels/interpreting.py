@@ -1,10 +1,12 @@
-"""What tests in Triton's interpreter share."""
+"""What tests of interpreted kernels share, in this package and in those that build on it."""
 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
+
+from q4_triton_kernels.target import machine_facts
+from q4core import BackendError
 
 __all__ = ["IGNORED_WARNINGS", "hasten", "require_interpreter"]
 
@@ -15,8 +17,14 @@ IGNORED_WARNINGS = (
 
 
 def require_interpreter() -> None:
-    """Fail where the process was started without TRITON_INTERPRET=1: kernels are interpreted or not from import on."""
-    assert os.environ.get("TRITON_INTERPRET") == "1", "run these by `TRITON_INTERPRET=1 pytest -m interpreted plugins`"
+    """Fail where the process was started without TRITON_INTERPRET=1: kernels are interpreted or not from import on.
+
+    Raises:
+        BackendError: It was.
+    """
+    if not machine_facts().is_interpreted:
+        hint = 'Run these tests by `TRITON_INTERPRET=1 pytest -m "interpreted and not every" plugins`.'
+        raise BackendError("interpreted kernels", name="TRITON_INTERPRET", rule="1", value="unset", hint=hint)
 
 
 @functools.cache
@@ -29,7 +37,7 @@ def hasten() -> None:
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if self.fn not in known:
             known.add(self.fn)
-            interpreter._patch_lang(self.fn)
+            interpreter._patch_lang(self.fn)  # noqa: SLF001  # it has no public name
         return self.rewrite()(*arguments, **named)
 
     interpreter.InterpretedFunction.__call__ = call
