@@ -119,12 +119,13 @@ def test_the_configured_tiles_compute() -> None:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemv(gemv, even=True, final=True)
         program.load()
-        grid = (-(-20 // gemv.r), 1, 1)
-        plan._matrix(program, grid, torch.float32, tensors, x, out, None, meta.row_bytes // 16)
+        route = plans._Route(program, program, -(-20 // gemv.r), 1, meta.row_bytes // 16)
+        plan._launch(route, torch.float32, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed
     for gemm in config.gemm["blocks"]:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemm(gemm, even=True, final=True)
         program.load()
-        plan._matrix(program, (1, 1, 1), torch.bfloat16, tensors, x, out, None, meta.row_bytes // 64)
+        route = plans._Route(program, program, 1, 1, meta.row_bytes // 64)
+        plan._launch(route, torch.bfloat16, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 from triton_programs import RECIPES, factory_for
 
 from q4_triton_kernels import Facts, WeightOnlyBackend, program
@@ -70,3 +72,43 @@ def test_a_launch_needs_loaded_code() -> None:
     """A program that was not loaded refuses to launch: nothing is compiled in a forward."""
     with pytest.raises(BackendError, match="loaded before the first launch"):
         factory_for("nf4", torch.bfloat16, 90).finish((1, 1, 1))
+
+
+class _Driver:
+    """A driver of one device with one stream."""
+
+    def get_current_device(self) -> int:
+        return 3
+
+    def get_current_stream(self, device: int) -> int:
+        return 1000 + device
+
+
+class _Loaded:
+    """Loaded code that notes what it is launched with."""
+
+    function, packed_metadata = "function", "packed"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def _init_handles(self) -> None:
+        pass
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        pass
+
+    def run(self, *arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+def test_a_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed Triton's own launch of compiled code passes the same arguments in the same order, hooks apart."""
+    monkeypatch.setattr(type(driver), "active", _Driver())
+    handle: Any = _Loaded()
+    program._launcher(handle, ("constant", 7))((5, 6, 1), 11, 22)
+    CompiledKernel.__getitem__(handle, (5, 6, 1))(11, 22, "constant", 7)
+    ours, theirs = handle.launches
+    assert ours[:7] == theirs[:7] == (5, 6, 1, 1003, "function", "packed", None)
+    assert ours[7:9] == (None, None)
+    assert ours[9:] == theirs[9:] == (11, 22, "constant", 7)

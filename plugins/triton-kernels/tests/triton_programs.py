@@ -10,8 +10,8 @@ import torch
 
 from q4_conformance import WeightRecipe
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.factory import Factory, Layout
 from q4_triton_kernels.layout import WeightMeta
-from q4_triton_kernels.plan import Factory, Layout
 from q4_triton_kernels.target import Target
 from q4core import Feature, ScaleKind
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.factory import family_for
 from q4_triton_kernels.layout import block_problem, export_weight, prepare_weight
-from q4_triton_kernels.plan import family_for, plan_for
+from q4_triton_kernels.plan import plan_for
 from q4_triton_kernels.target import Facts, Target, machine_facts
 from q4core import (
     BackendError,

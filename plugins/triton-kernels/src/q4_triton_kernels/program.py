@@ -96,8 +96,7 @@ class Program:
             raise BackendError(
                 what, name="machine code", rule=rule, value=f"{type(error).__name__}: {error}"
             ) from error
-        constants = tuple(self.constants.values())
-        self._launch = lambda grid, *arguments: handle[grid](*arguments, *constants)
+        self._launch = _launcher(handle, tuple(self.constants.values()))
 
     def _interpret(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         with _INTERPRETER:
@@ -112,5 +111,24 @@ class Program:
         if self._launch is None:
             raise BackendError(f"kernel {self.name}", name="code", rule="loaded before the first launch", value="none")
         if not self.target.is_interpreted:
-            arguments = tuple(item.data_ptr() if isinstance(item, torch.Tensor) else item for item in arguments)
+            arguments = tuple([item if type(item) is int else item.data_ptr() for item in arguments])
         self._launch(grid, *arguments)
+
+
+def _launcher(handle: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return what launches loaded code on torch's current stream.
+
+    It calls what Triton's own ``handle[grid](...)`` calls, without making a function for each launch. Hooks of Triton's
+    profilers are left out.
+    """
+    from triton.runtime.driver import driver  # noqa: PLC0415  # may be missing
+
+    run, function, packed = handle.run, handle.function, handle.packed_metadata
+    active = driver.active
+    device = active.get_current_device()
+    stream_of = active.get_current_stream
+
+    def launch(grid: tuple[int, int, int], *arguments: Any) -> None:
+        run(*grid, stream_of(device), function, packed, None, None, None, *arguments, *constants)
+
+    return launch
