@@ -138,13 +138,14 @@ class Native:
         """Compile and load every kernel that the request's paths launch.
 
         Raises:
-            BackendError: That failed; the same request is refused with this reason from now on.
+            BackendError: That failed, and no external library serves; our kernels are not offered from now on.
         """
         key = (_index(request.device), request.format.name)
         arch = self._arch(request.device)
         if not isinstance(arch, int) or self._tools.nvrtc_problem(arch) is not None:
             return  # an external library serves
         code = ReasonCode.TOOLCHAIN
+        has_library = request.format.name == "nvfp4" and self.search.library is not None
         with self._lock:
             try:
                 if key not in self._kernels:
@@ -156,7 +157,8 @@ class Native:
                     self._load_product(key, arch, request)
             except BackendError as error:
                 self._faults[key] = Reason(code, str(error))
-                raise
+                if not has_library:
+                    raise
 
     def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
         kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
