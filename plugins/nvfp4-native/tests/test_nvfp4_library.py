@@ -13,7 +13,6 @@ from nvfp4_emulation import emulated_backend, emulated_library, fake_library
 from q4_conformance.recording import recorded
 from q4_conformance.subject import make_registry
 from q4_nvfp4_native import find_library
-from q4_nvfp4_native.compiler import Compiled
 from q4_nvfp4_native.configurations import CUDA_FOLDER
 from q4_nvfp4_native.library import EXPORTS, VARIABLE
 from q4core import ActivationPrecision, BackendError, ReasonCode, Session, SessionConfig, quantize
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from q4_nvfp4_native import Nvfp4Native
+    from q4_nvfp4_native.compiler import Compiled
     from q4core import Q4Linear
 
 WISHES = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, backend="nvfp4-native")
