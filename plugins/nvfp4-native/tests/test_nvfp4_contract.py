@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from nvfp4_emulation import emulated_backend, emulated_library
 
-from q4_conformance import Case, Outcome, linear_cases, run_case
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
 
@@ -13,6 +14,13 @@ FP4_CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision
 # A manifest can't say that w4a4 takes no float scales: the backend says it when asked, which the last test is about.
 PLAIN = [case for case in FP4_CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
 CASES = [case for case in FP4_CASES if case not in PLAIN]
+# What the kit asks of every layer it asks at the default precision; here it is asked of w4a4 as well.
+DUTIES = [
+    attrs.evolve(case, precision=ActivationPrecision.FP4)
+    for case in (*linear_cases(["nvfp4", "mxfp4"]), *backend_cases(["nvfp4", "mxfp4"]))
+    if case.precision is ActivationPrecision.EXACT
+    and case.check in {"repeat", "threads", "unmodified", "non_finite", "leading", "out", "bias", "strided", "gradient"}
+]
 LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
 
 
@@ -45,6 +53,12 @@ def test_case(case: Case, by_driver: BackendSubject) -> None:
 def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
     """The case passes by the functions of an external library."""
     _run(case, by_library)
+
+
+@pytest.mark.parametrize("case", DUTIES, ids=[case.id for case in DUTIES])
+def test_duty(case: Case, by_driver: BackendSubject) -> None:
+    """What holds for every layer holds for w4a4."""
+    _run(case, by_driver)
 
 
 def test_float_scales_are_refused_with_their_reason(by_driver: BackendSubject) -> None:

@@ -28,7 +28,7 @@ def _driver(path: Path | None = None) -> Driver:
 
 
 def _launch(
-    name: str, blocks: int, threads: int, shared_bytes: int, call: ctypes.Structure, path: Path | None = None
+    name: str, blocks: int, threads: int, shared_bytes: int, call: GemmCall | QuantizeCall, path: Path | None = None
 ) -> None:
     driver = _driver(path)
     module = driver.load(b"emulated", "the kernels")
@@ -42,7 +42,7 @@ def _quantize(x: torch.Tensor, kind: str, static: torch.Tensor | None = None) ->
     codes = torch.full((rows, padded // 2), 0xEE, dtype=torch.uint8)
     scales = torch.full((rows, padded // BLOCKS[kind]), 0xEE, dtype=torch.uint8)
     row_scales = torch.full((rows,), torch.nan)
-    address = None if static is None else static.data_ptr()
+    address = 0 if static is None else static.data_ptr()
     call = QuantizeCall(
         x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row_scales.data_ptr(), address, x.stride(0), rows, columns,
         NUMBER_TYPES[x.dtype],
@@ -78,7 +78,7 @@ def _multiply(  # the facts of one product
     out = room[guard : guard + rows * columns].view(rows, columns)
     call = GemmCall(
         a[0].data_ptr(), a[1].data_ptr(), a[2].data_ptr(), b[0].data_ptr(), b[1].data_ptr(),
-        None if factor is None else factor.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), rows,
+        0 if factor is None else factor.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows,
         columns, 2 * a[0].shape[1], factor is not None and factor.numel() > 1, divides, NUMBER_TYPES[dtype],
     )  # fmt: skip
     own = configurations()[tile]

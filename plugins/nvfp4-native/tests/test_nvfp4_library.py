@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from q4_nvfp4_native import Nvfp4Native
+    from q4_nvfp4_native.compiler import Compiled
     from q4core import Q4Linear
 
 WISHES = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, backend="nvfp4-native")
@@ -82,6 +83,18 @@ def test_wrong_library_is_disqualified_and_ours_serves(fault: str) -> None:
     assert told == [False]
     layer(torch.randn(3, 128))
     assert layer.diagnostics().path_name == "native-fp4-m16"
+
+
+def test_library_serves_where_our_kernels_can_not_be_loaded() -> None:
+    """A compiler that fails takes nothing from a library that is complete."""
+
+    def refuse(*_: object) -> Compiled:
+        raise BackendError("the compiler's words")
+
+    backend = emulated_backend(fake_library(), compile=refuse)
+    layer = _layer(backend)
+    layer(torch.randn(3, 128))
+    assert layer.diagnostics().path_name == "external-fp4"
 
 
 def test_candidates_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -211,3 +213,27 @@ def test_quantiser_is_offered_on_every_listed_architecture() -> None:
         assert [path.name for path in Nvfp4Native(_facts(arch), emulated_tools()).check(request).paths] == ["quantize"]
     reasons = Nvfp4Native(_facts(triton=None), emulated_tools()).check(request).reasons
     assert [reason.code for reason in reasons] == [ReasonCode.TOOLCHAIN]
+
+
+def test_it_loads_without_triton_and_cupy() -> None:
+    """The plugin stays loaded where neither is installed, and says so when it is asked."""
+    code = """
+import sys
+sys.modules["triton"] = sys.modules["cupy"] = None
+import attrs, torch
+import q4_nvfp4_native as plugin
+from q4_triton_kernels import Facts
+from q4core import ActivationPrecision, Request, quantize
+
+facts = Facts(torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None, capability=lambda _: (12, 1))
+backend = plugin.Nvfp4Native(facts)
+request = Request.for_weight(quantize(torch.randn(8, 64), "nvfp4"), device="cuda:0")
+fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)
+for asked in (request, fp4, attrs.evolve(request, op="quantize")):
+    print(sorted({reason.code.value for reason in backend.check(asked).reasons}))
+print(backend.check(fp4).reasons[0].message)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["['toolchain']"] * 3
+    assert "CuPy" in lines[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import attrs
@@ -109,3 +110,16 @@ def test_static_scale_saturates_what_lies_above_it() -> None:
     unit = dequantize(plain)[0, 0]
     assert torch.equal(session.linear(weight)(x), torch.full((1, 16), 10.5) * unit)
     assert torch.equal(session.linear(plain)(x), x * unit)
+
+
+def test_saved_and_copied_layers_give_the_same_bits() -> None:
+    """A layer's state, loaded into one made of another weight, and a deep copy, compute what it computes."""
+    config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4)
+    session = Session(config, registry=make_registry(emulated_backend()))
+    layer, other = (session.linear(quantize(torch.randn(24, 160), "nvfp4")) for _ in range(2))
+    x = torch.randn(17, 160)
+    wanted = layer(x)
+    assert not torch.equal(other(x), wanted)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), wanted)
+    assert torch.equal(copy.deepcopy(layer)(x), wanted)

@@ -1,49 +1,59 @@
-"""The arguments of the kernels, as C has them: ``Q4Quantize`` and ``Q4Gemm`` of the folder ``cuda``."""
+"""The arguments of the kernels, as C has them: ``Q4Quantize`` and ``Q4Gemm`` of the folder ``cuda``.
+
+Addresses are integers, 0 for none. A launch packs a call behind the driver's launch configuration, all in one buffer:
+``ctypes`` structures, filled field by field, would take three times as long.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from typing import ClassVar
+import struct
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["NUMBER_TYPES", "GemmCall", "QuantizeCall"]
+__all__ = ["ARGUMENTS_OFFSET", "CALL_OFFSET", "LAYOUTS", "NUMBER_TYPES", "GemmCall", "QuantizeCall"]
 
 NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# CUlaunchConfig (grid, block, shared memory, stream, attributes and their number), then the list of one argument.
+_LAUNCH = "@7I4xPPI4xP"
+ARGUMENTS_OFFSET, CALL_OFFSET = 56, 64
 
 
-class QuantizeCall(ctypes.Structure):
+class QuantizeCall(NamedTuple):
     """``struct Q4Quantize``."""
 
-    _fields_: ClassVar = [
-        ("x", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("static_scale", ctypes.c_void_p),
-        ("row_step", ctypes.c_int64),
-        ("m", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-    ]
+    x: int
+    codes: int
+    scales: int
+    rows: int
+    static_scale: int
+    row_step: int
+    m: int
+    k: int
+    type: int
 
 
-class GemmCall(ctypes.Structure):
+class GemmCall(NamedTuple):
     """``struct Q4Gemm``."""
 
-    _fields_: ClassVar = [
-        ("a_codes", ctypes.c_void_p),
-        ("a_scales", ctypes.c_void_p),
-        ("a_rows", ctypes.c_void_p),
-        ("b_codes", ctypes.c_void_p),
-        ("b_scales", ctypes.c_void_p),
-        ("b_global", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("m", ctypes.c_int32),
-        ("n", ctypes.c_int32),
-        ("k", ctypes.c_int32),
-        ("global_step", ctypes.c_int32),
-        ("global_divides", ctypes.c_int32),
-        ("out_type", ctypes.c_int32),
-    ]
+    a_codes: int
+    a_scales: int
+    a_rows: int
+    b_codes: int
+    b_scales: int
+    b_global: int
+    bias: int
+    out: int
+    m: int
+    n: int
+    k: int
+    global_step: int
+    global_divides: int
+    out_type: int
+
+
+LAYOUTS: dict[type, struct.Struct] = {
+    QuantizeCall: struct.Struct(f"{_LAUNCH}5Pq3i4x"),
+    GemmCall: struct.Struct(f"{_LAUNCH}8P6i"),
+}
+"""How a launch lays itself and its call out, by the call's class."""

@@ -138,13 +138,14 @@ class Native:
         """Compile and load every kernel that the request's paths launch.
 
         Raises:
-            BackendError: That failed; the same request is refused with this reason from now on.
+            BackendError: That failed, and no external library serves; our kernels are not offered from now on.
         """
         key = (_index(request.device), request.format.name)
         arch = self._arch(request.device)
         if not isinstance(arch, int) or self._tools.nvrtc_problem(arch) is not None:
             return  # an external library serves
         code = ReasonCode.TOOLCHAIN
+        has_library = request.format.name == "nvfp4" and self.search.library is not None
         with self._lock:
             try:
                 if key not in self._kernels:
@@ -156,7 +157,8 @@ class Native:
                     self._load_product(key, arch, request)
             except BackendError as error:
                 self._faults[key] = Reason(code, str(error))
-                raise
+                if not has_library:
+                    raise
 
     def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
         kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
@@ -189,10 +191,10 @@ class Native:
         path: str,
     ) -> None:
         """Round x to FP4 and multiply, both on the current stream."""
-        rows = x.shape[0]
-        block = meta.spec.block_size
-        code_bytes = rows * (meta.padded // 2)
-        scale_bytes = -(-rows * (meta.padded // block) // _ALIGNMENT) * _ALIGNMENT
+        rows, columns = x.shape
+        padded, spec = meta.padded, meta.spec
+        code_bytes = rows * (padded // 2)
+        scale_bytes = -(-rows * (padded // spec.block_size) // _ALIGNMENT) * _ALIGNMENT
         # One piece of torch's cache: three allocations would take a third of the time on the host.
         room = torch.empty(code_bytes + scale_bytes + 4 * rows, dtype=torch.uint8, device=x.device)
         start = room.data_ptr()
@@ -201,15 +203,15 @@ class Native:
         if meta.global_dtype is not None:
             global_scale = tensors[following]
             following += 1
-        static = tensors[following].data_ptr() if meta.has_static_scale else None
+        static = tensors[following].data_ptr() if meta.has_static_scale else 0
         quantize = QuantizeCall(
             x.data_ptr(), start, start + code_bytes, start + code_bytes + scale_bytes, static, x.stride(0), rows,
-            x.shape[1], NUMBER_TYPES[x.dtype],
+            columns, NUMBER_TYPES[x.dtype],
         )  # fmt: skip
         gemm = GemmCall(
             quantize.codes, quantize.scales, quantize.rows, tensors[0].data_ptr(), tensors[1].data_ptr(),
-            None if global_scale is None else global_scale.data_ptr(), None if bias is None else bias.data_ptr(),
-            out.data_ptr(), rows, meta.spec.out_features, meta.padded,
+            0 if global_scale is None else global_scale.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            out.data_ptr(), rows, spec.out_features, padded,
             global_scale is not None and global_scale.numel() > 1, meta.global_divides, NUMBER_TYPES[out.dtype],
         )  # fmt: skip
         stream = self._tools.stream(x.device)
@@ -220,16 +222,16 @@ class Native:
             library.quantize(quantize, stream)
             library.multiply(gemm, stream)
             return
-        kernels = self._kernels[_index(x.device), meta.spec.format.name]
+        kernels = self._kernels[_index(x.device), spec.format.name]
         kernels["quantize"].launch(rows, stream, quantize)
         if path == DOT:
             parts = room[:code_bytes], room[code_bytes : code_bytes + scale_bytes], room[code_bytes + scale_bytes :]
-            kind = scaled_dot.GLOBAL_KINDS[meta.spec.scale_kind]
-            product = self._products[_index(x.device), meta.spec.format.name, kind, out.dtype]
+            kind = scaled_dot.GLOBAL_KINDS[spec.scale_kind]
+            product = self._products[_index(x.device), spec.format.name, kind, out.dtype]
             product(parts, tensors, global_scale, bias, out, meta)
             return
         tile = path.removeprefix(f"{NATIVE}-")
-        kernels[tile].launch(configurations()[tile].blocks(rows, meta.spec.out_features), stream, gemm)
+        kernels[tile].launch(configurations()[tile].blocks(rows, spec.out_features), stream, gemm)
 
 
 def _index(device: torch.device) -> int:

@@ -49,11 +49,10 @@ class OperandMeta:
     scale_dtype: torch.dtype
     global_dtype: torch.dtype | None
     has_static_scale: bool
-
-    @property
-    def padded(self) -> int:
-        """P: in-features, padded."""
-        return -(-self.spec.in_features // STEP) * STEP
+    padded: int = attrs.field(
+        init=False, default=attrs.Factory(lambda self: -(-self.spec.in_features // STEP) * STEP, takes_self=True)
+    )
+    """P: in-features, padded."""
 
     @property
     def global_divides(self) -> bool:

@@ -82,11 +82,20 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
     return 500;  // CUDA_ERROR_NOT_FOUND
 }
 int cuFuncSetAttribute(void*, int attribute, int value) { return attribute == 8 && value <= 101376 ? 0 : 1; }
-int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
-                   unsigned shared_bytes, void*, void** arguments, void**) {
+// CUlaunchConfig of cuda.h, 12.0 and later.
+struct LaunchConfig {
+    unsigned grid[3];
+    unsigned block[3];
+    unsigned shared_bytes;
+    void* stream;
+    void* attributes;
+    unsigned attribute_count;
+};
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** arguments, void** extra) {
     if (!has_context) return 201;  // CUDA_ERROR_INVALID_CONTEXT
-    if (y != 1 || z != 1 || ty != 1 || tz != 1) return 1;
-    static_cast<Kernel*>(function)->run(arguments, x, threads, shared_bytes);
+    if (config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 || config->block[2] != 1) return 1;
+    if (config->attributes != nullptr || config->attribute_count != 0 || extra != nullptr) return 1;
+    static_cast<Kernel*>(function)->run(arguments, config->grid[0], config->block[0], config->shared_bytes);
     return 0;
 }
 int cuGetErrorName(int status, const char** name) {
