@@ -11,7 +11,8 @@ from triton.runtime.driver import driver
 from triton_programs import RECIPES, factory_for
 
 from q4_triton_kernels import Facts, WeightOnlyBackend, program
-from q4core import BackendError, PrepareContext, ReasonCode, Request
+from q4_triton_kernels.configs import config_for
+from q4core import BackendError, PrepareContext, ReasonCode, RefusedError, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ def _refused(**_: Any) -> Any:
 def test_code_that_fails_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., Any], words: tuple[str, ...]
 ) -> None:
-    """``prepare`` raises a typed error that names the kernel; ``check`` then refuses, with a reason of the build."""
+    """``prepare`` refuses with a reason of the build, which names the kernel and holds the tool's own words."""
     monkeypatch.setattr(program, "compile_for", compiler)
     monkeypatch.setattr("q4_triton_kernels.plan._processors", lambda device: 132)
     facts = Facts(
@@ -60,12 +61,22 @@ def test_code_that_fails_is_a_reason(
     weight = RECIPES["nf4"].build()
     request = Request.for_weight(weight, device="cuda:0", dtype=torch.bfloat16)
     assert not backend.check(request).reasons
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(RefusedError) as caught:
         backend.prepare(weight, request, PrepareContext("cpu"))
-    assert all(word in str(caught.value) for word in (*words, "gemv"))
-    verdict = backend.check(request)
-    assert [reason.code for reason in verdict.reasons] == [ReasonCode.TOOLCHAIN]
-    assert words[1] in verdict.reasons[0].message
+    (reason,) = caught.value.reasons
+    assert reason.code is ReasonCode.TOOLCHAIN
+    assert all(word in reason.message for word in (*words, "gemv"))
+
+
+def test_every_tile_is_probed_at_both_its_ends() -> None:
+    """What is launched for other numbers of rows has not been proven by the ends of the path."""
+    for arch in (80, 90, 121):
+        config = config_for(arch)
+        assert config.gemv_ends == (1, 2, 3, 4, 5, 8)
+        for family, tiles in config.gemm.items():
+            ends = config.gemm_ends(family, 9)
+            assert len(ends) <= 8
+            assert {tile.m for tile in tiles if tile.m} | {9} | {tile.m + 1 for tile in tiles if tile.m} == set(ends)
 
 
 def test_a_launch_needs_loaded_code() -> None:

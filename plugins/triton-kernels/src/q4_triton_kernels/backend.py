@@ -23,8 +23,10 @@ from q4core import (
     Prepared,
     Reason,
     ReasonCode,
+    RefusedError,
     Request,
     ScaleKind,
+    Segment,
     Tier,
     Verdict,
 )
@@ -85,9 +87,7 @@ class WeightOnlyBackend:
         self.facts = machine_facts() if facts is None else facts
         devices = ("cpu",) if self.facts.is_interpreted else ("cuda",)
         self.capabilities = weight_only_capabilities(self.formats, self.scale_kinds, devices=devices)
-
         self._targets: dict[torch.device, Target | tuple[Reason, ...]] = {}
-        self._failures: dict[torch.device, Reason] = {}
 
     def target(self, device: torch.device) -> Target | tuple[Reason, ...]:
         """Return what runs the kernels on a device, or all the reasons why nothing does."""
@@ -100,8 +100,6 @@ class WeightOnlyBackend:
         """Offer the weight-only paths, or say what is missing."""
         target = self.target(request.device)
         reasons = [] if isinstance(target, Target) else [*target]
-        if request.device in self._failures:
-            reasons.append(self._failures[request.device])
         problem = block_problem(request.block_size, request.in_features)
         if problem is not None:
             reasons.append(Reason(ReasonCode.SHAPE, problem))
@@ -112,14 +110,28 @@ class WeightOnlyBackend:
     def paths(self, request: Request, target: Target) -> list[KernelPath]:
         """Return the weight-only paths for a request that can be served on a target."""
         config = config_for(target.arch)
+        family = family_for(request)
         is_wide = request.dtype is torch.float32
         precision = Precision.W4A32 if is_wide else Precision.W4A16
         tier = Tier.TUNED if config.measured else Tier.GENERIC
         paths = [
-            KernelPath(f"gemv_{precision.value}", (1, _GEMV_ROWS), PathKind.KERNEL, precision, tier),
-            KernelPath(f"gemm_{precision.value}", (_GEMV_ROWS + 1, None), PathKind.KERNEL, precision, tier),
+            KernelPath(
+                f"gemv_{precision.value}",
+                (1, _GEMV_ROWS),
+                PathKind.KERNEL,
+                precision,
+                tier,
+                probe_rows=config.gemv_ends,
+            ),
+            KernelPath(
+                f"gemm_{precision.value}",
+                (_GEMV_ROWS + 1, None),
+                PathKind.KERNEL,
+                precision,
+                tier,
+                probe_rows=config.gemm_ends(family, _GEMV_ROWS + 1),
+            ),
         ]
-        family = family_for(request)
         if family == "weights" or request.dtype is torch.bfloat16:
             above = config.dequant_above[family]
             # One above the kernel's, because from there on the record says that it is faster.
@@ -129,20 +141,24 @@ class WeightOnlyBackend:
         return paths
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        """Lay the weight out and compile every kernel that its paths launch for the rows asked for."""
+        """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
+
+        Raises:
+            RefusedError: Code does not compile, or the driver does not load it.
+        """
         target = self.target(request.device)
         if not isinstance(target, Target):
             raise BackendError(
                 f"{self.name}: prepare", name="device", rule="one that check allowed", value="; ".join(map(str, target))
             )
         tensors, meta = prepare_weight(weight, context)
-        offered = [path for path in self.paths(request, target) if _overlap(path.m, request.m)]
         plan = plan_for(meta, request.dtype, request.out_dtype, target, request.device)
+        served = context.paths or [Segment(*_within(path.m, request.m), path) for path in self.paths(request, target)]
         try:
-            plan.load(frozenset(path.name.partition("_")[0] for path in offered), request.m)
+            for segment in served:
+                plan.load(frozenset({segment.path.name.partition("_")[0]}), (segment.low, segment.high))
         except BackendError as error:
-            self._failures[request.device] = Reason(ReasonCode.TOOLCHAIN, str(error))
-            raise
+            raise RefusedError([Reason(ReasonCode.TOOLCHAIN, str(error))]) from error
         return Prepared(tensors, meta)
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
@@ -173,6 +189,7 @@ class WeightOnlyBackend:
             plan.dequant(prepared.tensors, x, out, bias)
 
 
-def _overlap(one: tuple[int, int | None], other: tuple[int, int | None]) -> bool:
-    """Return whether two ranges of rows share one."""
-    return (one[1] is None or other[0] <= one[1]) and (other[1] is None or one[0] <= other[1])
+def _within(path: tuple[int, int | None], asked: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Return the rows of a path that are asked for."""
+    ends = [end for end in (path[1], asked[1]) if end is not None]
+    return max(path[0], asked[0]), min(ends, default=None)
