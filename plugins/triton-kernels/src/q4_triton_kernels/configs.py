@@ -70,7 +70,7 @@ class Config:
         return _ends((tile.rows for tile in self.gemv), 1)
 
     def gemm_ends(self, family: str, low: int) -> tuple[int, ...]:
-        """Return lowest and highest number of rows of each tile that serves ``low`` rows or more: K is split for some."""
+        """Return lowest and highest number of rows of each tile that serves ``low`` rows or more."""
         return _ends((tile.m for tile in self.gemm[family]), low)
 
 
