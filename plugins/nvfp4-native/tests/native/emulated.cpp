@@ -65,9 +65,7 @@ int emulator_shape(const char* name, int is_mxfp4, int* shared_bytes, int* threa
 
 // How many asynchronous copies have read outside of their operand since this was last asked.
 int emulator_violations() {
-    const int found = emulator::violations;
-    emulator::violations = 0;
-    return found;
+    return emulator::violations.exchange(0);
 }
 
 // From now on launches find no current context, as in a thread that has used no CUDA yet, until one is set.

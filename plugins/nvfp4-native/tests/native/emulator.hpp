@@ -5,6 +5,7 @@
 // formulas: a kernel that puts a value into a wrong register computes a wrong number here.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -54,8 +55,8 @@ struct Range {
     const uint8* start;
     int64 bytes;
 };
-inline std::vector<Range> readable;
-inline int violations = 0;
+inline thread_local std::vector<Range> readable;
+inline std::atomic<int> violations{0};
 
 constexpr int kStackBytes = 1 << 16;
 constexpr int kGuardBytes = 256;
