@@ -119,13 +119,13 @@ def test_the_configured_tiles_compute() -> None:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemv(gemv, even=True, final=True)
         program.load()
-        route = plans._Route(program, program, -(-20 // gemv.r), 1, meta.row_bytes // 16)
+        route = plans._Route(program, True, -(-20 // gemv.r), 1, meta.row_bytes // 16)
         plan._launch(route, torch.float32, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed
     for gemm in config.gemm["blocks"]:
         out = torch.empty((4, 20), dtype=torch.bfloat16)
         program = plan.factory.gemm(gemm, even=True, final=True)
         program.load()
-        route = plans._Route(program, program, 1, 1, meta.row_bytes // 64)
+        route = plans._Route(program, True, 1, 1, meta.row_bytes // 64)
         plan._launch(route, torch.bfloat16, tensors, x, out, None)
         assert judge(out, exact, out_dtype=torch.bfloat16).passed

@@ -67,7 +67,10 @@ class Candidate:
         factory = factory_for(self.recipe, self.dtype, self.arch)
         config = factory.config
         if self.kind == "gemv":
-            return factory.gemv(config.gemv[self.place], even=self.even, final=self.final)
+            cut = config.gemv[self.place]
+            if not self.even:
+                cut = attrs.evolve(cut, r=max(1, cut.r // 2))  # as plans do
+            return factory.gemv(cut, even=self.even, final=self.final)
         if self.kind == "gemm":
             tile = config.gemm[factory.layout.family(self.dtype)][self.place]
             return factory.gemm(tile, even=self.even, final=self.final)

@@ -11,6 +11,8 @@ import torch
 from q4_triton_kernels.factory import Factory, Layout, twin_table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from q4_triton_kernels.configs import GemmTile, GemvTile
     from q4_triton_kernels.layout import WeightMeta
     from q4_triton_kernels.program import Program
@@ -34,15 +36,15 @@ class _Route:
     """How one number of rows is launched.
 
     Args:
-        even: The program for rows of x that may be loaded in vectors; None where K is not a multiple of ``unit``.
-        uneven: The program for any other.
+        program: The program.
+        is_even: Whether it loads rows of x in vectors, for which they must be aligned.
         blocks: Blocks of the grid.
         splits: Into how many parts the sum over K is cut.
         span: Length of a part.
     """
 
-    even: Program | None
-    uneven: Program
+    program: Program
+    is_even: bool
     blocks: int
     splits: int
     span: int
@@ -85,7 +87,7 @@ class Plan:
         low, high = m
         config = self.factory.config
         if "gemv" in kinds:
-            for tile in config.gemv:
+            for tile in self._gemv_tiles():
                 splits = self._gemv_splits(tile)[0]
                 self._load_matrix(self.factory.gemv, tile, _UNIT, {splits == 1})
         if "gemm" in kinds:
@@ -103,9 +105,8 @@ class Plan:
             self.factory.finish.load()
 
     def _load_matrix(self, make: Any, tile: Any, unit: int, finals: set[bool]) -> None:
-        for even in {False, self.meta.spec.in_features % unit == 0}:
-            for final in finals:
-                make(tile, even=even, final=final).load()
+        for final in finals:
+            make(tile, even=self._is_even(unit), final=final).load()
         if False in finals:
             self.factory.finish.load()
 
@@ -128,7 +129,7 @@ class Plan:
         rows = x.shape[0]
         route = self._gemv_routes.get(rows)
         if route is None:
-            tile = next(tile for tile in self.factory.config.gemv if rows <= tile.rows)
+            tile = next(tile for tile in self._gemv_tiles() if rows <= tile.rows)
             blocks = -(-self.meta.spec.out_features // tile.r)
             route = self._route(self.factory.gemv, tile, _UNIT, blocks, self._gemv_splits(tile))
             self._gemv_routes[rows] = route
@@ -151,9 +152,16 @@ class Plan:
 
     def _route(self, make: Any, tile: Any, unit: int, blocks: int, cut: tuple[int, int]) -> _Route:
         splits, span = cut
-        is_even = self.meta.spec.in_features % unit == 0
-        even = make(tile, even=True, final=splits == 1) if is_even else None
-        return _Route(even, make(tile, even=False, final=splits == 1), blocks, splits, span)
+        even = self._is_even(unit)
+        return _Route(make(tile, even=even, final=splits == 1), even, blocks, splits, span)
+
+    def _is_even(self, unit: int) -> bool:
+        return self.meta.spec.in_features % unit == 0
+
+    def _gemv_tiles(self) -> Iterator[GemvTile]:
+        """Yield the tiles of gemv; where x is loaded number by number, half as many out-features fit the registers."""
+        for tile in self.factory.config.gemv:
+            yield tile if self._is_even(_UNIT) else attrs.evolve(tile, r=max(1, tile.r // 2))
 
     def dequant(
         self, tensors: tuple[torch.Tensor, ...], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
@@ -188,17 +196,14 @@ class Plan:
         codes, scale, second, factor, g_stride = self._numbers(tensors)
         meta, splits = self.meta, route.splits
         rows, stride = x.shape[0], x.stride(0)
-        program = route.even
-        if program is None:
-            program = route.uneven
-        elif (stride % _UNIT and rows > 1) or x.data_ptr() % _UNIT:
+        if route.is_even and ((stride % _UNIT and rows > 1) or x.data_ptr() % _UNIT):
             x = x.clone(memory_format=torch.contiguous_format)  # rows that lie awkwardly
             stride = x.stride(0)
         n = meta.spec.out_features
         place = out
         if splits > 1:
             place = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
-        program(
+        route.program(
             (route.blocks, splits, 1),
             x,
             stride,
