@@ -14,20 +14,29 @@ struct Kernel {
     Runner run;
 };
 
-template <typename Call, void (*kernel)(Call)>
+void set_readable(const Q4Quantize&, int) { emulator::readable.clear(); }
+void set_readable(const Q4Gemm& call, int block) {
+    const int64 row = call.k / 2, scales = call.k / block;
+    emulator::readable = {{call.a_codes, call.m * row}, {call.a_scales, call.m * scales},
+                          {call.b_codes, call.n * row}, {call.b_scales, call.n * scales}};
+}
+
+template <typename Call, void (*kernel)(Call), int block>
 void run_kernel(void** arguments, int64 blocks, int threads, int shared_bytes) {
     const Call call = *static_cast<const Call*>(arguments[0]);
+    set_readable(call, block);
     emulator::run([&] { kernel(call); }, blocks, threads, shared_bytes);
+    emulator::readable.clear();
 }
 
 bool has_context = true;
 
 const Kernel kernels[] = {
-    {"q4_quantize_nvfp4", run_kernel<Q4Quantize, q4_quantize_nvfp4>},
-    {"q4_quantize_mxfp4", run_kernel<Q4Quantize, q4_quantize_mxfp4>},
+    {"q4_quantize_nvfp4", run_kernel<Q4Quantize, q4_quantize_nvfp4, 16>},
+    {"q4_quantize_mxfp4", run_kernel<Q4Quantize, q4_quantize_mxfp4, 32>},
 #define Q4_CONFIGURATION(name, most_rows, ...)                                    \
-    {"q4_gemm_nvfp4_" #name, run_kernel<Q4Gemm, q4_gemm_nvfp4_##name>},           \
-    {"q4_gemm_mxfp4_" #name, run_kernel<Q4Gemm, q4_gemm_mxfp4_##name>},
+    {"q4_gemm_nvfp4_" #name, run_kernel<Q4Gemm, q4_gemm_nvfp4_##name, 16>},           \
+    {"q4_gemm_mxfp4_" #name, run_kernel<Q4Gemm, q4_gemm_mxfp4_##name, 32>},
 #include "configurations.cuh"
 #undef Q4_CONFIGURATION
 };
@@ -52,6 +61,11 @@ int emulator_shape(const char* name, int is_mxfp4, int* shared_bytes, int* threa
 #include "configurations.cuh"
 #undef Q4_CONFIGURATION
     return -1;
+}
+
+// How many asynchronous copies have read outside of their operand since this was last asked.
+int emulator_violations() {
+    return emulator::violations.exchange(0);
 }
 
 // From now on launches find no current context, as in a thread that has used no CUDA yet, until one is set.

@@ -5,6 +5,7 @@
 // formulas: a kernel that puts a value into a wrong register computes a wrong number here.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -48,6 +49,14 @@ inline Manner manner;
     std::fprintf(stderr, "emulator: %s\n", message);
     std::abort();
 }
+
+// What asynchronous copies may read, where a launch says it; and how often one read elsewhere.
+struct Range {
+    const uint8* start;
+    int64 bytes;
+};
+inline thread_local std::vector<Range> readable;
+inline std::atomic<int> violations{0};
 
 constexpr int kStackBytes = 1 << 16;
 constexpr int kGuardBytes = 256;
@@ -128,8 +137,16 @@ inline bool barrier(bool value) {
     return block->any_before;
 }
 
+inline bool is_readable(const uint8* from, int bytes) {
+    for (const Range& range : readable)
+        if (from >= range.start && from + bytes <= range.start + range.bytes) return true;
+    return readable.empty();
+}
+
 inline void perform(const Copy& copy) {
-    if (copy.is_inside)
+    const bool is_legal = !copy.is_inside || is_readable(copy.from, copy.bytes);
+    violations += is_legal ? 0 : 1;
+    if (copy.is_inside && is_legal)
         std::memcpy(copy.to, copy.from, copy.bytes);
     else
         std::memset(copy.to, 0, copy.bytes);
