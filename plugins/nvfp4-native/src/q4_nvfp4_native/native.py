@@ -20,7 +20,7 @@ from q4_nvfp4_native.configurations import configurations, is_measured, rows_ser
 from q4_nvfp4_native.driver import find_driver
 from q4_nvfp4_native.library import find_library
 from q4_nvfp4_native.operands import BYTE_KINDS
-from q4core import BackendError, KernelPath, PathKind, Precision, Reason, ReasonCode, Tier, Verdict
+from q4core import BackendError, KernelPath, PathKind, Precision, Reason, ReasonCode, RefusedError, Tier, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ class Native:
         """Compile and load every kernel that the request's paths launch.
 
         Raises:
-            BackendError: That failed, and no external library serves; our kernels are not offered from now on.
+            RefusedError: That failed, and no external library serves; our kernels are not offered from now on.
         """
         key = (_index(request.device), request.format.name)
         arch = self._arch(request.device)
@@ -158,7 +158,7 @@ class Native:
             except BackendError as error:
                 self._faults[key] = Reason(code, str(error))
                 if not has_library:
-                    raise
+                    raise RefusedError([self._faults[key]]) from error
 
     def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
         kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
