@@ -331,7 +331,7 @@ def test_the_installed_plugin_serves_by_default() -> None:
             assert record.backend == "cpu-native"
             assert record.path_name.startswith("w4a8_")
             assert record.proven
-            assert [item.backend for item in record.rejections] == ["dequant-fallback"]
+            assert "dequant-fallback" in {item.backend for item in record.rejections}
 
 
 def test_a_compiled_model_is_one_graph() -> None:
