@@ -312,7 +312,7 @@ class _Divisions(TorchDispatchMode):
     """Keeps the divisors of every division that is a Python number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.numbers: list[float] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,7 @@ import torch
 from fakes import FakeBackend
 
 import q4core as q4
-from q4core import training
+from q4core import codec, training
 from q4core.events import forget_warnings
 from q4core.training import quantising
 
@@ -222,13 +222,13 @@ def test_a_native_quantiser_is_compared_before_it_is_used(wrong: bool) -> None:
 def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose arithmetic rounds otherwise must not set the bytes that a native quantiser is held to."""
     devices = []
-    reference = quantising.codec.quantize
+    reference = codec.quantize
 
     def watched(dense: torch.Tensor, format_: q4.Format, **choices: Any) -> q4.PackedWeight:
         devices.append(dense.device.type)
         return reference(dense, format_, **choices)
 
-    monkeypatch.setattr(quantising.codec, "quantize", watched)
+    monkeypatch.setattr(codec, "quantize", watched)
     dense = torch.empty(N, K, device="meta")
     request = quantising._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
     devices.clear()
