@@ -15,6 +15,7 @@ import torch
 
 from q4core.backend import Prepared
 from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
+from q4core.runtime import on_device
 from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
 
@@ -110,7 +111,8 @@ def exported_weight(
     """
     export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
     try:
-        weight: object = export(prepared, rows)
+        with on_device(prepared.tensors[0].device):
+            weight: object = export(prepared, rows)
     except PLUGIN_FAULTS as error:
         raise BackendError(f"export of backend {backend.name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(weight, PackedWeight) or weight.shape != shape:

@@ -20,6 +20,7 @@ from q4core.memory import apply_mutable_policy, apply_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
+from q4core.runtime import on_device
 from q4core.selecting import layer_request, select_for
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     fault = prepared = None
     refusals: tuple[Reason, ...] = ()
     try:
-        prepared = _checked(backend.prepare(adapted, request, context), request.device)
+        with on_device(request.device):
+            prepared = _checked(backend.prepare(adapted, request, context), request.device)
     except RefusedError as error:
         refusals = error.reasons
         if not refusals or not all(isinstance(reason, Reason) for reason in refusals):

@@ -24,6 +24,7 @@ from q4core.codec import decode_rows
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
 from q4core.probe_book import ProbeResult
+from q4core.runtime import on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +132,8 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         x = _activations(count, source, request, path, draw)
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
-            backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
+            with on_device(request.device):
+                backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
         except PLUGIN_FAULTS as error:
             message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)

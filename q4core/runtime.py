@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -93,6 +94,13 @@ def memory_available_bytes() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return what makes a CUDA device the current one inside a ``with`` block; on a CPU it does nothing."""
+    if device.type != "cuda" or device.index in {None, torch.cuda.current_device()}:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _cuda_devices() -> tuple[CudaDevice, ...]:

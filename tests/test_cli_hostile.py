@@ -351,6 +351,11 @@ def start(*arguments: object, before: Callable[[], None] | None = None, **option
     )
 
 
+def heed_interrupts() -> None:
+    """Let the process to come heed Ctrl-C, which a shell's background jobs ignore, and their children with them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def drop_privileges() -> None:
     """Take root's right to read everything away from the process to come; nothing for other users."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -397,7 +402,9 @@ def test_interrupted_leaves_nothing(number: signal.Signals, status: int, tmp_pat
     """Ctrl-C or SIGTERM in the midst of packing ends the command with its usual status and leaves no file."""
     save_file({f"{index}.weight": torch.randn(1024, 1024) for index in range(24)}, "large.safetensors")
     before = files(tmp_path)
-    done = start("quantize", "large.safetensors", "out.safetensors", "--format", "nf4", "--json")
+    done = start(
+        "quantize", "large.safetensors", "out.safetensors", "--format", "nf4", "--json", before=heed_interrupts
+    )
     for _ in range(10_000):  # often, because on a busy machine the command may end between two looks
         written = [path for path in tmp_path.glob(".q4core-*") if path.exists() and path.stat().st_size]
         if written or done.poll() is not None:

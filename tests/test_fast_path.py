@@ -112,6 +112,30 @@ def test_on_another_current_device_the_op_makes_xs_device_the_current_one(seen: 
     assert seen.ops == [OP, OP_OUT]
 
 
+def test_preparing_probing_and_exporting_have_the_layers_device_current(seen: Pretence) -> None:
+    """Code is loaded on the current device: it is the layer's, whichever the caller's is, and then that again."""
+    places: dict[str, set[int]] = {}
+
+    class Noting(_Backend):
+        def prepare(self, *arguments: Any) -> q4.Prepared:
+            places.setdefault("prepare", set()).add(torch.cuda.current_device())
+            return super().prepare(*arguments)
+
+        def linear(self, *arguments: Any, **named: Any) -> None:
+            places.setdefault("probe", set()).add(torch.cuda.current_device())
+            super().linear(*arguments, **named)
+
+        def _export(self, *arguments: Any) -> q4.PackedWeight:
+            places.setdefault("export", set()).add(torch.cuda.current_device())
+            return super()._export(*arguments)
+
+    seen.current = 1
+    session = q4.Session(q4.SessionConfig(device="cuda:0"), registry=registry(Noting()))
+    session.linear(q4.quantize(torch.randn(N, K), "nf4"))
+    assert places == {"prepare": {0}, "probe": {0}, "export": {0}}
+    assert seen.current == 1
+
+
 @pytest.mark.parametrize("move", [on_another_device, lambda tensor: tensor.cpu()], ids=["cuda:1", "cpu"])
 @pytest.mark.parametrize("what", ["x", "out", "bias"])
 def test_a_tensor_on_another_device_is_refused(
