@@ -29,8 +29,8 @@ answer is checked against float64, and times are those of CUDA graphs, candidate
 call is measured apart.
 """
 _NOTHING = """
-**Not yet run on hardware.** The kernels were compiled for every architecture, their instructions were checked, and
-their numbers were checked in Triton's interpreter; nothing here says how fast they are, or that they run.
+**Not yet run on hardware.** A chosen set of the kernels is compiled for each architecture in every test run and its
+instructions are checked, and numbers are checked in Triton's interpreter; nothing here says how fast they are, or that they run.
 """
 
 

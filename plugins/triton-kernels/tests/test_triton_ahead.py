@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from q4_triton_kernels import Compiled
 
 ARCHITECTURES = (80, 90, 100, 120)
-ALIKE = (86, 89, 103, 121)
-"""Their code differs from that of another one in little; what is slow is compiled for them in the slow run alone."""
+GB10 = 121
+ALIKE = (86, 89, 103, GB10)
+"""Their code differs from that of another one in little: of all but GB10's, split sums and uneven K are left out."""
 SHARED_BYTES = {
     80: 166_912,
     86: 101_376,
@@ -43,14 +44,15 @@ def _check(candidate: Candidate, *, may_spill: bool = False) -> Compiled:
     assert compiled.shared_bytes <= SHARED_BYTES[candidate.arch]
     if candidate.kind == "gemv" and candidate.even:
         vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.ptx)
-        assert len(vectors) >= program.constants["R"], "codes must be loaded 16 bytes at a time"
+        of_x = program.constants["ROWS"] * (8 if program.signature["x_ptr"] == "*fp32" else 4)
+        assert len(vectors) >= program.constants["R"] + of_x, "codes must be loaded 16 bytes at a time, as x is"
     if candidate.kind == "gemm" and program.signature["x_ptr"] != "*fp32":
         assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
     return compiled
 
 
 MAIN = [item for arch in ARCHITECTURES for item in candidates(arch)]
-LIKE = [item for arch in ALIKE for item in candidates(arch) if item.place != 1 and item.even and item.final]
+LIKE = [item for arch in ALIKE for item in candidates(arch) if arch == GB10 or (item.even and item.final)]
 OTHERS = [item for arch in (*ARCHITECTURES, *ALIKE) for item in candidates(arch, every=True)]
 
 

@@ -19,6 +19,9 @@ SINGLE = 0
 MULTIPLY = 1
 DIVIDE = 2
 
+_VARYING = ("seed", "row_step", "blocks", "total", "programs")
+"""Arguments that change from call to call: no variant is compiled for 1, or for multiples of 16."""
+
 
 @triton.jit
 def _block(x_ptr, row_step, blocks, total, block, BLOCK: tl.constexpr):
@@ -29,7 +32,7 @@ def _block(x_ptr, row_step, blocks, total, block, BLOCK: tl.constexpr):
     return tl.load(x_ptr + place[:, None] + lanes[None, :], mask=(block < total)[:, None], other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def largest_bits(
     x_ptr, parts_ptr, row_step, blocks, total, programs,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -120,7 +123,7 @@ def _e4m3_value(byte):
     return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal.to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def quantize_nvfp4(
     x_ptr, parts_ptr, codes_ptr, scales_ptr, global_ptr, bad_ptr, row_step, blocks, total, seed,
     PARTS: tl.constexpr, KIND: tl.constexpr, STOCHASTIC: tl.constexpr, SWIZZLED: tl.constexpr, TILE: tl.constexpr,
@@ -178,7 +181,7 @@ def _slack(exponent):
         size >= 8, 2, tl.where(size >= 4, 1, 0)))))  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def quantize_mxfp4(
     x_ptr, codes_ptr, scales_ptr, bad_ptr, row_step, blocks, total, seed,
     STOCHASTIC: tl.constexpr, SWIZZLED: tl.constexpr, TILE: tl.constexpr,
