@@ -81,8 +81,8 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" (in {place})" if place else "")
 
 
-def _find(pipes: _Pipes) -> Target:
-    """Find who is meant and tell so; end where nobody is."""
+def _find(pipes: _Pipes) -> tuple[Target, bool]:
+    """Find who is meant and tell so; end where nobody is. Say also whether more is to be told."""
     query = pipes.receive()
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
@@ -101,10 +101,10 @@ def _find(pipes: _Pipes) -> Target:
         },
         facts=facts,
     )
-    return target
+    return target, bool(query["survey"])
 
 
-def _serve(pipes: _Pipes, target: Target) -> None:
+def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
     """Run what is asked for until nobody asks."""
     cases = {case.id: case for case in cases_for(target)}
     subject, fault = None, None
@@ -114,7 +114,7 @@ def _serve(pipes: _Pipes, target: Target) -> None:
         fault = str(error)
     except _FAULTS as error:
         fault = f"{target.name!r} can't be had: {_words(error)}"
-    pipes.tell(manifest=manifest_of(subject))
+    pipes.tell(manifest=manifest_of(subject, target.formats) if is_survey and fault is None else {})
     while True:
         order = pipes.receive()
         for name in order.get("cases", ()):
@@ -132,7 +132,8 @@ def _serve(pipes: _Pipes, target: Target) -> None:
 def main() -> None:
     """Find the target, then run cases until the parent has no more."""
     pipes = _Pipes()
-    _serve(pipes, _find(pipes))
+    target, is_survey = _find(pipes)
+    _serve(pipes, target, is_survey=is_survey)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from q4_conformance.cases import weight_recipes
 from q4_conformance.overrides import overrides_of
-from q4core import EVERY_FORMAT, ConfigError, default_registry, machine_facts
+from q4core import EVERY_FORMAT, ActivationPrecision, default_registry, find_format, machine_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -186,10 +187,39 @@ def _declared(capabilities: Capabilities) -> dict[str, Any]:
     }
 
 
-def manifest_of(subject: Any) -> dict[str, Any]:
+def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the paths that a backend offers for the usual weight of each format, whatever asks for them."""
+    seen: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in formats:
+        weight = weight_recipes(find_format(name))[0].build()
+        for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
+            for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8, ActivationPrecision.FP4):
+                request = subject.request(weight, dtype=dtype, precision=wish)
+                if subject.backend.capabilities.refusals(request):
+                    continue
+                for path in subject.backend.check(request).paths:
+                    row = seen.setdefault((name, path.name), _path_facts(name, path))
+                    short = str(dtype).removeprefix("torch.")
+                    if short not in row["dtypes"]:
+                        row["dtypes"].append(short)
+    yield from seen.values()
+
+
+def _path_facts(name: str, path: Any) -> dict[str, Any]:
+    told = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
+    told |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
+    standing = getattr(path, "standing", None)  # in later versions of the contract
+    return told if standing is None else told | {"standing": str(getattr(standing, "value", standing))}
+
+
+def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     """Return what a subject declares, with its source and its overrides; the core declares nothing.
 
-    Where it declares overrides that are none, ``fault`` says so, and none of them applies.
+    Where it declares overrides that are none, or can't say what it offers, ``fault`` says so.
+
+    Args:
+        subject: What ``subject_for`` gave.
+        formats: For which formats to ask a backend what paths it offers.
     """
     judged = getattr(subject, "backend", subject)
     if judged is None:
@@ -206,6 +236,8 @@ def manifest_of(subject: Any) -> dict[str, Any]:
         told["capabilities"] = _declared(capabilities)
     try:
         told["overrides"] = [item.to_dict() for item in overrides_of(judged)]
-    except ConfigError as error:
-        told["fault"] = str(error)
+        if "capabilities" in told and hasattr(subject, "request"):
+            told["offered"] = list(_offered(subject, formats))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: the cases will judge it
+        told["fault"] = f"{type(error).__name__}: {error}"
     return told

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import difflib
 import math
 import os
 import threading
@@ -146,7 +147,9 @@ class _Runner:
                 raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
             if survey:
                 self.target, self.facts = Target(**message["target"]), message["facts"]
-            self.manifest = child.receive(query.limits.start_seconds, is_over=self._over)["manifest"]
+            manifest = child.receive(query.limits.start_seconds, is_over=self._over)["manifest"]
+            if survey:
+                self.manifest = manifest
         except BaseException:
             child.close()
             raise
@@ -258,6 +261,18 @@ def _stand_in(query: Query) -> Target:
     return Target(profile or "kernel", query.name, query.formats or tuple(BUILTIN_FORMATS), query.device)
 
 
+def _chosen(cases: tuple[Case, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
+    """Return the cases that are asked for; each text must ask for one at least."""
+    for text in only:
+        if not any(case.id.startswith(text) for case in cases):
+            close = difflib.get_close_matches(text, [case.id for case in cases], n=1, cutoff=0.3)
+            contracts = ", ".join(dict.fromkeys(case.contract for case in cases))
+            hint = f"Did you mean {close[0]}? " if close else ""
+            hint += f"There are {contracts}."
+            raise ConfigError("q4 conform", name="--case", rule="the beginning of a case's id", value=text, hint=hint)
+    return select_cases(cases, only)
+
+
 def run_target(
     query: Query,
     *,
@@ -286,7 +301,7 @@ def run_target(
             runner._fault = ended  # noqa: SLF001  # own class
     target = runner.target or _stand_in(query)
     try:
-        cases = select_cases(cases_for(target), query.only)
+        cases = _chosen(cases_for(target), query.only)
         if announce is not None:
             announce(len(cases))
         _run_groups(runner, list(_groups(cases)), child)
