@@ -189,7 +189,7 @@ def _declared(capabilities: Capabilities) -> dict[str, Any]:
 
 def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the paths that a backend offers for the usual weight of each format, whatever asks for them."""
-    seen: dict[tuple[str, str], dict[str, Any]] = {}
+    seen: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in formats:
         weight = weight_recipes(find_format(name))[0].build()
         for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
@@ -198,7 +198,7 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
                 if subject.backend.capabilities.refusals(request):
                     continue
                 for path in subject.backend.check(request).paths:
-                    row = seen.setdefault((name, path.name), _path_facts(name, path))
+                    row = seen.setdefault((name, path.name, path.precision.value), _path_facts(name, path))
                     short = str(dtype).removeprefix("torch.")
                     if short not in row["dtypes"]:
                         row["dtypes"].append(short)
