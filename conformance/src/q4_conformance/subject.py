@@ -65,6 +65,7 @@ class Subject(Protocol):
     """Who is judged."""
 
     name: str
+    device: torch.device
 
     def layer(
         self,
