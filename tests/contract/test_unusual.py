@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("format_", sorted(BUILTIN_FORMATS))
 @pytest.mark.parametrize("name", [kernel.name for kernel in UNUSUAL])
 def test_unusual_backend_passes_every_case(name: str, format_: str, install: Callable[..., None]) -> None:
-    """Reordered sums, padded storage and late preparation pass, installed as any plugin; what is not declared is told."""
+    """Reordered sums, padded storage and late preparation pass, installed as plugins; what is not declared is told."""
     install(name)
     report = run_cases(name, [format_])
     assert report.passed, report
