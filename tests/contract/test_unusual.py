@@ -21,7 +21,7 @@ def test_unusual_backend_passes_every_case(name: str, format_: str, install: Cal
     """Reordered sums, padded storage and late preparation pass, installed as plugins; what is not declared is told."""
     install(name)
     report = run_cases(name, [format_])
-    assert report.passed, report
+    assert report.passed, str(report)
     passed = sum(result.outcome is Outcome.PASS for result in report.results)
     told = [result.message for result in report.results if result.outcome is Outcome.NOT_DECLARED]
     assert passed + len(told) == len(report.expected)

@@ -1,7 +1,6 @@
 """The table of cases: data alone, which a run is counted against.
 
-Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``. Of the contract's cases, those of managed memory
-(TC-21, TC-22) stand in no table yet.
+Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``, or ``<contract>/<part>`` where no weight is judged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,16 @@ if TYPE_CHECKING:
 
     from q4core import Format
 
-__all__ = ["backend_cases", "cases_of", "core_cases", "device_cases", "linear_cases", "select_cases", "weight_recipes"]
+__all__ = [
+    "backend_cases",
+    "cases_of",
+    "core_cases",
+    "device_cases",
+    "linear_cases",
+    "memory_cases",
+    "select_cases",
+    "weight_recipes",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
@@ -281,6 +289,23 @@ def core_cases() -> tuple[Case, ...]:
     return tuple(
         Case(contract=contract, part=part, text=text, check=name, profile="core", is_slow=is_slow)
         for contract, part, name, text, is_slow in rows
+    )
+
+
+def memory_cases() -> tuple[Case, ...]:
+    """Return the cases that concern a provider of managed memory."""
+    rows: Sequence[tuple[str, str, str, str]] = (
+        ("TC-07", "capability", "capability", "the provider says of each device whether, why, by which attributes"),
+        ("TC-07", "promoted", "prefer_provider", "PREFER_UNIFIED promotes or falls back with a reason, same numbers"),
+        ("TC-08", "refused", "require_provider", "REQUIRE_UNIFIED fails at once, naming the provider's attributes"),
+        ("TC-21", "convert", "convert_managed", "managed, data and shape kept, both views show the same bytes"),
+        ("TC-21", "empty", "managed_empty", "empty tensors never share bytes, and give them back"),
+        ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
+        ("TC-23", "activation", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
+    )
+    return tuple(
+        Case(contract=contract, part=part, text=text, check=name, profile="memory")
+        for contract, part, name, text in rows
     )
 
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_conformance.zoo.toy import ToyKernel
+    from q4core import Dialect, MemoryProvider
 
-__all__ = ["Fault"]
+__all__ = ["DialectFault", "Fault", "ProviderFault"]
 
 
 @attrs.frozen(kw_only=True)
@@ -39,3 +40,23 @@ class Fault:
     passes_probe: bool = True
     is_numeric: bool = True
     ends: Outcome = Outcome.FAIL
+
+
+@attrs.frozen(kw_only=True)
+class ProviderFault:
+    """One planted fault of a memory provider; arguments as of ``Fault``."""
+
+    name: str
+    make: Callable[[str], MemoryProvider]
+    caught_by: str
+    says: str
+
+
+@attrs.frozen(kw_only=True)
+class DialectFault:
+    """One planted fault of a dialect, whose name its class has; other arguments as of ``Fault``."""
+
+    name: str
+    make: Callable[[], Dialect]
+    caught_by: str
+    says: str
