@@ -31,6 +31,7 @@ from q4core.backend import (
     Segment,
     Tier,
     Verdict,
+    Withheld,
 )
 from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
 from q4core.codec import dequantize
@@ -164,6 +165,7 @@ __all__ = [
     "WeightError",
     "WeightInfo",
     "WeightSpec",
+    "Withheld",
     "WriteConflictError",
     "WrittenLayer",
     "cat",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from q4core.backend.verdict import Precision, Reason, ReasonCode
+from q4core.backend.reason import Reason, ReasonCode
 from q4core.formats import ScaleKind
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.backend.request import Features, Request
+    from q4core.backend.verdict import Precision
     from q4core.packing import Packing
     from q4core.weight import Feature
 

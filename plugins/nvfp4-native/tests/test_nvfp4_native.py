@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -99,6 +100,31 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **changes))
     reasons = backend.check(_request()).reasons
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
+
+
+def test_what_does_not_work_beside_what_does_is_withheld() -> None:
+    """With a complete library and no NVRTC, and the other way round, the engine that lacks something says what."""
+    library = emulated_library()
+    (own,) = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu"))).withheld
+    assert (own.name, own.precision) == ("native-fp4", Precision.W4A4)
+    assert [str(reason) for reason in own.reasons] == ["toolchain: no NVRTC in this test"]
+    verdict = Nvfp4Native(_facts(), emulated_tools(Path("/nowhere/a.so"), Path("/nowhere/b.so"))).check(_request())
+    (external,) = verdict.withheld
+    assert external.name == "external-fp4"
+    assert [reason.code for reason in external.reasons] == [ReasonCode.LIBRARY] * 2
+    assert {path.name for path in verdict.paths}.isdisjoint({"external-fp4"})
+
+
+@pytest.mark.parametrize("precision", [ActivationPrecision.AUTO, ActivationPrecision.EXACT])
+def test_the_weight_only_paths_say_why_there_are_no_fp4_ones(precision: ActivationPrecision) -> None:
+    """Nobody has to ask for FP4 to learn why a device without such tensor cores, or without NVRTC, has no path."""
+    backend = Nvfp4Native(_facts(90), emulated_tools())
+    (item,) = backend.check(_request(precision=precision)).withheld
+    assert (item.name, item.precision) == ("native-fp4", Precision.W4A4)
+    assert [reason.code for reason in item.reasons] == [ReasonCode.ARCH]
+    without = Nvfp4Native(_facts(), emulated_tools(driver=False)).check(_request(precision=precision))
+    assert [reason.code for item in without.withheld for reason in item.reasons] == [ReasonCode.TOOLCHAIN]
+    assert Nvfp4Native(_facts(), emulated_tools()).check(_request(precision=precision)).withheld == ()
 
 
 def test_dot_scaled_serves_where_it_is_native() -> None:
