@@ -87,6 +87,7 @@ class Diagnostics:
                 "kind": segment.path.kind.value,
                 "precision": segment.path.precision.value,
                 "tier": int(segment.path.tier),
+                "standing": segment.path.standing.value,
                 "calls": calls,
             }
             for segment, calls in zip(self.segments, self.calls, strict=True)
@@ -104,9 +105,8 @@ class Diagnostics:
         for segment, calls in zip(self.segments, self.calls, strict=True):
             end = "∞" if segment.high is None else segment.high
             path = segment.path
-            lines.append(
-                f"  M {segment.low}…{end}: {path.name} [{path.kind.value}, {path.precision.value}] ran {calls} ×"
-            )
+            facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
+            lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)

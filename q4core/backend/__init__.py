@@ -9,6 +9,7 @@ from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
+from q4core.backend.standing import Standing
 from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict, Withheld
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ReasonCode",
     "Request",
     "Segment",
+    "Standing",
     "Tier",
     "Verdict",
     "Withheld",

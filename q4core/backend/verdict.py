@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import attrs
 
 from q4core.backend.reason import Reason, require
+from q4core.backend.standing import Standing
 from q4core.errors import ConfigError
 
 __all__ = [
@@ -90,6 +91,7 @@ class KernelPath:
         codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
             table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
             the format: at most 1/126 of the largest value away, half a step of a table of ±63.
+        standing: How far it was proven on hardware of this kind; see ``Standing``.
         probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
             ends of the range: one for each launch configuration, because each is other code.
 
@@ -103,6 +105,7 @@ class KernelPath:
     precision: Precision
     tier: int
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
+    standing: Standing = attrs.field(default=Standing.RAN, kw_only=True)
     probe_rows: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_sorted_rows)
 
     def __attrs_post_init__(self) -> None:
@@ -114,6 +117,7 @@ class KernelPath:
         require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
         is_finite = isinstance(self.tier, (int, float)) and math.isfinite(self.tier)
         require(is_finite, what, "tier", "a number", self.tier)
+        require(isinstance(self.standing, Standing), what, "standing", "a Standing", self.standing)
         if self.codebook is not None:
             rounded = self.precision in {Precision.W4A8, Precision.W4A4}
             require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
@@ -137,9 +141,10 @@ class KernelPath:
         return low <= rows and (high is None or rows <= high)
 
     def __str__(self) -> str:
-        """Return name, M range, kind and precision."""
+        """Return name, M range, kind, precision and standing."""
         low, high = self.m
-        return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.kind.value}, {self.precision.value})"
+        facts = f"{self.kind.value}, {self.precision.value}, {self.standing.value}"
+        return f"{self.name} (M {low}…{'∞' if high is None else high}, {facts})"
 
 
 @attrs.frozen

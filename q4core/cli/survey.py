@@ -159,16 +159,17 @@ def selection_paths(selection: Selection) -> tuple[dict[str, Any], ...]:
             "kind": segment.path.kind.value,
             "precision": segment.path.precision.value,
             "tier": int(segment.path.tier),
+            "standing": segment.path.standing.value,
         }
         for segment in selection.segments
     )
 
 
 def path_text(path: Mapping[str, Any]) -> Text:
-    """Return one path as a line: M, name, kind, precision, tier."""
+    """Return one path as a line: M, name, kind, precision, tier, standing."""
     low, high = path["m"]
     span = f"M {low}…{'∞' if high is None else high}"
-    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}"
+    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}, {path['standing']}"
     return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
 
 

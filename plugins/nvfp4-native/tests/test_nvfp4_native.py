@@ -27,6 +27,7 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
+    Standing,
     quantize,
 )
 
@@ -100,6 +101,21 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **changes))
     reasons = backend.check(_request()).reasons
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
+
+
+@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
+def test_a_path_says_whether_it_ran_on_hardware(
+    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels are compiled, or measured where a record says so; other people's code claims no more than that."""
+    monkeypatch.setattr("q4_nvfp4_native.native.is_measured", lambda: is_measured)
+    verdict = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu")))
+    told = {path.name.removeprefix("native-fp4-"): path.standing for path in verdict.paths}
+    assert told == {"external-fp4": Standing.COMPILED, "m16": standing, "m64": standing, "m128": standing}
+    assert len({path.tier for path in verdict.paths}) == 1
+    assert "hardware" not in verdict.native_state
+    dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
+    assert {path.standing for path in dot.paths} == {Standing.COMPILED}
 
 
 def test_what_does_not_work_beside_what_does_is_withheld() -> None:

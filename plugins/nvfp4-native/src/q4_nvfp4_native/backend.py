@@ -22,6 +22,7 @@ from q4core import (
     ReasonCode,
     Request,
     ScaleKind,
+    Standing,
     Tier,
     Verdict,
 )
@@ -86,7 +87,8 @@ class Nvfp4Native(WeightOnlyBackend):
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
-        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC)
+        standing = Standing.COMPILED if isinstance(target, tuple) else target.standing
+        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC, standing=standing)
         return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

@@ -28,6 +28,7 @@ from q4core import (
     Reason,
     ReasonCode,
     RefusedError,
+    Standing,
     Tier,
     Verdict,
     Withheld,
@@ -142,14 +143,14 @@ class Native:
         elif fault is not None:
             withheld.append(Withheld(own, Precision.W4A4, [fault]))
         elif arch in NATIVE_ARCHITECTURES:
-            paths += [_path(f"{NATIVE}-{tile}", rows) for tile, rows in rows_served(arch).items()]
-            measured = "" if is_measured() else ", not yet run on hardware"
-            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a{measured}")
+            standing = Standing.MEASURED if is_measured() else Standing.COMPILED
+            paths += [_path(f"{NATIVE}-{tile}", rows, standing) for tile, rows in rows_served(arch).items()]
+            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a")
         else:
             dot = self._tools.dot_problem(arch, name)
             if dot is None:
                 paths.append(_path(DOT, (1, None)))
-                states.append(f"tl.dot_scaled for sm_{arch}, not yet run on hardware")
+                states.append(f"tl.dot_scaled for sm_{arch}")
             else:
                 withheld.append(_toolchain(own, dot))
         return paths, withheld, states
@@ -265,5 +266,7 @@ def _toolchain(name: str, problem: str) -> Withheld:
     return Withheld(name, Precision.W4A4, [Reason(ReasonCode.TOOLCHAIN, problem)])
 
 
-def _path(name: str, rows: tuple[int, int | None]) -> KernelPath:
-    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, Tier.NATIVE)
+def _path(name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED) -> KernelPath:
+    # One tier for all, so that an external library, which comes first by name, is used first.
+    tier = Tier.TUNED if is_measured() else Tier.GENERIC
+    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier, standing=standing)
