@@ -10,7 +10,6 @@ import torch
 from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
-from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection import ProbeHistory, Rejection
 from q4core.weight import Feature
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend, Capabilities
-    from q4core.packing import Packing
 
 __all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "contradicts"]
 
@@ -61,25 +59,12 @@ class Offer:
 def adapt_request(request: Request, capabilities: Capabilities) -> Request:
     """Return the request as a backend would see it once the core has resolved what the backend does not read.
 
-    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the
-    first declared one (by name) that the row length allows.
+    A scale kind that is not declared becomes PLAIN float32, if that is.
     """
     if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
         features = request.features - {Feature.ROW_GLOBAL_SCALE}
         request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
-    if capabilities.packings and request.packing not in capabilities.packings:
-        for packing in sorted(capabilities.packings, key=str):
-            if _fits(packing, request):
-                return attrs.evolve(request, packing=packing)
     return request
-
-
-def _fits(packing: Packing, request: Request) -> bool:
-    if packing.codes_per_byte != request.packing.codes_per_byte:
-        return False
-    if packing.order is NibbleOrder.HALF_SPLIT:
-        return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
-    return True
 
 
 def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:

@@ -67,7 +67,7 @@ class Selection:
 
     Args:
         request: What was asked.
-        backend_request: The same as the backend sees it (scale kind or packing resolved by the core where needed).
+        backend_request: The same as the backend sees it (scale kind resolved by the core where needed).
         backend: Name of the winner.
         segments: Which path serves which range of M; together they cover the request's range.
         native_state: What the winner said of its native part.

@@ -56,7 +56,6 @@ class Tier(enum.IntEnum):
     DEQUANT_GEMM = 10
     GENERIC = 20
     TUNED = 30
-    NATIVE = 40
 
 
 def is_row_range(m: object) -> bool:

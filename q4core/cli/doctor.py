@@ -83,7 +83,6 @@ def _backends(registry: Registry) -> list[dict[str, Any]]:
             "capabilities": {
                 "formats": backend.capabilities.formats,
                 "scale_kinds": backend.capabilities.scale_kinds,
-                "packings": [str(packing) for packing in sorted(backend.capabilities.packings, key=str)],
                 "devices": backend.capabilities.devices,
                 "dtypes": backend.capabilities.dtypes,
                 "precisions": backend.capabilities.precisions,

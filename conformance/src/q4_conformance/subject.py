@@ -249,7 +249,6 @@ class BackendSubject:
         source = weight.to(self.device)
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
-        source = source.repack(seen.backend_request.packing)
         return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
 
     def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
