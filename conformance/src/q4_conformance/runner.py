@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance import checks
 from q4_conformance.cases import cases_of, core_cases, linear_cases, select_cases
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
+from q4_conformance.overrides import overrides_of, overriding
 from q4_conformance.recording import recorded
 from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
 from q4_conformance.table import CHECKS
-from q4core import BUILTIN_FORMATS, Precision
+from q4core import BUILTIN_FORMATS, PathKind, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
 
+    from q4_conformance.overrides import Override
     from q4_conformance.table import Case
     from q4core import Backend, Format
 
@@ -27,13 +29,18 @@ __all__ = ["check_core", "check_linear", "run_case", "run_cases"]
 _HELD = checks
 """Importing it fills ``CHECKS``."""
 _FRAMES = 3
+_REFERENCE_KIND = PathKind.REFERENCE.value
 
 
 def run_case(case: Case, subject: Any) -> CaseResult:
     """Run one case; every way of ending becomes a result."""
     started = time.perf_counter()
+    ran: set[str] = getattr(subject, "ran", set())
+    ran.clear()
+    overrides: tuple[Override, ...] = ()
     try:
-        with recorded():
+        overrides = overrides_of(getattr(subject, "backend", subject))
+        with overriding(overrides, case.id) as overrides, recorded():
             message = CHECKS[case.check](case, subject)
         outcome = Outcome.PASS
     except FailureError as error:
@@ -47,13 +54,16 @@ def run_case(case: Case, subject: Any) -> CaseResult:
             f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
         )
         outcome, message = Outcome.FAIL, f"{type(error).__name__}: {error} (in {place})"
+    is_reference = getattr(subject, "name", None) == REFERENCE or any(f"|{_REFERENCE_KIND}|" in path for path in ran)
     return CaseResult(
         case=case.id,
         contract=case.contract,
         outcome=outcome,
         message=message,
         seconds=time.perf_counter() - started,
-        is_fallback=getattr(subject, "name", None) == REFERENCE,
+        is_fallback=outcome is Outcome.PASS and is_reference,
+        paths=sorted(ran),
+        overrides=[item.reason for item in overrides],
     )
 
 

@@ -124,6 +124,8 @@ class BackendLayer:
     session: Session
     """Kept, because its end would close the layer."""
     paths: Callable[[int], KernelPath]
+    ran: set[str] = attrs.field(factory=set)
+    """``name|kind|precision`` of every path that the core says has run."""
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +135,10 @@ class BackendLayer:
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
         y: torch.Tensor = self.module(x, out=out)
+        record = self.module.diagnostics()
+        for segment, calls in zip(record.segments, record.calls, strict=True):
+            if calls:
+                self.ran.add(f"{segment.path.name}|{segment.path.kind.value}|{segment.path.precision.value}")
         return y
 
     def precision(self, rows: int) -> Precision:
@@ -189,6 +195,7 @@ class BackendSubject:
         self.name = backend.name
         self.device = _with_index(torch.device(device))
         self.registry = make_registry(backend)
+        self.ran: set[str] = set()
 
     def config(self, **wishes: Any) -> SessionConfig:
         """Return a configuration that names this backend, with further wishes."""
@@ -242,7 +249,7 @@ class BackendSubject:
             raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
         if self.device.type != "cpu":
             _refuse_interpreted(record)
-        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for)
+        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for, self.ran)
 
     def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
         """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""
