@@ -29,8 +29,10 @@ from q4core.backend import (
     ReasonCode,
     Request,
     Segment,
+    Standing,
     Tier,
     Verdict,
+    Withheld,
 )
 from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
 from q4core.codec import dequantize
@@ -155,6 +157,7 @@ __all__ = [
     "Selection",
     "Session",
     "SessionConfig",
+    "Standing",
     "TensorInfo",
     "Tier",
     "UnifiedMemoryError",
@@ -164,6 +167,7 @@ __all__ = [
     "WeightError",
     "WeightInfo",
     "WeightSpec",
+    "Withheld",
     "WriteConflictError",
     "WrittenLayer",
     "cat",

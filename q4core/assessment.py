@@ -10,7 +10,6 @@ import torch
 from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
-from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection import ProbeHistory, Rejection
 from q4core.weight import Feature
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend, Capabilities
-    from q4core.packing import Packing
 
 __all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "contradicts"]
 
@@ -36,45 +34,37 @@ _TABLE_STEPS = 126
 
 @attrs.frozen
 class Candidate:
-    """A backend that may serve a request, as it would serve it."""
+    """A backend that may serve a request, as it would serve it.
+
+    ``missed`` are the reasons of what it withholds and the policy would have let serve.
+    """
 
     name: str
     request: Request
     verdict: Verdict
     segments: tuple[Segment, ...]
     disqualified: tuple[Reason, ...]
+    missed: tuple[Reason, ...]
 
 
 @attrs.frozen
 class Offer:
-    """The paths of a backend, and those of them that no probe has disqualified."""
+    """The paths of a backend, those of them that no probe has disqualified, and why kernels asked for are withheld."""
 
     paths: tuple[KernelPath, ...]
     sound: tuple[KernelPath, ...]
+    missed: tuple[Reason, ...] = ()
 
 
 def adapt_request(request: Request, capabilities: Capabilities) -> Request:
     """Return the request as a backend would see it once the core has resolved what the backend does not read.
 
-    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the
-    first declared one (by name) that the row length allows.
+    A scale kind that is not declared becomes PLAIN float32, if that is.
     """
     if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
         features = request.features - {Feature.ROW_GLOBAL_SCALE}
         request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
-    if capabilities.packings and request.packing not in capabilities.packings:
-        for packing in sorted(capabilities.packings, key=str):
-            if _fits(packing, request):
-                return attrs.evolve(request, packing=packing)
     return request
-
-
-def _fits(packing: Packing, request: Request) -> bool:
-    if packing.codes_per_byte != request.packing.codes_per_byte:
-        return False
-    if packing.order is NibbleOrder.HALF_SPLIT:
-        return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
-    return True
 
 
 def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
@@ -160,6 +150,16 @@ def _sift(
     return sound, faults
 
 
+def _missed(verdict: Verdict, request: Request, kinds: frozenset[PathKind]) -> tuple[Reason, ...]:
+    """Return why paths are withheld that the policy would have let serve; each of them is a kernel."""
+    return tuple(
+        Reason(reason.code, f"path {item.name} ({item.precision.value}) is withheld: {reason.message}")
+        for item in verdict.withheld
+        if PathKind.KERNEL in kinds and request.allows(item.precision)
+        for reason in item.reasons
+    )
+
+
 def assess(
     backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
@@ -170,6 +170,7 @@ def assess(
     failures = history.failed(backend.name)
     if failures:
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
+    missed = _missed(verdict, request, kinds)
     sound, faults = _sift(backend.name, verdict.paths, adapted, history)
     reasons = list(faults)
     allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
@@ -182,16 +183,14 @@ def assess(
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, gap))
+    offer = Offer(verdict.paths, tuple(sound), missed)
     if not segments:
-        return None, Rejection(backend.name, tuple(reasons), verdict.native_state), Offer(verdict.paths, tuple(sound))
+        return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
     refusals = history.refused(backend.name, segments, adapted)
     if refusals:
-        return None, Rejection(backend.name, (*refusals, *faults), verdict.native_state), Offer(verdict.paths, ())
-    return (
-        Candidate(backend.name, adapted, verdict, segments, tuple(faults)),
-        None,
-        Offer(verdict.paths, tuple(sound)),
-    )
+        told = (*refusals, *faults, *missed)
+        return None, Rejection(backend.name, told, verdict.native_state), Offer(verdict.paths, ())
+    return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
 
 
 def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:
@@ -203,7 +202,12 @@ def _serves(paths: Sequence[KernelPath], request: Request, compute_path: Compute
 
 
 def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
-    """Return whether another policy would let a backend serve, and this one would not, had every probe passed."""
+    """Return whether another policy would let a backend serve, and this one would not, had every probe passed.
+
+    A backend that withholds what was asked for lacks it here: that is no matter of the policy.
+    """
+    if offer.missed:
+        return False
     asked = [compute_path]
     if compute_path is ComputePath.KERNEL_OR_FALLBACK:
         asked.append(ComputePath.DEQUANT_MATMUL_ONLY)

@@ -10,11 +10,11 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from q4core.backend import Reason, Segment
+    from q4core.backend import Reason, Segment, Withheld
     from q4core.preparation import PreparedLayer
     from q4core.selection import Rejection
 
-__all__ = ["Diagnostics", "Report", "diagnose"]
+__all__ = ["Diagnostics", "Report", "diagnose", "plain_reasons", "plain_withheld"]
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +31,7 @@ class Diagnostics:
         native_load_state: What the backend said of its native part.
         rejections: Every other backend, with all its reasons; also when all went well.
         disqualified: Why paths that the backend itself offers may not run; empty when all may.
+        withheld: Kernels that the backend can't offer here, and why, whatever was asked for.
         proven: Whether every path has passed its self-probe in this process.
         segments: Which path serves which range of M.
         calls: How often each segment ran. Replayed CUDA graphs don't tick.
@@ -53,6 +54,7 @@ class Diagnostics:
     native_load_state: str
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...]
+    withheld: tuple[Withheld, ...]
     proven: bool
     segments: tuple[Segment, ...]
     calls: tuple[int, ...]
@@ -72,11 +74,12 @@ class Diagnostics:
             {
                 "backend": item.backend,
                 "native_load_state": item.native_state,
-                "reasons": [_plain(reason) for reason in item.reasons],
+                "reasons": plain_reasons(item.reasons),
             }
             for item in self.rejections
         ]
-        record["disqualified"] = [_plain(reason) for reason in self.disqualified]
+        record["disqualified"] = plain_reasons(self.disqualified)
+        record["withheld"] = plain_withheld(self.withheld)
         record["paths"] = [
             {
                 "m": [segment.low, segment.high],
@@ -84,6 +87,7 @@ class Diagnostics:
                 "kind": segment.path.kind.value,
                 "precision": segment.path.precision.value,
                 "tier": int(segment.path.tier),
+                "standing": segment.path.standing.value,
                 "calls": calls,
             }
             for segment, calls in zip(self.segments, self.calls, strict=True)
@@ -101,12 +105,12 @@ class Diagnostics:
         for segment, calls in zip(self.segments, self.calls, strict=True):
             end = "∞" if segment.high is None else segment.high
             path = segment.path
-            lines.append(
-                f"  M {segment.low}…{end}: {path.name} [{path.kind.value}, {path.precision.value}] ran {calls} ×"
-            )
+            facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
+            lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
+        lines.extend(f"  withheld: {item}" for item in self.withheld)
         lines.extend(f"  not {rejection}" for rejection in self.rejections)
         lines.extend(f"  note: {note}" for note in self.notes)
         lines.extend(f"  memory: {line}" for line in self.memory)
@@ -114,8 +118,16 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def _plain(reason: Reason) -> dict[str, str]:
-    return {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
+def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
+    """Return reasons as code, domain and message, ready for JSON."""
+    return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
+
+
+def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
+    """Return withheld paths as name, precision and reasons, ready for JSON."""
+    return [
+        {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
+    ]
 
 
 def diagnose(
@@ -140,6 +152,7 @@ def diagnose(
         native_load_state=selection.native_state,
         rejections=selection.rejections,
         disqualified=selection.disqualified,
+        withheld=selection.withheld,
         proven=selection.proven,
         segments=selection.segments,
         calls=tuple(calls),

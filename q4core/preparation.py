@@ -120,14 +120,13 @@ def _prepare_layer(
 def _context(config: SessionConfig, registry: Registry, selection: Selection) -> PrepareContext:
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
     device, paths = selection.request.device, selection.segments
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     empty = None
     if policy is not UnifiedMemoryPolicy.DISABLED:
         empty = managed_empty(policy, device=device, providers=registry.memory_providers())
     if empty is None:
-        return PrepareContext(device, stream, paths=paths)
-    return PrepareContext(device, stream, empty, paths)
+        return PrepareContext(device, paths=paths)
+    return PrepareContext(device, empty, paths)
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt
@@ -195,9 +194,7 @@ def _require_memory(config: SessionConfig, registry: Registry, device: torch.dev
 
 
 def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:
-    if weight.scale_kind is not request.scale_kind:
-        weight = weight.with_plain_scale()
-    return weight.repack(request.packing)
+    return weight if weight.scale_kind is request.scale_kind else weight.with_plain_scale()
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:
@@ -244,6 +241,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
         proven=selection.proven,
         fallback_reason=selection.fallback_reason,
         rejections=[str(item) for item in selection.rejections],
+        withheld=[str(item) for item in selection.withheld],
     )
     if selection.fallback_reason is not None:
         emit(

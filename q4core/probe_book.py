@@ -53,7 +53,6 @@ class ProbeBook(ProbeHistory):
             request.packing,
             request.scale_kind,
             request.scale_dtype,
-            request.blocks,
             request.block_size,
             request.features,
             request.device,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
 from benchmark_results import decode_stage, prefill_stage, stage_of
 
 from benchmarks import generate
-from benchmarks.cpu import verdicts
+from benchmarks.cpu import rounds, verdicts
 from benchmarks.verdict import Verdict, lines
 
 
@@ -58,6 +59,26 @@ def test_the_best_reader_is_the_yardstick() -> None:
     shares = [one for one in verdicts.judge([decode_stage()], []) if "read bandwidth" in one.target]
     assert {one.against for one in shares} == {"read: a"}
     assert shares[0].ratio == pytest.approx(230 / 250)
+
+
+def test_a_machine_of_two_speeds_is_judged_within_its_rounds() -> None:
+    """Where all go twice as fast for half of a run, one median may be of that half and another one not."""
+    stage = decode_stage()
+    for name, call in stage["calls"].items():
+        fast = 16 if name.startswith("read") else 14
+        samples = [call["median"] / (2 if index < fast else 1) for index in range(30)]
+        stage["calls"][name] = call | {"samples": samples, "median": statistics.median(samples)}
+    assert _missed(stage) == set()
+    shares = [one.ratio for one in verdicts.judge([stage], []) if "read bandwidth" in one.target]
+    assert shares[0] == pytest.approx(230 / 250)
+
+
+def test_few_samples_are_compared_with_those_of_their_rounds() -> None:
+    """A slow call is sampled in every third round, and set against what the other took there."""
+    slow = {"median": 0.0, "samples": [20.0, 40.0, 20.0]}
+    quick = {"median": 0.0, "samples": [5.0, 5.0, 1.0, 5.0, 5.0, 2.0, 5.0, 5.0, 1.0]}
+    assert rounds.ratio(slow, quick) == 20
+    assert rounds.ratio(quick, slow) == 0.05
 
 
 def test_formats_are_compared_with_their_equals() -> None:

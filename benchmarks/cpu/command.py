@@ -34,7 +34,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks cpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one shape and few samples, for development")
     parser.add_argument("--only", metavar="WHAT", help="ours, peers, or a part of the names that are measured")
-    parser.add_argument("--from", metavar="FILE", dest="file", help="judge and draw a result again; measure nothing")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="judge and draw a result anew; measure nothing")
     return parser.parse_args(arguments)
 
 
@@ -70,6 +70,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _judge(result: dict[str, Any]) -> None:
+    """Put the verdicts into a result."""
+    result["verdicts"] = [one.to_json() for one in verdicts.judge(result["stages"], result["small_layers"])]
+
+
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``cpu-<isa>.json`` and its pictures, and print tables and verdicts.
 
@@ -79,12 +84,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.file is None:
         result = _measure(options)
         folder = record.BUILD if options.quick or options.only is not None else record.RESULTS
-        judged = verdicts.judge(result["stages"], result["small_layers"])
-        result["verdicts"] = [verdict.to_json() for verdict in judged]
+        _judge(result)
         written = record.write(f"cpu-{result['isa']}", result, folder=folder)
     else:
         written = Path(options.file)
-    result = json.loads(written.read_text(encoding="utf-8"))
+        result = json.loads(written.read_text(encoding="utf-8"))
+        _judge(result)
+        record.write(written.stem, result, folder=written.parent)  # with the environment that it has
     judged = verdicts.judge(result["stages"], result["small_layers"])
     for line in report.lines(result, judged):
         print(line)

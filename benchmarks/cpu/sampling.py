@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from benchmarks.cpu.rounds import is_due
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -73,10 +75,6 @@ class Timed:
         affordable = int(budget.seconds / (seconds * self.repeats))
         self.samples = min(budget.samples, max(budget.least, affordable))
 
-    def is_due(self, index: int, rounds: int) -> bool:
-        """Say whether this round is one of the candidate's, which lie evenly among all."""
-        return (index + 1) * self.samples // rounds > index * self.samples // rounds
-
     def sample(self) -> None:
         """Take one sample, after as long a warm-up where that matters: what ran before slows the first calls."""
         if not self.is_slow:
@@ -113,7 +111,7 @@ def _round(timed: Sequence[Timed], index: int, rounds: int, order: random.Random
     libraries = sorted({one.candidate.library for one in timed})
     order.shuffle(libraries)
     for library in libraries:
-        due = [one for one in timed if one.candidate.library == library and one.is_due(index, rounds)]
+        due = [one for one in timed if one.candidate.library == library and is_due(index, one.samples, rounds)]
         order.shuffle(due)
         for place, one in enumerate(due):
             if place == 0 or library in _OWN_POOLS:

@@ -1,4 +1,4 @@
-"""The targets, and whether a run met them: computed from its results alone."""
+"""The targets, and whether a run met them: computed from its results alone, as ratios within its rounds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from benchmarks.cpu import rounds
 from benchmarks.cpu.quantized_torch import PORTABLE
 from benchmarks.verdict import Verdict
 
@@ -35,9 +36,11 @@ def _is_decode(stage: Stage) -> bool:
     return bool(stage["rows"] == 1 and stage["weights_from"] == "memory")
 
 
-def _best(calls: Mapping[str, Call]) -> tuple[str, float] | None:
-    """Return the name and the microseconds of the fastest."""
-    return min(((name, call["median"]) for name, call in calls.items()), key=lambda item: item[1], default=None)
+def _nearest(call: Call, rivals: Mapping[str, Call]) -> tuple[str, float | None]:
+    """Return the rival against which a call stands worst, and how many times as fast as that one it is."""
+    ratios = {name: rounds.ratio(rival, call) for name, rival in rivals.items()}
+    name = min(ratios, key=lambda item: ratios[item], default="")
+    return name, ratios.get(name)
 
 
 def _rivals(stage: Stage, format_: str) -> dict[str, Call]:
@@ -53,26 +56,26 @@ def _rivals(stage: Stage, format_: str) -> dict[str, Call]:
 
 def _faster(stage: Stage, target: str, limit: float) -> Iterator[Verdict]:
     for call in _calls(stage, role="ours", precision="int8").values():
-        best = _best(_rivals(stage, call["format"]))
-        ratio = None if best is None else best[1] / call["median"]
-        against = "" if best is None else best[0]
+        against, ratio = _nearest(call, _rivals(stage, call["format"]))
         yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against=against)
 
 
 def _share(stage: Stage, target: str, precision: str, limit: float) -> Iterator[Verdict]:
-    rates = {name: call["gb_per_s"] for name, call in _calls(stage, format="read").items()}
-    reader = max(rates, key=lambda name: rates[name], default=None)
+    readers = _calls(stage, format="read")
     for call in _calls(stage, role="ours", precision=precision).values():
-        ratio = None if reader is None else call["gb_per_s"] / rates[reader]
-        yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against=reader or "")
+        shares = {
+            name: rounds.ratio(reader, call) * call["weight_bytes"] / reader["weight_bytes"]
+            for name, reader in readers.items()
+        }
+        against = min(shares, key=lambda name: shares[name], default="")
+        yield Verdict(target, f"{call['format']}, {stage['name']}", shares.get(against), limit, against=against)
 
 
 def _against(stage: Stage, target: str, ours: str, rivals: Mapping[str, Call], limit: float) -> Iterator[Verdict]:
-    call, best = stage["calls"].get(ours), _best(rivals)
-    if call is None:
-        return
-    ratio = None if best is None else best[1] / call["median"]
-    yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against="" if best is None else best[0])
+    call = stage["calls"].get(ours)
+    if call is not None:
+        against, ratio = _nearest(call, rivals)
+        yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, limit, against=against)
 
 
 def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
@@ -107,11 +110,11 @@ def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
 def _prefill_verdicts(stage: Stage) -> Iterator[Verdict]:
     yield from _faster(stage, "prefill, int8: 1.1 times the best of ggml and ONNX Runtime", 1.1)
     if stage["rows"] >= 64:  # noqa: PLR2004  # from there on
-        dense = stage["calls"].get("torch fp32")
+        dense = {name: call for name, call in stage["calls"].items() if name == "torch fp32"}
         for call in _calls(stage, role="ours", precision="exact").values():
-            ratio = None if dense is None else dense["median"] / call["median"]
+            against, ratio = _nearest(call, dense)
             target = "prefill, exact, M >= 64: 0.9 of torch fp32"
-            yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, 0.9, against="torch fp32")
+            yield Verdict(target, f"{call['format']}, {stage['name']}", ratio, 0.9, against=against)
 
 
 def _small_verdicts(small: Sequence[dict[str, Any]]) -> Iterator[Verdict]:

@@ -30,7 +30,8 @@ call is measured apart.
 """
 _NOTHING = """
 **Not yet run on hardware.** A chosen set of the kernels is compiled for each architecture in every test run and its
-instructions are checked, and numbers are checked in Triton's interpreter; nothing here says how fast they are, or that they run.
+instructions are checked, and numbers are checked in Triton's interpreter; nothing here says how fast they are, or that
+they run.
 """
 
 

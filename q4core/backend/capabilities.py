@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from q4core.backend.verdict import Precision, Reason, ReasonCode
+from q4core.backend.reason import Reason, ReasonCode
 from q4core.formats import ScaleKind
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.backend.request import Features, Request
-    from q4core.packing import Packing
+    from q4core.backend.verdict import Precision
     from q4core.weight import Feature
 
 __all__ = ["EVERY_FORMAT", "Capabilities"]
@@ -29,10 +29,6 @@ def _texts(items: Iterable[str]) -> frozenset[str]:
 
 
 def _scale_kinds(items: Iterable[ScaleKind]) -> frozenset[ScaleKind]:
-    return frozenset(items)
-
-
-def _packings(items: Iterable[Packing]) -> frozenset[Packing]:
     return frozenset(items)
 
 
@@ -55,8 +51,6 @@ class Capabilities:
     Args:
         formats: Names of the formats that it serves, or ``EVERY_FORMAT``.
         scale_kinds: Scale kinds that it reads; the core resolves others to PLAIN float32 first, if that is declared.
-        packings: Packings that ``prepare`` reads; a weight in another one is repacked by the core into the lowest
-            declared one (by name) that fits. Empty means every packing.
         devices: Device types (``"cpu"``, ``"cuda"``).
         dtypes: dtypes of x, and of y; a pair of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
@@ -66,7 +60,6 @@ class Capabilities:
 
     formats: frozenset[str] = attrs.field(converter=_texts)
     scale_kinds: frozenset[ScaleKind] = attrs.field(converter=_scale_kinds)
-    packings: frozenset[Packing] = attrs.field(default=frozenset(), converter=_packings)
     devices: frozenset[str] = attrs.field(converter=_texts)
     dtypes: frozenset[torch.dtype] = attrs.field(converter=_dtypes)
     precisions: frozenset[Precision] = attrs.field(converter=_precisions)

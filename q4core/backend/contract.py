@@ -56,8 +56,7 @@ class PrepareContext:
     """Where ``prepare`` puts things.
 
     Args:
-        device: Device of the prepared tensors.
-        stream: The current CUDA stream, or None on CPU.
+        device: Where ``empty`` allocates unless told; to a backend it is ``request.device``.
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
         paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
@@ -65,10 +64,9 @@ class PrepareContext:
             backend's own tests, say); whatever ``check`` offers may then be called.
     """
 
-    device: torch.device = attrs.field(converter=torch.device)
-    stream: object | None = None
+    _device: torch.device = attrs.field(converter=torch.device)
     empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
-        default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
+        default=attrs.Factory(lambda self: _plain_empty(self._device), takes_self=True)
     )
     paths: tuple[Segment, ...] = ()
 

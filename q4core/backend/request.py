@@ -10,11 +10,11 @@ import torch
 
 from q4core.backend.verdict import Precision, is_row_range
 from q4core.errors import ConfigError
-from q4core.formats import BlockOrder, Format, ScaleKind
 from q4core.policy import ActivationPrecision
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
+    from q4core.formats import Format, ScaleKind
     from q4core.packing import Packing
 
 __all__ = ["Features", "Request"]
@@ -49,7 +49,6 @@ class Request:
         format: The weight's format.
         scale_kind: How its scales are stored.
         packing: Its nibble order.
-        blocks: Along what its blocks run.
         block_size: In-features per scale.
         scale_dtype: dtype of the stored scales.
         features: What it needs beyond the plain formula.
@@ -67,7 +66,6 @@ class Request:
     format: Format
     scale_kind: ScaleKind
     packing: Packing
-    blocks: BlockOrder = BlockOrder.ROW
     block_size: int
     scale_dtype: torch.dtype = torch.float32
     features: Features = frozenset()
@@ -118,7 +116,6 @@ class Request:
             format=weight.format,
             scale_kind=weight.scale_kind,
             packing=weight.packing,
-            blocks=weight.blocks,
             block_size=weight.block_size,
             scale_dtype=weight.scale.dtype,
             features=weight.features,

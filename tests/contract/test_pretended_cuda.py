@@ -43,13 +43,14 @@ class _Twin:
     name = "twin"
     api_version = (1, 0)
 
-    def __init__(self) -> None:
+    def __init__(self, standing: q4.Standing = q4.Standing.COMPILED) -> None:
+        self._standing = standing
         self._reference = reference_backend()
         self.capabilities = attrs.evolve(self._reference.capabilities, devices={"cuda"})
 
     def check(self, request: q4.Request) -> q4.Verdict:
         paths = [
-            attrs.evolve(path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC)
+            attrs.evolve(path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC, standing=self._standing)
             for path in self._reference.check(request).paths
         ]
         return q4.Verdict.offer(paths, native_state="pretended")
@@ -71,6 +72,17 @@ def test_case(case: Case, subject: BackendSubject) -> None:
     result = run_case(case, subject)
     expected = Outcome.NOT_DECLARED if case.check == "native_quantiser" else Outcome.PASS
     assert result.outcome is expected, result
+
+
+@pytest.mark.parametrize("standing", q4.Standing)
+def test_an_interpreted_path_is_no_proof_of_a_device(standing: q4.Standing) -> None:
+    """The kit fails a path that says of itself, on an accelerator, that it is interpreted; and no other one."""
+    case = next(case for case in CASES if case.check == "values")
+    with pretended_cuda():
+        result = run_case(case, BackendSubject(_Twin(standing), device=DEVICE))  # type: ignore[arg-type]  # as above
+    is_interpreted = standing is q4.Standing.INTERPRETED
+    assert result.outcome is (Outcome.FAIL if is_interpreted else Outcome.PASS), result
+    assert ("interpreted: twin" in result.message) is is_interpreted
 
 
 def test_the_pretended_device_mixes_with_nothing() -> None:

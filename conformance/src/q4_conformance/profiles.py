@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.cases import cases_of, core_cases
+from q4_conformance.cases import cases_of, core_cases, memory_cases
+from q4_conformance.managed import MemorySubject
 from q4_conformance.outcome import FailureError
 from q4_conformance.subject import BackendSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry
@@ -83,7 +84,15 @@ def _backend_names() -> tuple[str, ...]:
     return tuple(sorted({*registry.backends(), *refused}))
 
 
-_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {"kernel": _backend_names, "core": lambda: (CORE,)}
+def _provider_names() -> tuple[str, ...]:
+    return tuple(sorted(item.name for item in default_registry().memory_providers()))
+
+
+_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "kernel": _backend_names,
+    "memory": _provider_names,
+    "core": lambda: (CORE,),
+}
 """Profile → the names that are judged under it."""
 
 
@@ -168,6 +177,8 @@ def cases_for(target: Target) -> tuple[Case, ...]:
         return core_cases()
     if target.profile == "kernel":
         return cases_of(target.formats, target.device)
+    if target.profile == "memory":
+        return memory_cases()
     raise _refuse_profile(target.name, target.profile, _NAMES)
 
 
@@ -182,13 +193,20 @@ def subject_for(target: Target) -> Any:
         return None
     if target.profile == "kernel":
         return BackendSubject(_backend(target.name), device=target.device)
+    if target.profile == "memory":
+        return MemorySubject(_made(target.name) or target.name, device=target.device)
     raise _refuse_profile(target.name, target.profile, _NAMES)
 
 
-def _backend(name: str) -> Backend:
+def _made(name: str) -> Any:
+    """Return what ``module:function`` makes; None for any other name."""
     module, separator, function = name.partition(":")
-    if separator:
-        made: Backend = getattr(importlib.import_module(module), function)()
+    return getattr(importlib.import_module(module), function)() if separator else None
+
+
+def _backend(name: str) -> Backend:
+    made: Backend | None = _made(name)
+    if made is not None:
         return made
     registry = default_registry()
     if name in registry.backends():

@@ -20,6 +20,7 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
+    Standing,
     default_registry,
     hookimpl,
     select,
@@ -65,6 +66,7 @@ class Subject(Protocol):
     """Who is judged."""
 
     name: str
+    device: torch.device
 
     def layer(
         self,
@@ -158,6 +160,13 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
         raise NotTestableError("; ".join(reason.message for reason in reasons))
 
 
+def _refuse_interpreted(record: Diagnostics) -> None:
+    """Raise ``FailureError`` where a path on an accelerator is interpreted: it says nothing about the device."""
+    names = {segment.path.name for segment in record.segments if segment.path.standing is Standing.INTERPRETED}
+    if names:
+        raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(sorted(names))}")
+
+
 def _with_index(device: torch.device) -> torch.device:
     """Return a CUDA device with its index, as backends are asked about it."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -234,9 +243,12 @@ class BackendSubject:
             own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
             _require_hardware(own)
             raise FailureError(f"declared, then refused: {error}") from error
-        served = module.diagnostics().backend
+        record = module.diagnostics()
+        served = record.backend
         if served != self.name:
             raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
+        if self.device.type != "cpu":
+            _refuse_interpreted(record)
         return BackendLayer(module, session, select(request, config, registry=self.registry).path_for, self.ran)
 
     def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
@@ -245,7 +257,6 @@ class BackendSubject:
         source = weight.to(self.device)
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
-        source = source.repack(seen.backend_request.packing)
         return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
 
     def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:

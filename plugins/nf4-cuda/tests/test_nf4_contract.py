@@ -19,6 +19,7 @@ from q4core import (
     ReasonCode,
     Request,
     Session,
+    Standing,
 )
 
 FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
@@ -66,10 +67,10 @@ def test_case(case: Case, subject: BackendSubject) -> None:
 
 @pytest.mark.interpreted
 def test_an_interpreted_path_is_marked(subject: BackendSubject) -> None:
-    """What the interpreter computes is never taken for a GPU's: the state says so."""
+    """What the interpreter computes is never taken for a GPU's: each path says so."""
     case = next(case for case in CASES if case.check == "values")
     verdict = subject.backend.check(subject.request(case.weight()))
-    assert "interpreted" in verdict.native_state
+    assert {path.standing for path in verdict.paths} == {Standing.INTERPRETED}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -26,6 +27,7 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
+    Standing,
     quantize,
 )
 
@@ -99,6 +101,46 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     backend = Nvfp4Native(_facts(arch), attrs.evolve(emulated_tools(), **changes))
     reasons = backend.check(_request()).reasons
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
+
+
+@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
+def test_a_path_says_whether_it_ran_on_hardware(
+    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels are compiled, or measured where a record says so; other people's code claims no more than that."""
+    monkeypatch.setattr("q4_nvfp4_native.native.is_measured", lambda: is_measured)
+    verdict = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu")))
+    told = {path.name.removeprefix("native-fp4-"): path.standing for path in verdict.paths}
+    assert told == {"external-fp4": Standing.COMPILED, "m16": standing, "m64": standing, "m128": standing}
+    assert len({path.tier for path in verdict.paths}) == 1
+    assert "hardware" not in verdict.native_state
+    dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
+    assert {path.standing for path in dot.paths} == {Standing.COMPILED}
+
+
+def test_what_does_not_work_beside_what_does_is_withheld() -> None:
+    """With a complete library and no NVRTC, and the other way round, the engine that lacks something says what."""
+    library = emulated_library()
+    (own,) = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu"))).withheld
+    assert (own.name, own.precision) == ("native-fp4", Precision.W4A4)
+    assert [str(reason) for reason in own.reasons] == ["toolchain: no NVRTC in this test"]
+    verdict = Nvfp4Native(_facts(), emulated_tools(Path("/nowhere/a.so"), Path("/nowhere/b.so"))).check(_request())
+    (external,) = verdict.withheld
+    assert external.name == "external-fp4"
+    assert [reason.code for reason in external.reasons] == [ReasonCode.LIBRARY] * 2
+    assert {path.name for path in verdict.paths}.isdisjoint({"external-fp4"})
+
+
+@pytest.mark.parametrize("precision", [ActivationPrecision.AUTO, ActivationPrecision.EXACT])
+def test_the_weight_only_paths_say_why_there_are_no_fp4_ones(precision: ActivationPrecision) -> None:
+    """Nobody has to ask for FP4 to learn why a device without such tensor cores, or without NVRTC, has no path."""
+    backend = Nvfp4Native(_facts(90), emulated_tools())
+    (item,) = backend.check(_request(precision=precision)).withheld
+    assert (item.name, item.precision) == ("native-fp4", Precision.W4A4)
+    assert [reason.code for reason in item.reasons] == [ReasonCode.ARCH]
+    without = Nvfp4Native(_facts(), emulated_tools(driver=False)).check(_request(precision=precision))
+    assert [reason.code for item in without.withheld for reason in item.reasons] == [ReasonCode.TOOLCHAIN]
+    assert Nvfp4Native(_facts(), emulated_tools()).check(_request(precision=precision)).withheld == ()
 
 
 def test_dot_scaled_serves_where_it_is_native() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightOnlyBackend
-from q4core import ReasonCode, Request, find_format
+from q4_triton_kernels import backend as backend_module
+from q4_triton_kernels.configs import config_for
+from q4core import ReasonCode, Request, Standing, find_format
 
 CUDA = torch.device("cuda", 0)
 GOOD: dict[str, Any] = {
@@ -102,14 +105,22 @@ def test_block_sizes(block: int, k: int, is_served: bool) -> None:
 
 
 def test_the_interpreter_serves_the_cpu_and_says_so() -> None:
-    """Under TRITON_INTERPRET=1 the CPU is the device, and the state says ``interpreted``."""
+    """Under TRITON_INTERPRET=1 the CPU is the device, and every path is marked as interpreted."""
     backend = Plain(Facts(**GOOD | {"is_interpreted": True, "is_cuda_available": False, "driver": None}))
     assert backend.capabilities.devices == {"cpu"}
-    assert "interpreted" in backend.check(_request(device="cpu")).native_state
+    verdict = backend.check(_request(device="cpu"))
+    assert {path.standing for path in verdict.paths} == {Standing.INTERPRETED}
+    assert len(verdict.paths) == 3
     assert Plain(Facts(**GOOD)).capabilities.devices == {"cuda"}
 
 
-def test_unmeasured_configurations_claim_less() -> None:
-    """Where no configuration was measured, no path claims to be tuned."""
-    verdict = Plain(Facts(**GOOD)).check(_request())
-    assert all(path.tier < 30 for path in verdict.paths)
+@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
+def test_unmeasured_configurations_claim_less(
+    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no configuration was measured, no path claims to be tuned, or to have run."""
+    config = attrs.evolve(config_for(90), measured=is_measured)
+    monkeypatch.setattr(backend_module, "config_for", lambda _: config)
+    paths = Plain(Facts(**GOOD)).check(_request()).paths
+    assert {path.standing for path in paths} == {standing}
+    assert all((path.tier >= 30) is is_measured for path in paths)

@@ -118,7 +118,7 @@ def check_refusals(case: Case, subject: BackendSubject) -> str:
     return f"{count} refusals"
 
 
-def _same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
+def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
     """Return in what two weights differ, or None."""
     if not np.array_equal(decode_codes(got), decode_codes(weight)):
         return "codes"
@@ -150,7 +150,7 @@ def check_export(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     got = layer.module.packed_weight()
-    difference = _same_weight(got, as_given(weight))
+    difference = same_weight(got, as_given(weight))
     expect(difference is None, f"the exported weight differs in its {difference}")
     declared = weight.scale_kind in subject.backend.capabilities.scale_kinds
     expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")

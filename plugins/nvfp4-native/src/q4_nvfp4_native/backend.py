@@ -22,6 +22,7 @@ from q4core import (
     ReasonCode,
     Request,
     ScaleKind,
+    Standing,
     Tier,
     Verdict,
 )
@@ -64,12 +65,16 @@ class Nvfp4Native(WeightOnlyBackend):
         self.native = Native(self.facts, tools or Tools())
 
     def check(self, request: Request) -> Verdict:
-        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or the weight-only paths."""
+        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or the weight-only paths.
+
+        Beside the weight-only ones it is told why the FP4 paths could not be offered.
+        """
         if request.op == "quantize":
             return self._check_quantize(request)
         if request.precision is ActivationPrecision.FP4:
             return self.native.check(request)
-        return super().check(request)
+        verdict = super().check(request)
+        return attrs.evolve(verdict, withheld=self.native.withheld(request)) if verdict.paths else verdict
 
     def _check_quantize(self, request: Request) -> Verdict:
         target = self.target(request.device)
@@ -82,7 +87,8 @@ class Nvfp4Native(WeightOnlyBackend):
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
-        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC)
+        standing = Standing.COMPILED if isinstance(target, tuple) else target.standing
+        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC, standing=standing)
         return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

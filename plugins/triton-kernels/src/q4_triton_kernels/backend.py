@@ -27,6 +27,7 @@ from q4core import (
     Request,
     ScaleKind,
     Segment,
+    Standing,
     Tier,
     Verdict,
 )
@@ -114,6 +115,7 @@ class WeightOnlyBackend:
         is_wide = request.dtype is torch.float32
         precision = Precision.W4A32 if is_wide else Precision.W4A16
         tier = Tier.TUNED if config.measured else Tier.GENERIC
+        standing = Standing.MEASURED if config.measured else target.standing
         paths = [
             KernelPath(
                 f"gemv_{precision.value}",
@@ -121,6 +123,7 @@ class WeightOnlyBackend:
                 PathKind.KERNEL,
                 precision,
                 tier,
+                standing=standing,
                 probe_rows=config.gemv_ends,
             ),
             KernelPath(
@@ -129,15 +132,15 @@ class WeightOnlyBackend:
                 PathKind.KERNEL,
                 precision,
                 tier,
+                standing=standing,
                 probe_rows=config.gemm_ends(family, _GEMV_ROWS + 1),
             ),
         ]
         if family == "weights" or request.dtype is torch.bfloat16:
             above = config.dequant_above[family]
             # One above the kernel's, because from there on the record says that it is faster.
-            paths.append(
-                KernelPath(f"dequant_{precision.value}", (above + 1, None), PathKind.DEQUANT, precision, tier + 1)
-            )
+            name, rows = f"dequant_{precision.value}", (above + 1, None)
+            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, tier + 1, standing=standing))
         return paths
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
