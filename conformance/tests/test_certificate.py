@@ -64,8 +64,7 @@ def test_a_partial_run_is_no_certificate() -> None:
 
 def test_an_interpreter_certifies_no_gpu() -> None:
     """What passed in an interpreter reads as that, in every form."""
-    facts = documents.run().facts
-    told = documents.document(facts={**facts, "device": {**facts["device"], "interpreted": True}})
+    told = documents.document(standing="interpreted")
     assert (told["kind"], told["standing"]) == ("certificate", "interpreted")
     for text in (to_html(told), to_markdown(told)):
         assert "Interpreted" in text

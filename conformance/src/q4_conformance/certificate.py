@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance.outcome import Outcome
 from q4_conformance.profiles import cases_for
 from q4_conformance.tally import BAD, count, format_of, format_order, matrix_of, part_of, path_label, paths_of
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +30,7 @@ SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
+_INTERPRETED = f"|{Standing.INTERPRETED.value}"
 _PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
@@ -138,6 +139,12 @@ def _silent(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
     ]
 
 
+def _is_interpreted(run: Run) -> bool:
+    """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
+    ran = any(path.endswith(_INTERPRETED) for result in run.report.results for path in result.paths)
+    return ran or any(f"|{item['standing']}" == _INTERPRETED for item in run.manifest.get("offered", ()))
+
+
 def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
     """Return the document of a run, ready for JSON.
 
@@ -148,7 +155,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
     """
     results = run.report.results
     overrides = list(run.manifest.get("overrides", ()))
-    device = dict(run.facts.get("device") or {"device": run.target.device, "interpreted": False})
+    device = {"device": run.target.device, **run.facts.get("device", {}), "interpreted": _is_interpreted(run)}
     standing_facts: dict[str, Any] = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,

@@ -61,8 +61,8 @@ def format_order(name: str) -> tuple[int, str]:
 
 
 def path_label(path: str) -> str:
-    """Return ``name/precision`` of a path that a result names as ``name|kind|precision``."""
-    name, _, precision = path.split("|")
+    """Return ``name/precision`` of a path that a result names as ``name|kind|precision|standing``."""
+    name, _, precision, _ = path.split("|")
     return f"{name}/{precision}"
 
 
@@ -104,10 +104,12 @@ def paths_of(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
             seen.setdefault((format_of(result.case), path), []).append(result)
     rows = []
     for (kind, path), members in sorted(seen.items(), key=lambda item: (format_order(item[0][0]), item[0])):
-        what = path.split("|")[1]
+        _, what, _, standing = path.split("|")
         counts = count(members)
         passed = counts["pass"] > 0 and not any(counts[outcome.value] for outcome in BAD)
-        rows.append({"format": kind, "path": path_label(path), "kind": what, "passed": passed} | counts)
+        rows.append(
+            {"format": kind, "path": path_label(path), "kind": what, "standing": standing, "passed": passed} | counts
+        )
     return rows
 
 
