@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from q4_nvfp4_native.native import Native, Tools
-from q4_nvfp4_native.operands import OperandMeta, export_operand, prepare_operand
+from q4_nvfp4_native.operands import BYTE_KINDS, OperandMeta, export_operand, prepare_operand
 from q4_nvfp4_native.quantizer import KINDS, quantize_packed
 from q4_triton_kernels import WeightOnlyBackend
 from q4core import (
@@ -61,6 +61,7 @@ class Nvfp4Native(WeightOnlyBackend):
             devices=own.devices | set(devices),
             precisions=own.precisions | {Precision.W4A4},
             ops=own.ops | {"quantize"},
+            precision_scale_kinds={Precision.W4A4: BYTE_KINDS},
         )
         self.native = Native(self.facts, tools or Tools())
 
