@@ -267,7 +267,10 @@ def _draws(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "static"), [("nvfp4", None), ("nvfp4", 2.0**-9), ("nvfp4", 0.003), ("mxfp4", None)])
+@pytest.mark.parametrize(
+    ("kind", "static"),
+    [("nvfp4", static) for static in (None, 2.0**-20, 2.0**-9, 0.003, 0.0173, 37.5)] + [("mxfp4", None)],
+)
 def test_activations_are_rounded_as_said(dtype: torch.dtype, kind: str, static: float | None) -> None:
     """Codes, block scales and row scales are those of the rule, computed another way, to the bit."""
     given = None if static is None else torch.tensor([static])
