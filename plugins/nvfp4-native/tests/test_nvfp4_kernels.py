@@ -289,6 +289,16 @@ def test_strides_and_addresses(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_further_apart_than_2_31_elements(kind: str) -> None:
+    """A row's place is computed in 64 bits: two rows of one huge buffer, nearly none of it touched, are found."""
+    step = 2**31 + 24
+    x = torch.empty(step + 200, dtype=torch.bfloat16).as_strided((2, 200), (step, 1))
+    x.copy_(torch.randn(2, 200))
+    for got, wanted in zip(_quantize(x, kind), _quantize(x.contiguous(), kind), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("static", [None, 1.0])
 def test_non_finite_rows_are_nan_and_alone(kind: str, bad: float, static: float | None) -> None:
