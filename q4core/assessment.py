@@ -85,13 +85,23 @@ def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Re
         return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
     if not isinstance(verdict, Verdict):
         return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
-    undeclared = {path.precision for path in verdict.paths} - capabilities.precisions
+    fault = _fault_of_offer(verdict.paths, request, capabilities)
+    return adapted, verdict if fault is None else _at_fault(fault, verdict.native_state)
+
+
+def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
+    """Say what of an offer breaks the contract, or None."""
+    if len({path.name for path in paths}) != len(paths):
+        return "offers two paths of one name"
+    if request.op != "linear":
+        return None
+    if any(path.kind is PathKind.QUANTIZE for path in paths):
+        return "offers a quantiser where a product is asked for"
+    undeclared = {path.precision for path in paths} - capabilities.precisions
     if undeclared:
         names = ", ".join(sorted(precision.value for precision in undeclared))
-        return adapted, _at_fault(f"offers paths of precision {names}, which it did not declare", verdict.native_state)
-    if len({path.name for path in verdict.paths}) != len(verdict.paths):
-        return adapted, _at_fault("offers two paths of one name", verdict.native_state)
-    return adapted, verdict
+        return f"offers paths of precision {names}, which it did not declare"
+    return None
 
 
 def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 from q4core.backend.reason import Reason, ReasonCode
-from q4core.backend.verdict import Precision
 from q4core.errors import ConfigError
 from q4core.formats import ScaleKind
+from q4core.policy import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.backend.request import Features, Request
+    from q4core.backend.verdict import Precision
     from q4core.weight import Feature
 
 __all__ = ["EVERY_FORMAT", "Capabilities"]
@@ -46,6 +47,10 @@ def _precisions(items: Iterable[Precision]) -> frozenset[Precision]:
     return frozenset(items)
 
 
+def _roundings(items: Iterable[Rounding]) -> frozenset[Rounding]:
+    return frozenset(items)
+
+
 def _features(items: Iterable[Feature]) -> Features:
     return frozenset(items)
 
@@ -64,6 +69,7 @@ class Capabilities:
         precisions: Precisions of its paths.
         features: Features that it serves.
         ops: ``"linear"``, ``"quantize"``.
+        roundings: How its quantiser rounds.
     """
 
     formats: frozenset[str] = attrs.field(converter=_texts)
@@ -73,6 +79,7 @@ class Capabilities:
     precisions: frozenset[Precision] = attrs.field(converter=_precisions)
     features: Features = attrs.field(default=frozenset(), converter=_features)
     ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_texts)
+    roundings: frozenset[Rounding] = attrs.field(default=frozenset({Rounding.NEAREST}), converter=_roundings)
     # A mapping has no hash; equal manifests have equal hashes without it.
     precision_scale_kinds: Mapping[Precision, frozenset[ScaleKind]] = attrs.field(
         factory=dict, converter=_own_kinds, hash=False

@@ -145,6 +145,8 @@ class Request:
 
     def allows(self, precision: Precision) -> bool:
         """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""
+        if self.op == "quantize":  # which has no activations
+            return True
         wish = self.precision
         if wish is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"

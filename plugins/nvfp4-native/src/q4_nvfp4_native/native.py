@@ -19,7 +19,6 @@ from q4_nvfp4_native.compiler import NATIVE_ARCHITECTURES, compile_kernels, nvrt
 from q4_nvfp4_native.configurations import configurations, is_measured, rows_served
 from q4_nvfp4_native.driver import find_driver
 from q4_nvfp4_native.library import find_library
-from q4_nvfp4_native.operands import BYTE_KINDS
 from q4core import (
     BackendError,
     KernelPath,
