@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
 import torch
 from fakes import FakeBackend, registry
+from pretended import DEVICE, pretended_cuda
 
 import q4core as q4
 from q4core import codec, quantizer
@@ -81,10 +83,11 @@ class Quantiser(FakeBackend):
         if rounding is q4.Rounding.STOCHASTIC:
             return _by_chance(dense, seed, self.manner)
         off = 1.01 if self.manner == "wrong" else 1.0
-        return codec.quantize(
-            dense * off, request.format, block_size=request.block_size, scale_kind=request.scale_kind,
+        packed = codec.quantize(
+            dense.cpu() * off, request.format, block_size=request.block_size, scale_kind=request.scale_kind,
             packing=request.packing,
         )  # fmt: skip
+        return packed.to(dense.device)
 
 
 def _quantize(plugins: q4.Registry, dense: torch.Tensor | None = None, format_: str = "nf4", **wishes: Any) -> Any:
@@ -165,8 +168,6 @@ def test_rounding_by_chance_that_nobody_declares_is_refused(facts: dict[str, Any
     own = [reason for item in caught.value.rejections if item.backend == "native" for reason in item.reasons]
     assert {reason.code for reason in own} <= {q4.ReasonCode.FEATURE, q4.ReasonCode.FORMAT}
     assert own
-    with pytest.raises(q4.BackendUnavailableError):
-        q4.quantize(_dense(), "q4_0", rounding="stochastic")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -287,3 +288,27 @@ def test_every_format_has_a_sample(format_: str, dtype: torch.dtype, choices: di
     request = quantizer.quantize_request(_dense(columns=columns).to(dtype), format_, **choices)
     result = probe_quantizer(Reference(), request, q4.Rounding.NEAREST)
     assert result.fault is None
+
+
+@pytest.mark.parametrize("manner", ["right", "wrong"])
+def test_on_a_device_the_proven_quantiser_writes(
+    manner: str, told: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to nearest on CUDA, the native quantiser serves once its bytes were compared; else the reference does."""
+    reference = codec.quantize
+
+    def on_cpu(dense: torch.Tensor, format_: Any, **choices: Any) -> q4.PackedWeight:
+        return reference(dense.cpu(), format_, **choices).to(dense.device)  # the pretence can't compute it itself
+
+    monkeypatch.setattr(codec, "quantize", on_cpu)
+    backend = Quantiser(manner=manner, devices={"cuda"})
+    expected = pytest.warns(q4.Q4ProbeWarning, match="differ") if manner == "wrong" else contextlib.nullcontext()
+    with pretended_cuda(), expected:
+        got = _quantize(registry(backend), _dense().to(DEVICE), rounding="nearest")
+        assert got.device == torch.device(DEVICE)
+        codes = got.to("cpu").qdata
+    assert torch.equal(codes, codec.quantize(_dense(), "nf4").qdata)
+    (decided,) = [fields for event, fields in told if event == "q4.quantize"]
+    assert decided["backend"] == ("native" if manner == "right" else "reference")
+    assert ("native" in (decided["fallback_reason"] or "")) == (manner == "wrong")
+    assert ((24, 128) in {shape for shape, _, _ in backend.asked}) == (manner == "right")
