@@ -151,6 +151,13 @@ def test_dot_scaled_serves_where_it_is_native() -> None:
         assert [path.name for path in verdict.paths] == ["native-fp4-dot"]
 
 
+def test_scales_and_machine_are_told_together() -> None:
+    """All reasons are given at once: float scales and a GPU without FP4."""
+    request = Request.for_weight(_weight().with_plain_scale(), device=CUDA, precision=ActivationPrecision.FP4)
+    reasons = Nvfp4Native(_facts(90), emulated_tools()).check(request).reasons
+    assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.ARCH]
+
+
 def test_float_scales_are_refused_for_fp4_alone() -> None:
     """The manifest takes float scales for the weight-only kernels, and none for FP4 tensor cores."""
     manifest = Nvfp4Native(_facts(), emulated_tools()).capabilities

@@ -19,6 +19,7 @@ from q4_nvfp4_native.compiler import NATIVE_ARCHITECTURES, compile_kernels, nvrt
 from q4_nvfp4_native.configurations import configurations, is_measured, rows_served
 from q4_nvfp4_native.driver import find_driver
 from q4_nvfp4_native.library import find_library
+from q4_nvfp4_native.operands import BYTE_KINDS
 from q4core import (
     BackendError,
     KernelPath,
@@ -93,9 +94,13 @@ class Native:
 
     def check(self, request: Request) -> Verdict:
         """Offer the FP4 paths, or give every reason why not."""
+        reasons = []
+        if request.scale_kind not in BYTE_KINDS:
+            message = f"FP4 tensor cores take e4m3 or e8m0 scales, the weight's are {request.scale_kind.value}"
+            reasons.append(Reason(ReasonCode.FORMAT, message))
         arch = self._arch(request.device)
         if not isinstance(arch, int):
-            return Verdict.refuse(arch, native_state="no device with FP4 tensor cores")
+            return Verdict.refuse([*reasons, *arch], native_state="no device with FP4 tensor cores")
         if arch not in FP4_ARCHITECTURES:
             served = ", ".join(f"sm_{item}" for item in FP4_ARCHITECTURES)
             message = f"the device is sm_{arch}, which has no FP4 tensor cores; {served} have"
