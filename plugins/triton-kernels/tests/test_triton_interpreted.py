@@ -12,6 +12,7 @@ from triton_programs import RECIPES
 from q4_conformance import exact_linear, judge
 from q4_triton_kernels import Target, WeightMeta, prepare_weight
 from q4_triton_kernels import plan as plans
+from q4_triton_kernels import schedule as schedules
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import Precision, PrepareContext, grid_activations
@@ -77,15 +78,15 @@ def test_dequant(name: str) -> None:
 @pytest.mark.parametrize("name", ["nf4", "int4_zero", "nvfp4"])
 def test_split_sums(monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     """A sum over K that is cut into parts is finished right, bias and global scale included, and in a fixed order."""
-    monkeypatch.setattr(plans, "_LEAST_SPAN", 1)
+    monkeypatch.setattr(schedules, "_LEAST_SPAN", 1)
+    for cache in (schedules._stretches, plans.plan_for):
+        cache.cache_clear()
     recipe = attrs.evolve(RECIPES[name], n=5, k=2304)
     weight = recipe.build()
     rows = 3 if kind == "gemv" else 12
     _, meta = prepare_weight(weight, PrepareContext("cpu"))
     plan = _plan(meta, torch.bfloat16)
-    tile = next(tile for tile in config_for(None).gemv if rows <= tile.rows) if kind == "gemv" else None
-    splits = plan._gemv_splits(tile)[0] if tile else plan._gemm_splits(config_for(None).gemm[plan.family][0], rows)[0]
-    assert splits > 1
+    assert plan.schedule.parts(plan.schedule.at(kind, rows), rows)[0] > 1
     _assert_right(recipe, torch.bfloat16, kind, rows, has_bias=True)
 
 

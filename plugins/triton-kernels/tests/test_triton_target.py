@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
     "triton": "3.7.1",
     "has_compiler": True,
     "capability": lambda index: (9, 0),
+    "processors": lambda index: 132,
 }
 
 
@@ -50,7 +51,7 @@ def _request(**facts: Any) -> Request:
 def test_each_architecture_of_the_list_is_served(arch: int) -> None:
     """A device on the list, with a driver, Triton and a compiler, gets all paths for every number of rows."""
     facts = Facts(**GOOD | {"capability": lambda index: divmod(arch, 10)})
-    assert facts.target(CUDA) == Target(arch)
+    assert facts.target(CUDA) == Target(arch, 132)
     verdict = Plain(facts).check(_request())
     assert not verdict.reasons
     assert all(any(path.covers(rows) for path in verdict.paths) for rows in (1, 8, 9, 128, 5000))
