@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -72,6 +72,29 @@ def test_dequant(name: str) -> None:
     _assert_right(RECIPES[name], torch.bfloat16, "dequant", 11, has_bias=True)
     if name == "nvfp4":
         _assert_right(RECIPES[name], torch.float16, "dequant", 11)
+
+
+@pytest.mark.parametrize("name", ["nf4", "q4_1", "nvfp4"])
+def test_dense_weights_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A weight that is too large to be dense at once is multiplied in pieces, each with its own bias and scales."""
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def watched(*arguments: Any, **named: Any) -> torch.Tensor:
+        place = empty(*arguments, **named)
+        made.append(place)
+        return place
+
+    monkeypatch.setattr(plans, "_DENSE_BYTES", 30_000)
+    monkeypatch.setattr(plans, "_DENSE_STEP", 16)
+    recipe = attrs.evolve(RECIPES[name], n=50, k=256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", watched)
+        _assert_right(recipe, torch.bfloat16, "dequant", 11, has_bias=True)
+    dense, sums = (place for place in made if place.ndim == 1 and place.numel() > 1)
+    assert (dense.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
+    assert dense.numel() < 50 * 256 * (1 if name == "nvfp4" else 2)
+    assert dense.nbytes + sums.nbytes <= 30_000
 
 
 @pytest.mark.parametrize("kind", ["gemv", "gemm"])

@@ -11,7 +11,7 @@ import torch
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightOnlyBackend
 from q4_triton_kernels import backend as backend_module
 from q4_triton_kernels.configs import config_for
-from q4core import ReasonCode, Request, Standing, find_format
+from q4core import PathKind, ReasonCode, Request, Standing, Tier, find_format
 
 CUDA = torch.device("cuda", 0)
 GOOD: dict[str, Any] = {
@@ -120,8 +120,25 @@ def test_unmeasured_configurations_claim_less(
     is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no configuration was measured, no path claims to be tuned, or to have run."""
-    config = attrs.evolve(config_for(90), measured=is_measured)
+    config = attrs.evolve(config_for(90), measured=is_measured, dequant_above={"blocks": 2048})
     monkeypatch.setattr(backend_module, "config_for", lambda _: config)
     paths = Plain(Facts(**GOOD)).check(_request()).paths
     assert {path.standing for path in paths} == {standing}
     assert all((path.tier >= 30) is is_measured for path in paths)
+
+
+def test_an_unmeasured_crossover_wins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense weights are preferred above an M that a record names, and without a record never."""
+    (path,) = [path for path in Plain(Facts(**GOOD)).check(_request()).paths if path.kind is PathKind.DEQUANT]
+    assert (path.m, path.tier) == ((9, None), Tier.DEQUANT_GEMM)
+    measured = attrs.evolve(config_for(90), measured=True, dequant_above={"blocks": 2048})
+    monkeypatch.setattr("q4_triton_kernels.backend.config_for", lambda arch: measured)
+    paths = {path.kind: path for path in Plain(Facts(**GOOD)).check(_request()).paths}
+    assert paths[PathKind.DEQUANT].m == (2049, None)
+    assert paths[PathKind.DEQUANT].tier > paths[PathKind.KERNEL].tier == Tier.TUNED
+
+
+def test_no_configuration_claims_what_it_has_not_measured() -> None:
+    """A crossover is data of a device that was measured."""
+    for arch in (*ARCHITECTURES, None):
+        assert config_for(arch).measured or not config_for(arch).dequant_above

@@ -134,10 +134,12 @@ class WeightOnlyBackend:
             for kind, rows in (("gemv", (1, _GEMV_ROWS)), ("gemm", (_GEMV_ROWS + 1, None)))
         ]
         if family == "weights" or request.dtype is torch.bfloat16:
-            above = config.dequant_above[family]
-            # One above the kernel's, because from there on the record says that it is faster.
-            name, rows = f"dequant_{precision.value}", (above + 1, None)
-            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, tier + 1, standing=standing))
+            above = config.dequant_above.get(family)
+            # Without a record it is offered, so that it can be measured, and claims nothing; with one it is preferred
+            # from that M on.
+            low, claimed = (_GEMV_ROWS + 1, Tier.DEQUANT_GEMM) if above is None else (above + 1, tier + 1)
+            name, rows = f"dequant_{precision.value}", (low, None)
+            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, claimed, standing=standing))
         return paths
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

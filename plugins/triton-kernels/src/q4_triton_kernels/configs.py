@@ -43,7 +43,8 @@ class Config:
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
-        dequant_above: Family → the M above which dense weights and a library GEMM are faster.
+        dequant_above: Family → the M above which dense weights and a library GEMM were measured to be faster; a family
+            that is missing has no such record.
         dense_rows: Out-features per program of the kernel that makes weights dense.
         dense_warps: Its warps.
         finish_rows: Rows of y per program of the kernel that finishes sums.

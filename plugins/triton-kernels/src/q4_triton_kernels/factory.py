@@ -263,7 +263,7 @@ class Factory:
 
         out = f"*{TYPES[self.out_dtype]}"
         signature = {"part_ptr": "*fp32", "g_ptr": "*fp32", "bias_ptr": out, "out_ptr": out}
-        signature |= dict.fromkeys(("M", "N", "slabs", "g_stride", "has_bias"), "i32")
+        signature |= dict.fromkeys(("M", "N", "slabs", "g_stride", "out_stride", "has_bias"), "i32")
         constants = {"BM": self.config.finish_rows, "BN": self.config.finish_columns, "GLOBAL": self.layout.globals}
         return self._program(finish, signature, constants, (self.config.finish_warps, 1), even=False)
 

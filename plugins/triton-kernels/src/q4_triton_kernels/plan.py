@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "plan_for"]
 
 _MOST_ROUTES = 4096
+_DENSE_BYTES = 256 << 20
+"""What a product by way of dense weights may take for these and for their sums, for as long as it runs."""
+_DENSE_STEP = 128
+"""Out-features that are made dense at a time, at least and as a multiple."""
 
 
 @attrs.frozen
@@ -120,22 +124,29 @@ class Plan:
     def dequant(
         self, tensors: tuple[torch.Tensor, ...], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """Make the weights dense, multiply by the library, and finish in float32."""
+        """Make the weights dense, multiply by the library, and finish in float32: some out-features at a time."""
         meta, factory = self.meta, self.factory
         codes, scale, second, factor, stride = self._numbers(tensors)
-        n, k = meta.spec.out_features, meta.spec.in_features
-        weights = torch.empty((factory.terms, n, 2 * meta.row_bytes), dtype=x.dtype, device=x.device)
-        grid = (-(-n // factory.config.dense_rows), meta.row_bytes // STEP_BYTES, 1)
+        n, k, terms, rows = meta.spec.out_features, meta.spec.in_features, factory.terms, x.shape[0]
+        per_feature = terms * (2 * meta.row_bytes * x.element_size() + 4 * rows)
+        most = min(n, max(1, _DENSE_BYTES // (per_feature * _DENSE_STEP)) * _DENSE_STEP)
+        weights = torch.empty(terms * most * 2 * meta.row_bytes, dtype=x.dtype, device=x.device)
+        sums = torch.empty(terms * most * rows, dtype=torch.float32, device=x.device)
         table = self._table(torch.float32, codes)
-        factory.dense(grid, codes, scale, second, table, weights, n, k, meta.row_bytes, meta.blocks)
-        sums = torch.empty((factory.terms, x.shape[0], n), dtype=torch.float32, device=x.device)
-        for term, part in zip(weights, sums, strict=True):
-            dense = term[:, :k].T
-            if x.is_cuda:
-                torch.mm(x, dense, out_dtype=torch.float32, out=part)
-            else:  # the interpreter's twin: torch's CPU has no such product
-                torch.mm(x.to(torch.float32), dense.to(torch.float32), out=part)
-        self._finish(sums, factor, stride, out, bias)
+        for first in range(0, n, most):
+            count = min(most, n - first)
+            dense = weights[: terms * count * 2 * meta.row_bytes].view(terms, count, -1)
+            parts = sums[: terms * rows * count].view(terms, rows, count)
+            grid = (-(-count // factory.config.dense_rows), meta.row_bytes // STEP_BYTES, 1)
+            numbers = codes[first:], scale[first:], second[first:]
+            factory.dense(grid, *numbers, table, dense, count, k, meta.row_bytes, meta.blocks)
+            for term, part in zip(dense, parts, strict=True):
+                if x.is_cuda:
+                    torch.mm(x, term[:, :k].T, out_dtype=torch.float32, out=part)
+                else:  # the interpreter's twin: torch's CPU has no such product
+                    torch.mm(x.to(torch.float32), term[:, :k].T.to(torch.float32), out=part)
+            own_factor = factor[first:] if stride else factor
+            self._finish(parts, own_factor, stride, out[:, first:], None if bias is None else bias[first:])
 
     def _launch(  # noqa: PLR0913  # the operands of one product
         self,
@@ -187,7 +198,19 @@ class Plan:
         program = self.factory.finish
         config = self.factory.config
         grid = (-(-rows // config.finish_rows), -(-n // config.finish_columns), 1)
-        program(grid, sums, factor, out if bias is None else bias, out, rows, n, slabs, stride, int(bias is not None))
+        program(
+            grid,
+            sums,
+            factor,
+            out if bias is None else bias,
+            out,
+            rows,
+            n,
+            slabs,
+            stride,
+            out.stride(0),
+            int(bias is not None),
+        )
 
     def _numbers(
         self, tensors: tuple[torch.Tensor, ...]
