@@ -91,7 +91,8 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
     found = len(_WGMMA.findall(ptx))
     assert found
     assert len(_FROM_REGISTERS.findall(ptx)) == found
-    # Sums of x (for offsets and float zero points), and an x whose rows can't be loaded asynchronously, do go through shared memory.
+    # Sums of x (for offsets and float zero points) do go through shared memory, and so does an x whose rows can't be
+    # loaded asynchronously.
     if candidate.recipe not in {"q4_1", "int4_float_zero"} and candidate.even:
         last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
         assert "st.shared" not in ptx[:last]
