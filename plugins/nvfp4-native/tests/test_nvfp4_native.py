@@ -158,6 +158,15 @@ def test_scales_and_machine_are_told_together() -> None:
     assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.ARCH]
 
 
+def test_float_scales_are_refused_for_fp4_alone() -> None:
+    """The manifest takes float scales for the weight-only kernels, and none for FP4 tensor cores."""
+    manifest = Nvfp4Native(_facts(), emulated_tools()).capabilities
+    request = Request.for_weight(_weight().with_plain_scale(), device=CUDA)
+    assert manifest.refusals(request) == ()
+    fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)
+    assert [reason.code for reason in manifest.refusals(fp4)] == [ReasonCode.FORMAT]
+
+
 @pytest.mark.parametrize(
     ("compile_", "code"),
     [(lambda *_: Compiled("sm_121a", "", b"not a cubin"), ReasonCode.DRIVER), (None, ReasonCode.TOOLCHAIN)],
@@ -267,7 +276,10 @@ import q4_nvfp4_native as plugin
 from q4_triton_kernels import Facts
 from q4core import ActivationPrecision, Request, quantize
 
-facts = Facts(torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None, capability=lambda _: (12, 1))
+facts = Facts(
+    torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None,
+    capability=lambda _: (12, 1), processors=lambda _: 48,
+)
 backend = plugin.Nvfp4Native(facts)
 request = Request.for_weight(quantize(torch.randn(8, 64), "nvfp4"), device="cuda:0")
 fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)
