@@ -91,7 +91,8 @@ def _cell(counts: Mapping[str, int]) -> str:
 def _table(head: Sequence[str], rows: Iterable[str], *, label: str, kind: str = "") -> str:
     cells = "".join(f'<th scope="col">{item}</th>' for item in head)
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{_escape(label)}"><table class="grid {kind}"><thead><tr>'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{_escape(label)}">'
+        f'<table class="grid {kind}"><thead><tr>'
         f"{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
