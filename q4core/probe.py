@@ -33,14 +33,23 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["error_bound", "grid_activations", "probe_export", "probe_path"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "describe_error",
+    "error_bound",
+    "grid_activations",
+    "probe_export",
+    "probe_path",
+    "sampled",
+    "worst_ratio",
+]
 
 _UNIT_ROUNDOFF = 2.0**-24
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
 _STRIDED_ROWS = 256
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 """Weights decoded to float64 at a time (8 MB)."""
 _FP4_UNIT = -6
 """FP4 activations are E2M1 values times this power of two, where no static scale wants another."""
@@ -132,7 +141,8 @@ def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, 
     return accumulated + rounded
 
 
-def _sampled_rows(total: int) -> torch.Tensor:
+def sampled(total: int) -> torch.Tensor:
+    """Return which of ``total`` rows or columns are compared."""
     if total <= _ALL_ROWS:
         return torch.arange(total)
     middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
@@ -163,7 +173,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(counts):
@@ -226,18 +236,28 @@ class _Run:
         """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
         reference = self.x @ dense.T
         bound = error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out_dtype)
-        error = (computed - reference).abs()
-        # Beyond the dtype's range an infinity of the right sign is right.
-        beyond = reference.abs() + bound > torch.finfo(self.out_dtype).max
-        error = torch.where(beyond & (computed == reference.sign() * torch.inf), 0.0, error)
-        # A bound of zero (a block of zeros) allows no error at all.
-        ratio = float(torch.where(error == 0, 0.0, error / bound).max())
+        ratio = worst_ratio(computed, reference, bound, self.out_dtype)
         self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
 
     def describe(self) -> str:
-        if not bool(torch.isfinite(self.computed).all()):
-            return "output is not finite"
-        return "output is all zero" if not bool(self.computed.any()) else f"error {self.worst:.3g} × its bound"
+        return describe_error(self.computed, self.worst)
+
+
+def worst_ratio(computed: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, out_dtype: torch.dtype) -> float:
+    """Return the largest error over its bound, float64 throughout; NaN where a result is not finite and should be."""
+    error = (computed - reference).abs()
+    # Beyond the dtype's range an infinity of the right sign is right.
+    beyond = reference.abs() + bound > torch.finfo(out_dtype).max
+    error = torch.where(beyond & (computed == reference.sign() * torch.inf), 0.0, error)
+    # A bound of zero (a block of zeros) allows no error at all.
+    return float(torch.where(error == 0, 0.0, error / bound).max())
+
+
+def describe_error(computed: torch.Tensor, worst: float) -> str:
+    """Return what is wrong with results whose worst ratio is too large."""
+    if not bool(torch.isfinite(computed).all()):
+        return "output is not finite"
+    return "output is all zero" if not bool(computed.any()) else f"error {worst:.3g} × its bound"
 
 
 def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: KernelPath) -> None:
@@ -245,7 +265,7 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
     weight = source
     if path.codebook is not None:
         weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     for start in range(0, rows.numel(), step):
         dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
         for run in runs:
@@ -267,7 +287,7 @@ def probe_export(
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
     message = None
     try:
@@ -285,7 +305,7 @@ def probe_export(
 def _same_values(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> bool:
     if weight.format != source.format:
         return False
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     pairs = zip(rows.split(step), its_rows.split(step), strict=True)
     if not all(
         torch.equal(decode_rows(weight, mine, dtype=torch.float64), decode_rows(source, theirs, dtype=torch.float64))
