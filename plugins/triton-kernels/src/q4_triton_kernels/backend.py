@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import family_for
+from q4_triton_kernels.gradient import gradient_for, has_row_globals
 from q4_triton_kernels.layout import block_problem, export_weight, prepare_weight
 from q4_triton_kernels.plan import plan_for
 from q4_triton_kernels.target import Facts, Target, machine_facts
@@ -34,6 +36,8 @@ from q4core import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from q4_triton_kernels.gradient import Gradient
 
 __all__ = ["WeightOnlyBackend", "weight_only_capabilities"]
 
@@ -65,6 +69,7 @@ def weight_only_capabilities(
             Feature.ROW_GLOBAL_SCALE,
             Feature.GRADIENTS,
         },
+        ops={"linear", "input_gradient"},
     )
 
 
@@ -98,7 +103,7 @@ class WeightOnlyBackend:
         return found
 
     def check(self, request: Request) -> Verdict:
-        """Offer the weight-only paths, or say what is missing."""
+        """Offer the weight-only paths, or those of input gradients; or say what is missing."""
         target = self.target(request.device)
         reasons = [] if isinstance(target, Target) else [*target]
         problem = block_problem(request.block_size, request.in_features)
@@ -106,7 +111,8 @@ class WeightOnlyBackend:
             reasons.append(Reason(ReasonCode.SHAPE, problem))
         if reasons or not isinstance(target, Target):
             return Verdict.refuse(reasons, native_state="not usable" if not isinstance(target, Target) else str(target))
-        return Verdict.offer(self.paths(request, target), native_state=f"Triton {self.facts.triton} ({target})")
+        paths = self.gradient_paths(request, target) if request.op == "input_gradient" else self.paths(request, target)
+        return Verdict.offer(paths, native_state=f"Triton {self.facts.triton} ({target})")
 
     def paths(self, request: Request, target: Target) -> list[KernelPath]:
         """Return the weight-only paths for a request that can be served on a target."""
@@ -143,6 +149,17 @@ class WeightOnlyBackend:
             paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, tier + 1, standing=standing))
         return paths
 
+    def gradient_paths(self, request: Request, target: Target) -> list[KernelPath]:
+        """Return the paths of the input gradient for a request that can be served on a target."""
+        config = config_for(target.arch)
+        precision = Precision.W4A32 if request.out_dtype is torch.float32 else Precision.W4A16
+        family = family_for(attrs.evolve(request, dtype=request.out_dtype))
+        if family == "weights" and Feature.ROW_GLOBAL_SCALE in request.features:
+            family = "blocks"
+        tier = Tier.TUNED if config.measured else Tier.GENERIC
+        name, ends = f"gradient_{precision.value}", config.gradient_ends(family)
+        return [KernelPath(name, (1, None), PathKind.KERNEL, precision, tier, probe_rows=ends)]
+
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
 
@@ -160,6 +177,13 @@ class WeightOnlyBackend:
         try:
             for segment in served:
                 plan.load(frozenset({segment.path.name.partition("_")[0]}), (segment.low, segment.high))
+            gradients = [item.m for item in context.gradient_paths]
+            if request.gradients and not context.paths:
+                gradients = [request.m]
+            for m in gradients:
+                self._gradient(Prepared(tensors, meta), request.out_dtype, request.dtype, target, request.device).load(
+                    m
+                )
         except BackendError as error:
             raise RefusedError([Reason(ReasonCode.TOOLCHAIN, str(error))]) from error
         return Prepared(tensors, meta)
@@ -178,11 +202,7 @@ class WeightOnlyBackend:
         path: str,
     ) -> None:
         """Launch the kernels of a path on the current stream."""
-        target = self.target(x.device)
-        if not isinstance(target, Target):
-            raise BackendError(
-                f"{self.name}: {path}", name="device", rule="one that check allowed", value=str(x.device)
-            )
+        target = self._served_target(x.device, path)
         plan = plan_for(prepared.meta, x.dtype, out.dtype, target, x.device)
         if path.startswith("gemv"):
             plan.gemv(prepared.tensors, x, out, bias)
@@ -190,6 +210,24 @@ class WeightOnlyBackend:
             plan.gemm(prepared.tensors, x, out, bias)
         else:
             plan.dequant(prepared.tensors, x, out, bias)
+
+    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+        """Launch the kernels of an input gradient on the current stream."""
+        target = self._served_target(grad.device, path)
+        self._gradient(prepared, grad.dtype, out.dtype, target, grad.device)(prepared.tensors, grad, out)
+
+    @staticmethod
+    def _gradient(
+        prepared: Prepared, dtype: torch.dtype, out_dtype: torch.dtype, target: Target, device: torch.device
+    ) -> Gradient:
+        is_by_row = has_row_globals(prepared.meta, prepared.tensors)
+        return gradient_for(prepared.meta, dtype, out_dtype, target, device, is_by_row=is_by_row)
+
+    def _served_target(self, device: torch.device, path: str) -> Target:
+        target = self.target(device)
+        if not isinstance(target, Target):
+            raise BackendError(f"{self.name}: {path}", name="device", rule="one that check allowed", value=str(device))
+        return target
 
 
 def _within(path: tuple[int, int | None], asked: tuple[int, int | None]) -> tuple[int, int | None]:

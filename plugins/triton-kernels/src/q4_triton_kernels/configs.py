@@ -46,6 +46,8 @@ class Config:
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
+        gradient: Family → tiles of the input gradient by rising M; there ``bn`` is the out-features of one step of the
+            sum, and in-features are not cut by data. Its family ``blocks`` cuts weights into three bfloat16.
         dequant_above: Family → the M above which dense weights and a library GEMM are faster.
         dense_rows: Out-features per program of the kernel that makes weights dense.
         dense_warps: Its warps.
@@ -57,6 +59,7 @@ class Config:
     measured: bool
     gemv: tuple[GemvTile, ...]
     gemm: dict[str, tuple[GemmTile, ...]]
+    gradient: dict[str, tuple[GemmTile, ...]]
     dequant_above: dict[str, int]
     dense_rows: int
     dense_warps: int
@@ -72,6 +75,10 @@ class Config:
     def gemm_ends(self, family: str, low: int) -> tuple[int, ...]:
         """Return lowest and highest number of rows of each tile that serves ``low`` rows or more."""
         return _ends((tile.m for tile in self.gemm[family]), low)
+
+    def gradient_ends(self, family: str) -> tuple[int, ...]:
+        """Return lowest and highest number of rows of each tile of the input gradient."""
+        return _ends((tile.m for tile in self.gradient[family]), 1)
 
 
 def _ends(lasts: Iterable[int | None], low: int) -> tuple[int, ...]:
@@ -91,6 +98,10 @@ def _table() -> dict[str, Any]:
     return found
 
 
+def _tiles(facts: dict[str, Any]) -> dict[str, tuple[GemmTile, ...]]:
+    return {family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts.items()}
+
+
 @functools.cache
 def config_for(arch: int | None) -> Config:
     """Return the configurations of an architecture of the list; None is the interpreter."""
@@ -98,7 +109,8 @@ def config_for(arch: int | None) -> Config:
     return Config(
         measured=facts["measured"],
         gemv=tuple(GemvTile(**tile) for tile in facts["gemv"]),
-        gemm={family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts["gemm"].items()},
+        gemm=_tiles(facts["gemm"]),
+        gradient=_tiles(facts["gradient"]),
         dequant_above=facts["dequant_above"],
         dense_rows=facts["dense"]["r"],
         dense_warps=facts["dense"]["warps"],
