@@ -156,9 +156,10 @@ class WeightOnlyBackend:
         family = family_for(attrs.evolve(request, dtype=request.out_dtype))
         if family == "weights" and Feature.ROW_GLOBAL_SCALE in request.features:
             family = "blocks"
-        tier = Tier.TUNED if config.measured else Tier.GENERIC
         name, ends = f"gradient_{precision.value}", config.gradient_ends(family)
-        return [KernelPath(name, (1, None), PathKind.KERNEL, precision, tier, probe_rows=ends)]
+        # What is measured of an architecture is linear alone, so far.
+        kind, tier, standing = PathKind.KERNEL, Tier.GENERIC, target.standing
+        return [KernelPath(name, (1, None), kind, precision, tier, standing=standing, probe_rows=ends)]
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
