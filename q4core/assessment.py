@@ -94,7 +94,7 @@ def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities:
     """Say what of an offer breaks the contract, or None."""
     if len({path.name for path in paths}) != len(paths):
         return "offers two paths of one name"
-    if request.op != "linear":
+    if request.op == "quantize":
         return None
     if any(path.kind is PathKind.QUANTIZE for path in paths):
         return "offers a quantiser where a product is asked for"
@@ -233,7 +233,7 @@ def assess_gradient(
 
     Whatever precision forward has, gradients are exact.
     """
-    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"))
+    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
     if verdict.reasons:
         return (), verdict.reasons
     sound, reasons = _sift(backend.name, verdict.paths, adapted, history)
