@@ -10,6 +10,7 @@ from q4_conformance.grids import draw_free, draw_on_grid
 from q4_conformance.judge import judge, judge_noise
 from q4_conformance.oracle import exact_input_gradient, exact_linear
 from q4_conformance.outcome import FailureError
+from q4_conformance.subject import BackendLayer, BackendSubject
 from q4_conformance.table import check, expect
 from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
@@ -123,9 +124,10 @@ def check_awkward(case: Case, subject: Subject) -> str:
 
 @check("gradient")
 def check_gradient(case: Case, subject: Subject) -> str:
-    """The gradient to the input is there and exact: grad @ w, by the oracle's weight."""
+    """The gradient to the input is there and exact: grad @ w, by the oracle's weight; a declared one is what ran."""
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
+    whose = _whose_gradient(layer, subject)
     worst = 0.0
     for rows in case.rows:
         x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
@@ -140,7 +142,23 @@ def check_gradient(case: Case, subject: Subject) -> str:
         verdict = judge(x.grad, reference, out_dtype=case.dtype, device=layer.device)
         expect(verdict.passed, f"M = {rows}, gradient: {verdict}")
         worst = max(worst, verdict.ratio)
-    return f"worst error {worst:.3g} of its bound"
+    return f"{whose}; worst error {worst:.3g} of its bound"
+
+
+def _whose_gradient(layer: Layer, subject: Subject) -> str:
+    """Return who computes the gradient.
+
+    Raises:
+        FailureError: The backend declares that it does, and was found broken.
+    """
+    if not isinstance(subject, BackendSubject) or not isinstance(layer, BackendLayer):
+        return "by the function"
+    record = layer.diagnostics()
+    broken = [reason for reason in record.gradients_refused if reason.code.domain == "build"]
+    expect(not broken, f"the input gradient was declared, then left to the core: {'; '.join(map(str, broken))}")
+    if record.gradients:
+        return f"by {', '.join(segment.path.name for segment in record.gradients)}"
+    return "; ".join(["by the core", *map(str, record.gradients_refused)])
 
 
 @check("non_finite")
