@@ -99,6 +99,7 @@ def check_linear(
     format: str | Format,  # noqa: A002  # what people call it
     *,
     only: Iterable[str] = (),
+    cases: Iterable[Case] | None = None,
     watch: Callable[[CaseResult], object] | None = None,
     **claims: Any,
 ) -> Report:
@@ -108,13 +109,16 @@ def check_linear(
         function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None.
         format: The format to judge it on.
         only: As for ``run_cases``.
+        cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
+            the function takes.
         watch: As for ``run_cases``.
         **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
             ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
     """
     claims.setdefault("precision", Precision.W4A32)
     subject = FunctionSubject(function=function, **claims)
-    return _run(select_cases(linear_cases([format]), only), subject, subject.name, watch)
+    chosen = linear_cases([format]) if cases is None else tuple(cases)
+    return _run(select_cases(chosen, only), subject, subject.name, watch)
 
 
 def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:
