@@ -98,6 +98,7 @@ def _serve() -> None:
             request["format"],
             cases=cases,
             watch=lambda result: _tell(json.dumps(result.to_dict())),
+            reproduce=False,
             name=subject.name,
             **subject.claims,
         )

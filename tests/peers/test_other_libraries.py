@@ -81,7 +81,7 @@ def test_linear4bit_computes_in_bfloat16(dtype: torch.dtype, peer: Callable[[str
         training = _error(layer.train()(x), exact)
         inference = _error(layer.eval()(x), exact)
     assert training < 1e-3
-    assert (inference > 2e-3) is HAS_BF16_KERNEL
+    assert (inference > 1e-3) is HAS_BF16_KERNEL
 
 
 def test_linear4bit_reads_a_transposed_input_wrongly(peer: Callable[[str], ModuleType]) -> None:
