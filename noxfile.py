@@ -164,6 +164,12 @@ def ahead(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def traceability(session: nox.Session) -> None:
+    """Write docs/traceability.md anew: use cases, cases, tests, plugins and certificates."""
+    _run(session, "python", "tests/traceability.py")
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """Run every case, test and measurement that needs a CUDA device, and keep the results under benchmarks/results.
 
