@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import attrs
 import pytest
@@ -15,6 +16,9 @@ from q4_conformance import CaseResult, Outcome, Report, check_core, check_linear
 from q4_conformance.reproducer import with_reproducer
 from q4_conformance.subject import BackendSubject, FunctionSubject
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
+
+if TYPE_CHECKING:
+    import q4core as q4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = r"M = ([\d, ]+), N = (\d+), K = (\d+)"
@@ -149,6 +153,34 @@ def test_only_the_first_failure_of_a_contract_case_is_shrunk() -> None:
     shown = [result.contract for result in report.failures() if result.reproducer]
     assert shown == ["TC-09", "EX-10"]
     assert len(report.failures()) > 4
+
+
+def test_no_search_where_none_is_wanted() -> None:
+    """With ``reproduce=False`` a function is called for its cases alone."""
+    calls = []
+
+    def function(x: torch.Tensor, weight: object, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(x.shape)
+        return x[..., :48] * 0
+
+    report = check_linear(function, "nf4", only=[CASE.id], reproduce=False)
+    assert len(calls) == 1
+    assert [result.reproducer for result in report.failures()] == [""]
+
+
+def test_no_rows_are_tried_last() -> None:
+    """A failure for every number of rows is shown on one row, and M = 0, which may do worse, is not tried."""
+    case = smaller_case("EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact")
+    tried = []
+
+    def function(x: torch.Tensor, weight: q4.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        tried.append(x.shape[0])
+        return function_of(ToyKernel())(x, weight, bias) * 2
+
+    subject = FunctionSubject(function=function)
+    result = with_reproducer(run_case(case, subject), case, subject, run_case)
+    assert _sizes(result)[0] == (1, 1, 64)
+    assert 0 not in tried
 
 
 def test_a_case_of_ones_own_says_so() -> None:

@@ -104,7 +104,7 @@ def run_cases(
     return _run(cases, subject, subject.name, watch)
 
 
-def check_linear(
+def check_linear(  # noqa: PLR0913  # the facts of one run
     function: Callable[..., torch.Tensor],
     format: str | Format,  # noqa: A002  # what people call it
     *,
