@@ -174,7 +174,7 @@ def _use_rows(found: tuple[Table, ...]) -> list[tuple[str, ...]]:
 
 
 def _case_rows(found: tuple[Table, ...], documents: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for contract, tables_ in _by_contract(found).items():
         texts = dict.fromkeys(case.text for cases_ in tables_.values() for case in cases_)
         count = sum(map(len, tables_.values()))
