@@ -51,6 +51,7 @@ class CaseResult:
         message: Why, in a sentence; what was measured, where it passed.
         seconds: How long it took.
         is_fallback: It passed, but the reference computed instead of the subject.
+        reproducer: Where it failed: the smallest shape found that fails, its worst element, and what to type.
     """
 
     case: str
@@ -59,6 +60,7 @@ class CaseResult:
     message: str
     seconds: float = 0.0
     is_fallback: bool = False
+    reproducer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -70,8 +72,9 @@ class CaseResult:
         return cls(**values | {"outcome": Outcome(values["outcome"])})
 
     def __str__(self) -> str:
-        """Return one line."""
-        return f"{self.outcome.name:<12} {self.case}: {self.message}"
+        """Return one line, and the reproducer below it."""
+        lines = [f"{self.outcome.name:<12} {self.case}: {self.message}", *self.reproducer.splitlines()]
+        return "\n    ".join(lines)
 
 
 def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:

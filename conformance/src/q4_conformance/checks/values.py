@@ -53,7 +53,7 @@ def judge_call(
     Raises:
         FailureError: It is wrong.
     """
-    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]))
+    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]), roundings=layer.roundings)
     verdict = judge(y, reference, out_dtype=x.dtype, device=layer.device)
     if not verdict.passed:
         raise FailureError(f"M = {x.shape[0]}: {verdict}")
@@ -138,7 +138,7 @@ def check_gradient(case: Case, subject: Subject) -> str:
         y.backward(grad.to(layer.device))
         if x.grad is None:
             raise FailureError(f"M = {rows}: no gradient arrived")
-        reference = exact_input_gradient(weight, grad)
+        reference = exact_input_gradient(weight, grad, roundings=layer.roundings)
         verdict = judge(x.grad, reference, out_dtype=case.dtype, device=layer.device)
         expect(verdict.passed, f"M = {rows}, gradient: {verdict}")
         worst = max(worst, verdict.ratio)
@@ -174,7 +174,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
             finite = int(torch.isfinite(y[1]).sum())
             expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")
             others = [row for row in range(rows) if row != 1]
-            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows))
+            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows), roundings=layer.roundings)
             verdict = judge(y[others], reference, out_dtype=case.dtype)
             expect(verdict.passed, f"M = {rows}, rows beside {value}: {verdict}")
     return "NaN and both infinities"
@@ -191,7 +191,9 @@ def check_noise(case: Case, subject: Subject) -> str:
             x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
             codebook = layer.codebook(rows)
             precision = layer.precision(rows)
-            verdict = judge_noise(layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook)
+            verdict = judge_noise(
+                layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook, roundings=layer.roundings
+            )
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)
     return f"worst mean square error {worst:.3g} of what is allowed"
