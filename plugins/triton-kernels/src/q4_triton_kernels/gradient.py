@@ -10,7 +10,7 @@ import torch
 
 from q4_triton_kernels.factory import Factory, Layout, twin_table
 from q4_triton_kernels.program import TYPES, Program
-from q4_triton_kernels.schedule import GRADIENT_BYTES, GradientSchedule, gradient_schedule_for
+from q4_triton_kernels.schedule import GRADIENT_BYTES, GradientSchedule, gemm_tile, gradient_schedule_for
 from q4_triton_kernels.tables import entries_of
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Gradient:
         for item in self.schedule.stretches("gradient"):
             if (item.high is None or item.high >= low) and (high is None or item.low <= high):
                 is_cut |= item.is_cut
-                yield self.code.program(item.tile, even=self._is_even)
+                yield self.code.program(gemm_tile(item.tile), even=self._is_even)
         if is_cut:
             yield self.code.factory.finish
 
@@ -169,7 +169,7 @@ class Gradient:
             part = torch.empty((splits, rows, k), dtype=torch.float32, device=out.device)
         table = twin_table(self.code.layout.values, torch.float32) if factory.target.is_interpreted else codes
         sizes = (rows, n, k, meta.row_bytes, meta.blocks, splits, span)
-        program = self.code.program(stretch.tile, even=self._is_even)
+        program = self.code.program(gemm_tile(stretch.tile), even=self._is_even)
         program((blocks, splits, 1), grad, codes, tensors[1], second, scale_of_all, table, out, part, *sizes)
         if splits > 1:
             config = factory.config

@@ -20,6 +20,7 @@ __all__ = [
     "GradientSchedule",
     "Schedule",
     "Stretch",
+    "gemm_tile",
     "gradient_schedule_for",
     "schedule_for",
 ]
@@ -152,13 +153,14 @@ class GradientSchedule(Schedule):
 
     def blocks(self, tile: GemvTile | GemmTile, rows: int) -> int:
         """Return how many blocks cover the gradient to x."""
-        return self.row_bytes // GRADIENT_BYTES[self.family] * -(-rows // _gemm_tile(tile).bm)
+        return self.row_bytes // GRADIENT_BYTES[self.family] * -(-rows // gemm_tile(tile).bm)
 
     def _steps(self, tile: GemvTile | GemmTile) -> int:
-        return -(-self.out_features // _gemm_tile(tile).bn)
+        return -(-self.out_features // gemm_tile(tile).bn)
 
 
-def _gemm_tile(tile: GemvTile | GemmTile) -> GemmTile:
+def gemm_tile(tile: GemvTile | GemmTile) -> GemmTile:
+    """Return a tile that is one of a gemm's, as those of an input gradient are."""
     if not isinstance(tile, GemmTile):
         raise TypeError(f"an input gradient has tiles of a gemm, got {tile}")
     return tile
