@@ -12,8 +12,8 @@ from q4_conformance.markdown import to_markdown
 from q4_conformance.page import to_html
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["write_files"]
 

@@ -83,7 +83,7 @@ def check_dispose(case: Case, subject: BackendSubject) -> str:
             start = held_bytes(subject.device)
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
         x = torch.zeros(1, weight.in_features, dtype=case.dtype, device=layer.device)
-        layer(x)
+        layer.module(x)
         size = max(size, layer.diagnostics().prepared_bytes)
         if life % 2:
             layer.session.close()  # the others go with their last reference

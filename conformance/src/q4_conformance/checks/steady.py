@@ -38,7 +38,7 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
         if call == CALLS // _WARM:
             start = held_bytes(subject.device)
         x, y = calls[call % len(calls)]
-        expect(torch.equal(layer(x), y), f"call {call}, M = {x.shape[0]}: other bits")
+        expect(torch.equal(layer.module(x), y), f"call {call}, M = {x.shape[0]}: other bits")
     grown = held_bytes(subject.device) - start
     least = min(y.nbytes for _, y in calls)
     limit = least * (CALLS - CALLS // _WARM) // 2  # half of one lost result per call
@@ -103,7 +103,7 @@ def check_train_through(case: Case, subject: BackendSubject) -> str:
     for step in range(STEPS):
         if step == STEPS // _WARM:
             start = held_bytes(subject.device)
-        hidden = layer(torch.tanh(x @ before.T).to(case.dtype)).to(torch.float32)
+        hidden = layer.module(torch.tanh(x @ before.T).to(case.dtype)).to(torch.float32)
         loss = torch.nn.functional.mse_loss(hidden @ after.T, target)
         optimiser.zero_grad()
         loss.backward()
