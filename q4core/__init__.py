@@ -72,6 +72,7 @@ from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
 from q4core.policy import (
     ActivationPrecision,
     ComputePath,
+    Rounding,
     SessionConfig,
     UnifiedMemoryPolicy,
     resolve_config,
@@ -150,6 +151,7 @@ __all__ = [
     "Rejection",
     "Report",
     "Request",
+    "Rounding",
     "ScaleKind",
     "Schema",
     "SchemaError",

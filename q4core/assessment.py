@@ -56,24 +56,28 @@ class Offer:
     missed: tuple[Reason, ...] = ()
 
 
-def adapt_request(request: Request, capabilities: Capabilities) -> Request:
+def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
     """Return the request as a backend would see it once the core has resolved what the backend does not read.
 
-    A scale kind that is not declared becomes PLAIN float32, if that is.
+    A scale kind that none of the precisions asked for declares becomes PLAIN float32, if one of them declares that. A
+    quantiser is asked for what is to be written, as it is.
     """
-    if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
+    if request.op != "linear":
+        return request
+    kinds = capabilities.readable_kinds(request, any_precision=any_precision)
+    if request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
         features = request.features - {Feature.ROW_GLOBAL_SCALE}
         request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
     return request
 
 
-def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
+def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Verdict]:
     """Ask the manifest, then the backend itself; a backend that raises has refused."""
     adapted = request
     try:
         capabilities = backend.capabilities
-        adapted = adapt_request(request, capabilities)
-        refusals = capabilities.refusals(adapted)
+        adapted = adapt_request(request, capabilities, any_precision=any_precision)
+        refusals = capabilities.refusals(adapted, any_precision=any_precision)
         if refusals:
             return adapted, Verdict.refuse(refusals, native_state="not asked")
         verdict: object = backend.check(adapted)
@@ -81,13 +85,23 @@ def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
         return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
     if not isinstance(verdict, Verdict):
         return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
-    undeclared = {path.precision for path in verdict.paths} - capabilities.precisions
+    fault = _fault_of_offer(verdict.paths, request, capabilities)
+    return adapted, verdict if fault is None else _at_fault(fault, verdict.native_state)
+
+
+def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
+    """Say what of an offer breaks the contract, or None."""
+    if len({path.name for path in paths}) != len(paths):
+        return "offers two paths of one name"
+    if request.op != "linear":
+        return None
+    if any(path.kind is PathKind.QUANTIZE for path in paths):
+        return "offers a quantiser where a product is asked for"
+    undeclared = {path.precision for path in paths} - capabilities.precisions
     if undeclared:
         names = ", ".join(sorted(precision.value for precision in undeclared))
-        return adapted, _at_fault(f"offers paths of precision {names}, which it did not declare", verdict.native_state)
-    if len({path.name for path in verdict.paths}) != len(verdict.paths):
-        return adapted, _at_fault("offers two paths of one name", verdict.native_state)
-    return adapted, verdict
+        return f"offers paths of precision {names}, which it did not declare"
+    return None
 
 
 def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
@@ -160,19 +174,37 @@ def _missed(verdict: Verdict, request: Request, kinds: frozenset[PathKind]) -> t
     )
 
 
+def _readable(
+    paths: Sequence[KernelPath], request: Request, capabilities: Capabilities
+) -> tuple[tuple[KernelPath, ...], list[Reason]]:
+    """Return the paths whose precision declares the request's scale kind, and why not the others."""
+    reading = tuple(
+        path
+        for path in paths
+        if request.op != "linear" or request.scale_kind in capabilities.scale_kinds_of(path.precision)
+    )
+    kind = request.scale_kind.value
+    return reading, [
+        Reason(ReasonCode.FORMAT, f"path {path.name}: scale kind {kind!r} is not declared for {path.precision.value}")
+        for path in paths
+        if path not in reading
+    ]
+
+
 def assess(
     backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
     """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
-    adapted, verdict = _ask(backend, request)
+    adapted, verdict = _ask(backend, request, any_precision=any_precision)
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
     failures = history.failed(backend.name)
     if failures:
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
     missed = _missed(verdict, request, kinds)
-    sound, faults = _sift(backend.name, verdict.paths, adapted, history)
-    reasons = list(faults)
+    paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
+    sound, faults = _sift(backend.name, paths, adapted, history)
+    reasons = [*faults, *unread]
     allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
     for path in sound:
         if path.kind not in kinds:
@@ -183,13 +215,13 @@ def assess(
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, gap))
-    offer = Offer(verdict.paths, tuple(sound), missed)
+    offer = Offer(paths, tuple(sound), missed)
     if not segments:
         return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
     refusals = history.refused(backend.name, segments, adapted)
     if refusals:
         told = (*refusals, *faults, *missed)
-        return None, Rejection(backend.name, told, verdict.native_state), Offer(verdict.paths, ())
+        return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
     return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
 
 

@@ -175,7 +175,7 @@ def _refuse(
     *,
     is_conflict: bool,
 ) -> NoReturn:
-    what = f"linear {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
+    what = f"{request.op} {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
     if override is not None:
         own = [item for item in rejections if item.backend == override]
         if is_conflict:

@@ -143,11 +143,12 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     started = time.perf_counter()
     fault = prepared = None
     refusals: tuple[Reason, ...] = ()
+    is_lasting = True
     try:
         with on_device(request.device):
             prepared = _checked(backend.prepare(adapted, request, context), request.device)
     except RefusedError as error:
-        refusals = error.reasons
+        refusals, is_lasting = error.reasons, not error.is_for_this_weight
         if not refusals or not all(isinstance(reason, Reason) for reason in refusals):
             fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")
     except PLUGIN_FAULTS as error:
@@ -156,7 +157,8 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
         bar_writer(book, backend, weight, adapted)
         fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
     if refusals and fault is None:
-        book.refuse(backend.name, selection.segments, request, refusals)
+        if is_lasting:
+            book.refuse(backend.name, selection.segments, request, refusals)
         told = [str(reason) for reason in refusals]
         emit("q4.prepare", level=logging.WARNING, layer=weight.name, backend=backend.name, refused=told)
         return refusals

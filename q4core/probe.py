@@ -13,6 +13,7 @@ sums, plus at most 8 roundings of scales, globals, offsets and bias.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.errors import PLUGIN_FAULTS
+from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import BlockOrder
 from q4core.probe_book import ProbeResult
 from q4core.runtime import on_device
@@ -41,42 +42,79 @@ _END_ROWS = 128
 _STRIDED_ROWS = 256
 _CHUNK_ELEMENTS = 1 << 20
 """Weights decoded to float64 at a time (8 MB)."""
+_FP4_UNIT = -6
+"""FP4 activations are E2M1 values times this power of two, where no static scale wants another."""
+_BLOCK_SCALES = (-6, 8)
+"""Powers of two that are normal e4m3 numbers."""
+_POWERS = (-126, 126)
 _HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
-def grid_activations(
-    rows: int, columns: int, precision: Precision, *, dtype: torch.dtype = torch.float32, seed: int = 0
+def _fp4_unit(activation_scale: float | None) -> float:
+    """Return the power of two that E2M1 values are drawn under: one that block scales over a static scale reach."""
+    if activation_scale is None or not (math.isfinite(activation_scale) and activation_scale > 0):
+        return 2.0**_FP4_UNIT
+    mantissa, exponent = math.frexp(activation_scale)
+    above = exponent - 1 if mantissa == 0.5 else exponent  # noqa: PLR2004  # a power of two is the next one itself
+    above = min(max(above, _POWERS[0]), _POWERS[1])
+    return math.ldexp(1.0, above + min(max(_FP4_UNIT - above, _BLOCK_SCALES[0]), _BLOCK_SCALES[1]))
+
+
+def grid_activations(  # noqa: PLR0913  # the facts of one draw
+    rows: int,
+    columns: int,
+    precision: Precision,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    activation_scale: float | None = None,
 ) -> torch.Tensor:
     """Return activations that ``precision`` holds without loss, and no coarser one does.
 
     | precision | values | in every block |
     |---|---|---|
-    | W4A4 | E2M1 values / 64 | ±6 in 16 |
+    | W4A4 | E2M1 values / 64; under a static scale that can't reach these, the nearest power of two it can | ±6 in 16 |
     | W4A8 | integers up to 127, / 64 | ±127 in 32 |
     | W4A16 | integers up to 255, / 256: exact in bfloat16 and float16 | ±255 in 32 |
     | W4A32 | integers up to 65535, / 256, where ``dtype`` is float32; else as W4A16 | ±65535 in 32 |
 
+    Args:
+        rows: M.
+        columns: K.
+        precision: The path's precision.
+        dtype: dtype of x.
+        seed: Equal seeds give equal draws.
+        activation_scale: The checkpoint's static scale, where the weight has one; only W4A4 heeds it. A path takes its
+            next power of two for what lies under the block scales.
+
     Returns:
         [rows, columns] of ``dtype`` on the CPU.
+
+    Raises:
+        ConfigError: ``dtype`` does not hold the values on the grid of ``activation_scale``.
     """
     generator = torch.Generator().manual_seed(0x51 + 7919 * seed + rows)
     if precision is Precision.W4A4:
         levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
-        block, peak, scale = 16, 6.0, 64
+        block, peak, unit = 16, 6.0, _fp4_unit(activation_scale)
     else:
         is_wide = precision is Precision.W4A32 and dtype is torch.float32
         peak = 127.0 if precision is Precision.W4A8 else 65535.0 if is_wide else 255.0
-        block, scale = 32, 64 if precision is Precision.W4A8 else 256
+        block, unit = 32, 2.0**-6 if precision is Precision.W4A8 else 2.0**-8
         values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
     starts = torch.arange(0, columns, block)
     lengths = torch.clamp(columns - starts, max=block)
     shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
     values.scatter_(1, starts + shifts, peak)
     signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
-    scaled: torch.Tensor = values * signs / scale
-    return scaled.to(dtype)
+    scaled: torch.Tensor = values * signs * unit
+    drawn = scaled.to(dtype)
+    if activation_scale is not None and not torch.equal(drawn.to(torch.float32), scaled):
+        rule = f"one under which {dtype} holds FP4 values"
+        raise ConfigError("grid_activations", name="activation_scale", rule=rule, value=activation_scale)
+    return drawn
 
 
 def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +167,11 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(counts):
-        x = _activations(count, source, request, path, draw)
+        try:
+            x = _activations(count, source, request, path, draw)
+        except ConfigError as error:
+            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
+            break
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
             with on_device(request.device):
@@ -156,14 +198,16 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     Once scaled by channel, a block of several values is on no grid any more; a block of one value always is, so one
     value of each block stays.
     """
-    x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
+    scale = None if source.activation_scale is None else float(source.activation_scale)
+    precision, dtype = path.precision, request.dtype
+    x = grid_activations(count, request.in_features, precision, dtype=dtype, seed=draw, activation_scale=scale)
     if path.precision in {Precision.W4A32, Precision.W4A16}:
         return x
     if source.input_channel_scale is not None:
         block = 16 if path.precision is Precision.W4A4 else 32
         columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
         kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
-        x = torch.where(columns == kept, torch.where(x == 0, 1, x), 0)
+        x = torch.where(columns == kept, torch.where(x == 0, x.abs().max(), x), 0)
     if source.input_permutation is not None:
         x = torch.empty_like(x).index_copy_(1, source.input_permutation.to("cpu"), x)
     return x

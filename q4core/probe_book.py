@@ -55,6 +55,7 @@ class ProbeBook(ProbeHistory):
             request.scale_dtype,
             request.block_size,
             request.features,
+            request.has_activation_scale,
             request.device,
             request.dtype,
             request.out_dtype,

@@ -36,7 +36,7 @@ HORIZON = 12
 """Stands for every larger M: no path drawn here begins or ends beyond it."""
 
 AUTO, EXACT, INT8, FP4 = q4.ActivationPrecision
-KERNEL, DEQUANT, REFERENCE = q4.PathKind
+KERNEL, DEQUANT, REFERENCE = q4.PathKind.KERNEL, q4.PathKind.DEQUANT, q4.PathKind.REFERENCE
 W4A32, W4A16, W4A8, W4A4 = q4.Precision
 
 _KINDS = {

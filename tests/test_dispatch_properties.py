@@ -163,7 +163,7 @@ def _path(name: str, kind: q4.PathKind, tier: int, low: int = 1, high: int | Non
     return q4.KernelPath(name, (low, high), kind, q4.Precision.W4A32, tier)
 
 
-KERNEL, DEQUANT, REFERENCE = q4.PathKind
+KERNEL, DEQUANT, REFERENCE = q4.PathKind.KERNEL, q4.PathKind.DEQUANT, q4.PathKind.REFERENCE
 OR_FALLBACK = q4.ComputePath.KERNEL_OR_FALLBACK
 TWO_KERNELS = [_path("p0", KERNEL, 40), _path("p1", KERNEL, 20)]
 HALVES = [_path("p0", KERNEL, 20, 1, 4), _path("p1", KERNEL, 30, 5)]

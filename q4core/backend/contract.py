@@ -94,7 +94,8 @@ class PrepareContext:
 class Backend(Protocol):
     """One class with few duties.
 
-    Optional methods: ``quantize(dense, request) -> PackedWeight`` (declare op ``"quantize"``) and
+    Optional methods: ``quantize(dense, request, *, rounding=Rounding.NEAREST, seed=0) -> PackedWeight`` (declare op
+    ``"quantize"``, and ``roundings`` beyond the nearest), which is given finite values alone, and
     ``export(prepared, rows=None) -> PackedWeight``, the inverse of ``prepare``, whole or for the rows of an int64
     index tensor on the prepared tensors' device. A backend without ``export`` keeps its source alive.
 

@@ -52,6 +52,8 @@ class Request:
         block_size: In-features per scale.
         scale_dtype: dtype of the stored scales.
         features: What it needs beyond the plain formula.
+        has_activation_scale: Whether the checkpoint brings a static activation scale, for paths that round activations
+            to FP4; the others ignore it.
         out_features: N.
         in_features: K.
         device: Where x and the prepared weight live; a CUDA device with its index.
@@ -69,6 +71,7 @@ class Request:
     block_size: int
     scale_dtype: torch.dtype = torch.float32
     features: Features = frozenset()
+    has_activation_scale: bool = False
     out_features: int
     in_features: int
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=_to_device)
@@ -119,6 +122,7 @@ class Request:
             block_size=weight.block_size,
             scale_dtype=weight.scale.dtype,
             features=weight.features,
+            has_activation_scale=weight.activation_scale is not None,
             out_features=weight.out_features,
             in_features=weight.in_features,
             device=device if device is not None else weight.device,
@@ -141,6 +145,8 @@ class Request:
 
     def allows(self, precision: Precision) -> bool:
         """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""
+        if self.op == "quantize":  # which has no activations
+            return True
         wish = self.precision
         if wish is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"

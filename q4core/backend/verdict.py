@@ -38,6 +38,8 @@ class PathKind(enum.Enum):
     """Materialises the weight, then a library GEMM; legitimate at large M."""
     REFERENCE = "reference"
     """The slow, clear path that the others are compared with."""
+    QUANTIZE = "quantize"
+    """Writes 4-bit data; see ``KernelPath.quantizer``."""
 
 
 class Precision(enum.Enum):
@@ -138,6 +140,11 @@ class KernelPath:
         """Return whether the path may run with that many rows."""
         low, high = self.m
         return low <= rows and (high is None or rows <= high)
+
+    @classmethod
+    def quantizer(cls, name: str, *, tier: int = Tier.GENERIC, standing: Standing = Standing.RAN) -> KernelPath:
+        """Return a path of kind QUANTIZE: its range of M is every one, and its precision means nothing."""
+        return cls(name, (1, None), PathKind.QUANTIZE, Precision.W4A32, tier, standing=standing)
 
     def __str__(self) -> str:
         """Return name, M range, kind, precision and standing."""

@@ -83,6 +83,9 @@ def _backends(registry: Registry) -> list[dict[str, Any]]:
             "capabilities": {
                 "formats": backend.capabilities.formats,
                 "scale_kinds": backend.capabilities.scale_kinds,
+                "precision_scale_kinds": {
+                    precision.value: kinds for precision, kinds in backend.capabilities.precision_scale_kinds.items()
+                },
                 "devices": backend.capabilities.devices,
                 "dtypes": backend.capabilities.dtypes,
                 "precisions": backend.capabilities.precisions,

@@ -5,6 +5,7 @@ Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``, or ``<contra
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -35,6 +36,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
 _P = ActivationPrecision
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
+_ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
+"""Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
 
@@ -133,6 +136,13 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
             coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
             case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
             yield case
+            yield attrs.evolve(case, dtype=torch.bfloat16)
+    if kind.name in {"nvfp4", "mxfp4"}:
+        text = "a static activation scale holds for FP4 activations, and changes no other path"
+        for scale, wish in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
+            static = attrs.evolve(base, activation_scale=scale)
+            case = Case(contract="TC-09", part="static", text=text, check="values", recipe=static, precision=wish)
+            yield attrs.evolve(case, rows=(1, 20))
             yield attrs.evolve(case, dtype=torch.bfloat16)
     for contract, part, text in (
         ("TC-09", "bias", "the bias is added before the one rounding"),

@@ -158,6 +158,15 @@ def test_scales_and_machine_are_told_together() -> None:
     assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.ARCH]
 
 
+def test_float_scales_are_refused_for_fp4_alone() -> None:
+    """The manifest takes float scales for the weight-only kernels, and none for FP4 tensor cores."""
+    manifest = Nvfp4Native(_facts(), emulated_tools()).capabilities
+    request = Request.for_weight(_weight().with_plain_scale(), device=CUDA)
+    assert manifest.refusals(request) == ()
+    fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)
+    assert [reason.code for reason in manifest.refusals(fp4)] == [ReasonCode.FORMAT]
+
+
 @pytest.mark.parametrize(
     ("compile_", "code"),
     [(lambda *_: Compiled("sm_121a", "", b"not a cubin"), ReasonCode.DRIVER), (None, ReasonCode.TOOLCHAIN)],

@@ -152,7 +152,8 @@ def check_export(case: Case, subject: BackendSubject) -> str:
     got = layer.module.packed_weight()
     difference = same_weight(got, as_given(weight))
     expect(difference is None, f"the exported weight differs in its {difference}")
-    declared = weight.scale_kind in subject.backend.capabilities.scale_kinds
+    request = subject.request(weight, dtype=case.dtype, precision=case.precision)
+    declared = weight.scale_kind in subject.backend.capabilities.readable_kinds(request)
     expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")
     has = "exports" if callable(getattr(subject.backend, "export", None)) else "keeps its source"
     if weight.blocks is BlockOrder.FLAT:
