@@ -341,7 +341,7 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-21", "convert", "convert_managed", "managed, data and shape kept, both views show the same bytes"),
         ("TC-21", "empty", "managed_empty", "empty tensors never share bytes, and give them back"),
         ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
-        ("TC-23", "activation", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
+        ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
     )
     return tuple(
         Case(contract=contract, part=part, text=text, check=name, profile="memory")

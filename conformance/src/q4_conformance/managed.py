@@ -101,7 +101,7 @@ class MemorySubject:
                 there = ", ".join(installed) or "none"
                 raise LookupError(f"no memory provider {provider!r} is installed; there are {there}")
             provider = installed[provider]
-        self.provider = provider
+        self.provider: MemoryProvider = provider
         self.name = provider.name
         self.device = torch.device(device)
 

@@ -84,6 +84,7 @@ def _damages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, to
         yield _SHORT, key, tensor[:-1]
         yield _EMPTY, key, tensor[:0]
         yield "of two ranks more", key, tensor[None, None]
+        yield "a scalar", key, torch.zeros((), dtype=tensor.dtype)
         other = torch.int64 if tensor.dtype != torch.int64 else torch.float32
         yield f"of dtype {other}", key, torch.zeros(tensor.shape, dtype=other)
 
