@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
-from q4_conformance.isolated import Query, run_isolated, run_target
+from q4_conformance.isolated import run_isolated, run_target
 from q4_conformance.process import Limits, resident_bytes
 from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.query import Query
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 ONLY = [STRUCK, "TC-09/bias"]
@@ -22,7 +24,7 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def _judge(name: str, *only: str, **limits: float) -> Report:
+def _judge(name: str, *only: str, **limits: Any) -> Report:
     query = Query(
         name=f"hostile:{name}", formats=("nf4",), only=only or tuple(ONLY), limits=Limits(case_seconds=20, **limits)
     )

@@ -39,7 +39,8 @@ def test_an_unknown_name_lists_the_names_there_are() -> None:
     with pytest.raises(UnknownTargetError) as caught:
         find_target("dequant-fallbck")
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
-    assert isinstance(error, LookupError)
+    assert isinstance(error, UnknownTargetError)
+    assert issubclass(UnknownTargetError, LookupError)
     assert {"dequant-fallback", "q4core"} <= set(error.available)
     assert error.closest == "dequant-fallback"
     assert "There are " in str(error)

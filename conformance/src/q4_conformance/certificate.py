@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
 from q4_conformance.profiles import cases_for
-from q4_conformance.tally import BAD, NO_FORMAT, count, format_of, matrix_of, part_of, paths_of
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT
+from q4_conformance.tally import BAD, count, format_of, format_order, matrix_of, part_of, path_label, paths_of
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from q4_conformance.isolated import Run
     from q4_conformance.outcome import CaseResult
+    from q4_conformance.query import Run
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "canonical", "content_hash", "make_certificate", "to_text", "verdict_hash"]
 
@@ -30,6 +30,7 @@ SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
+_INTERPRETED = f"|{Standing.INTERPRETED.value}"
 _PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
@@ -77,7 +78,7 @@ _SENTENCES = {
 def _result(result: CaseResult) -> dict[str, Any]:
     told: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
     if result.paths:
-        told["paths"] = [path.partition("|")[0] for path in result.paths]
+        told["paths"] = [path_label(path) for path in result.paths]
     if result.is_fallback:
         told["fallback"] = True
     if result.overrides:
@@ -92,16 +93,11 @@ def _formats(results: Sequence[CaseResult]) -> list[dict[str, Any]]:
     for result in results:
         groups.setdefault(format_of(result.case), []).append(result)
     rows = []
-    for name in sorted(groups, key=_format_order):
+    for name in sorted(groups, key=format_order):
         counts = count(groups[name])
         passed = counts["pass"] > 0 and not any(counts[outcome.value] for outcome in BAD)
         rows.append({"format": name, "passed": passed} | counts)
     return rows
-
-
-def _format_order(name: str) -> tuple[int, str]:
-    order = [*BUILTIN_FORMATS, NO_FORMAT]
-    return (order.index(name) if name in order else len(order), name)
 
 
 def _not_tested(run: Run) -> list[dict[str, Any]]:
@@ -114,10 +110,11 @@ def _not_tested(run: Run) -> list[dict[str, Any]]:
             if name not in run.target.formats:
                 asked = everything or name in declared
                 rows.append({"what": f"format {name}", "why": "not asked for" if asked else "not declared", "cases": 0})
-    ran = {(format_of(result.case), path.partition("|")[0]) for result in run.report.results for path in result.paths}
+    ran = {(format_of(result.case), path_label(path)) for result in run.report.results for path in result.paths}
     for item in run.manifest.get("offered", ()):
-        if item["format"] in run.target.formats and (item["format"], item["path"]) not in ran:
-            text = f"path {item['path']} of {item['format']}"
+        label = f"{item['path']}/{item['precision']}"
+        if item["format"] in run.target.formats and (item["format"], label) not in ran:
+            text = f"path {label} of {item['format']}"
             rows.append({"what": text, "why": "offered; no case that ran came to it", "cases": 0})
     if run.query.only:
         text = f"cases whose ids do not begin with {', '.join(run.query.only)}"
@@ -142,6 +139,12 @@ def _silent(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
     ]
 
 
+def _is_interpreted(run: Run) -> bool:
+    """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
+    ran = any(path.endswith(_INTERPRETED) for result in run.report.results for path in result.paths)
+    return ran or any(f"|{item['standing']}" == _INTERPRETED for item in run.manifest.get("offered", ()))
+
+
 def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
     """Return the document of a run, ready for JSON.
 
@@ -152,7 +155,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
     """
     results = run.report.results
     overrides = list(run.manifest.get("overrides", ()))
-    device = dict(run.facts.get("device") or {"device": run.target.device, "interpreted": False})
+    device = {"device": run.target.device, **run.facts.get("device", {}), "interpreted": _is_interpreted(run)}
     standing_facts: dict[str, Any] = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,

@@ -17,11 +17,12 @@ from rich.text import Text
 
 from q4_conformance.certificate import make_certificate
 from q4_conformance.compare import compare
-from q4_conformance.isolated import Query, Run, run_target
+from q4_conformance.isolated import run_target
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.page import NAMES, SEALS, SIGNS
 from q4_conformance.process import Limits
 from q4_conformance.profiles import PROFILES
+from q4_conformance.query import Query, Run
 from q4_conformance.tally import BAD
 from q4_conformance.verify import installed_source, read_certificate
 from q4_conformance.writing import write_files

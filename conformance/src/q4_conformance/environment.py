@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from q4_conformance.cases import weight_recipes
 from q4_conformance.overrides import overrides_of
-from q4core import EVERY_FORMAT, ActivationPrecision, default_registry, find_format, machine_facts
+from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from q4_conformance.profiles import Target
-    from q4core import Capabilities
 
 __all__ = ["device_facts", "manifest_of", "source_of", "survey", "versions"]
 
+_JUDGED = ("backend", "provider", "dialect")
+"""What a subject calls whom it stands for."""
 _GROUP = "q4core.plugins"
 _IGNORED = {".pyc", ".pyo"}
 _DRIVER = Path("/proc/driver/nvidia/version")
-_NO = {"", "0", "false", "off"}
 
 
 def _version(distribution: str) -> str | None:
@@ -123,11 +124,6 @@ def source_of(package: str) -> dict[str, Any]:
     }
 
 
-def is_interpreted() -> bool:
-    """Return whether GPU kernels run through an interpreter on the CPU instead of on a GPU."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() not in _NO
-
-
 def device_facts(device: str) -> dict[str, Any]:
     """Return what the device of a run is."""
     facts = machine_facts()
@@ -144,7 +140,6 @@ def device_facts(device: str) -> dict[str, Any]:
         "compute_capability": None,
         "cuda": facts.cuda_version,
         "driver": None,
-        "interpreted": is_interpreted(),
     }
     if kind == "cuda" and facts.cuda_devices:
         chosen = facts.cuda_devices[int(index or 0)]
@@ -174,22 +169,17 @@ def survey(target: Target) -> dict[str, Any]:
 
 
 def _declared(capabilities: Capabilities) -> dict[str, Any]:
-    return {
-        "formats": sorted(capabilities.formats),
-        "every_format": EVERY_FORMAT in capabilities.formats,
-        "scale_kinds": sorted(item.value for item in capabilities.scale_kinds),
-        "packings": sorted(str(item) for item in capabilities.packings),
-        "devices": sorted(capabilities.devices),
-        "dtypes": sorted(str(item).removeprefix("torch.") for item in capabilities.dtypes),
-        "precisions": sorted(item.value for item in capabilities.precisions),
-        "features": sorted(item.value for item in capabilities.features),
-        "ops": sorted(capabilities.ops),
-    }
+    """Return every field of a manifest as sorted texts."""
+    return {field.name: sorted(map(_plain, getattr(capabilities, field.name))) for field in attrs.fields(Capabilities)}
+
+
+def _plain(item: object) -> str:
+    return str(item.value) if isinstance(item, enum.Enum) else str(item).removeprefix("torch.")
 
 
 def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the paths that a backend offers for the usual weight of each format, whatever asks for them."""
-    seen: dict[tuple[str, str], dict[str, Any]] = {}
+    seen: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in formats:
         weight = weight_recipes(find_format(name))[0].build()
         for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
@@ -198,7 +188,7 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
                 if subject.backend.capabilities.refusals(request):
                     continue
                 for path in subject.backend.check(request).paths:
-                    row = seen.setdefault((name, path.name), _path_facts(name, path))
+                    row = seen.setdefault((name, path.name, path.precision.value), _path_facts(name, path))
                     short = str(dtype).removeprefix("torch.")
                     if short not in row["dtypes"]:
                         row["dtypes"].append(short)
@@ -208,8 +198,7 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
 def _path_facts(name: str, path: Any) -> dict[str, Any]:
     told = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
     told |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
-    standing = getattr(path, "standing", None)  # in later versions of the contract
-    return told if standing is None else told | {"standing": str(getattr(standing, "value", standing))}
+    return told | {"standing": path.standing.value}
 
 
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
@@ -221,7 +210,7 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         subject: What ``subject_for`` gave.
         formats: For which formats to ask a backend what paths it offers.
     """
-    judged = getattr(subject, "backend", subject)
+    judged = next((getattr(subject, name) for name in _JUDGED if hasattr(subject, name)), subject)
     if judged is None:
         return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
     told: dict[str, Any] = {
@@ -232,9 +221,9 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         "overrides": [],
     }
     capabilities = getattr(judged, "capabilities", None)
-    if capabilities is not None and hasattr(capabilities, "scale_kinds"):
-        told["capabilities"] = _declared(capabilities)
     try:
+        if isinstance(capabilities, Capabilities):
+            told["capabilities"] = _declared(capabilities)
         told["overrides"] = [item.to_dict() for item in overrides_of(judged)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))

@@ -92,11 +92,8 @@ def _matrix(document: Mapping[str, Any]) -> list[str]:
 
 def _paths(document: Mapping[str, Any]) -> list[str]:
     contracts, paths = by_path(document)
-    rows = [
-        [path["format"], f"`{path['path']}`", path["kind"], path["precision"], *map(_cell, cells)]
-        for path, cells in paths
-    ]
-    return _table(["format", "path", "kind", "precision", *contracts], rows)
+    rows = [[path["format"], f"`{path['path']}`", path["kind"], *map(_cell, cells)] for path, cells in paths]
+    return _table(["format", "path", "kind", *contracts], rows)
 
 
 def _not_tested(document: Mapping[str, Any]) -> list[str]:

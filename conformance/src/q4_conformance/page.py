@@ -48,7 +48,7 @@ _MOST_FINDINGS = 60
 
 
 def _escape(value: object) -> str:
-    return html.escape(str(value))
+    return html.escape("".join(letter if letter.isprintable() else "?" for letter in str(value)))
 
 
 def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -102,7 +102,7 @@ def _matrix(document: Mapping[str, Any]) -> str:
     rows = []
     for part, cells in by_part(document).items():
         text = document["parts"].get(part, "")
-        head = f'<th scope="row">{_escape(part)}<small>{_escape(text)}</small></th>'
+        head = f'<th scope="row">{_escape(part).replace("/", "/<wbr>")}<small>{_escape(text)}</small></th>'
         rows.append(f"<tr>{head}{''.join(_cell(cells.get(kind, nothing)) for kind in formats)}</tr>")
     return _table(["Case", *map(_escape, formats)], rows, label="Cases by format")
 
@@ -111,8 +111,8 @@ def _paths(document: Mapping[str, Any]) -> str:
     contracts, paths = by_path(document)
     rows = []
     for path, cells in paths:
-        what = f"{path['kind']} · {path['precision']}"
-        head = f'<th scope="row"><code>{_escape(path["path"])}</code><small>{_escape(what)}</small></th>'
+        code = _escape(path["path"]).replace("_", "_<wbr>").replace("/", "<wbr>/")
+        head = f'<th scope="row"><code>{code}</code><small>{_escape(path["kind"])}</small></th>'
         rows.append(f"<tr>{head}<td>{_escape(path['format'])}</td>{''.join(map(_cell, cells))}</tr>")
     if not rows:
         return ""
@@ -190,6 +190,12 @@ def _list(lines: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(f'<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>' for name, text in lines)}</dl>"
 
 
+def _tone(name: str, number: int) -> str:
+    if not number:
+        return "empty"
+    return "fallback" if name == "passed_by_fallback" else name
+
+
 def _header(document: Mapping[str, Any]) -> str:
     subject, counts, standing = document["subject"], document["counts"], document["standing"]
     sign, word, note = SEALS[standing]
@@ -197,7 +203,7 @@ def _header(document: Mapping[str, Any]) -> str:
     tiles += [(name, counts[name], SIGNS[name]) for name in _OUTCOMES]
     tiles.insert(2, ("passed_by_fallback", counts["passed_by_fallback"], "↺"))
     items = "".join(
-        f'<li class="{"fallback" if name == "passed_by_fallback" else name}"><b><i aria-hidden="true">{mark}</i> '
+        f'<li class="{_tone(name, number)}"><b><i aria-hidden="true">{mark}</i> '
         f"{number:,}</b><span>{NAMES[name]}</span></li>"
         for name, number, mark in tiles
     )
@@ -249,7 +255,7 @@ def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = (
     legend = "".join(
         f'<li><span class="cell {name}">{sign}</span> {NAMES[name]}</li>' for name, sign in SIGNS.items() if sign
     )
-    lead = "Each cell counts the cases of that kind; the sign is the worst that happened. Hover for all counts."
+    lead = "The sign is the worst that happened. “✓ 40/77”: 40 of 77 passed, the others are not declared."
     body = [
         _header(document),
         _findings(document),

@@ -6,7 +6,7 @@ bandwidth that this machine shows at the same moment.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,18 @@ from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableEr
 from q4core import ActivationPrecision, Q4Error, find_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from q4_conformance.weights import WeightRecipe
     from q4core import PackedWeight
 
 __all__ = ["POINTS", "copy_bandwidth", "measure"]
 
 POINTS = (("decode", 1), ("prefill", 128))
 """Name and rows of x of each point."""
-_SIZE = 2048
+_SIZE = 4096
+_COLD_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+"""Weights of so many bytes take turns, so that none is still in a cache when it is needed again."""
 _COPY_BYTES = 256 << 20
 _LEAST_CALLS = 5
 _WARM_UP = 3
@@ -75,27 +78,35 @@ def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, An
     """
     device: torch.device = subject.device
     recipe = weight_recipes(find_format(format_name))[0]
-    size = _SIZE if device.type == "cpu" else 2 * _SIZE
-    weight = attrs.evolve(recipe, n=size, k=size).build()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     bandwidth = copy_bandwidth(device, seconds)
+    weights = list(_cold_weights(recipe, _COLD_BYTES["cpu" if device.type == "cpu" else "cuda"]))
     points: list[dict[str, Any]] = []
     for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8):
         try:
-            layer = subject.layer(weight, dtype=dtype, precision=wish)
+            layers = [subject.layer(weight, dtype=dtype, precision=wish) for weight in weights]
         except (NotDeclaredError, NotTestableError, FailureError, Q4Error):
             continue
         for name, rows in POINTS:
-            x = torch.randn(rows, size, dtype=dtype, device=device)
-            path = layer.paths(rows).name
+            x = torch.randn(rows, _SIZE, dtype=dtype, device=device)
+            turns = itertools.cycle([layer.module for layer in layers])
             with torch.inference_mode():
-                samples = _time(functools.partial(layer.module, x), device, seconds)
+                samples = _time(lambda turns=turns, x=x: next(turns)(x), device, seconds)  # type: ignore[misc]  # bound now
             points.append(
-                {"format": format_name, "point": name, "path": path, "precision": wish.value}
-                | {"rows": rows, "n": size, "k": size, "dtype": str(dtype).removeprefix("torch.")}
-                | _figures(samples, _bytes_of(weight), 2 * rows * size * size, bandwidth)
+                {"format": format_name, "point": name, "path": layers[0].paths(rows).name, "precision": wish.value}
+                | {"rows": rows, "n": _SIZE, "k": _SIZE, "dtype": str(dtype).removeprefix("torch.")}
+                | {"weights": len(weights)}
+                | _figures(samples, _bytes_of(weights[0]), 2 * rows * _SIZE * _SIZE, bandwidth)
             )
     return points
+
+
+def _cold_weights(recipe: WeightRecipe, most_bytes: int) -> Iterator[PackedWeight]:
+    total, seed = 0, 0
+    while total < most_bytes:
+        weight = attrs.evolve(recipe, n=_SIZE, k=_SIZE, seed=seed).build()
+        total, seed = total + _bytes_of(weight), seed + 1
+        yield weight
 
 
 def _figures(samples: list[float], weight_bytes: int, operations: int, bandwidth: float) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class BackendLayer:
     """Kept, because its end would close the layer."""
     paths: Callable[[int], KernelPath]
     ran: set[str] = attrs.field(factory=set)
-    """``name|kind|precision`` of every path that the core says has run."""
+    """``name|kind|precision|standing`` of every path that the core says has run."""
 
     @property
     def device(self) -> torch.device:
@@ -137,8 +137,9 @@ class BackendLayer:
         y: torch.Tensor = self.module(x, out=out)
         record = self.module.diagnostics()
         for segment, calls in zip(record.segments, record.calls, strict=True):
+            path = segment.path
             if calls:
-                self.ran.add(f"{segment.path.name}|{segment.path.kind.value}|{segment.path.precision.value}")
+                self.ran.add(f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}")
         return y
 
     def precision(self, rows: int) -> Precision:

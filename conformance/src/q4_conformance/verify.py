@@ -62,14 +62,10 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
     problem = _mismatch(document, schema(), "document")
     if problem is not None:
         raise refuse(*problem, "The file was edited or damaged.")
-    for name, expected in (
-        ("content_hash", content_hash(document)),
-        ("verdict_hash", verdict_hash(document)),
-        ("standing", standing_of(document)),
-    ):
-        if document[name] != expected:
-            raise refuse(name, expected, document[name], "The file was edited after it was written.")
+    _check(document, refuse, "content_hash", content_hash(document))
+    _check(document, refuse, "verdict_hash", verdict_hash(document))
     _check_counts(document, refuse)
+    _check(document, refuse, "standing", standing_of(document))
     return document
 
 
@@ -135,6 +131,11 @@ def _mismatch_in_object(value: dict[str, Any], rule: dict[str, Any], name: str) 
         if problem is not None:
             return problem
     return None
+
+
+def _check(document: dict[str, Any], refuse: Any, name: str, expected: str) -> None:
+    if document[name] != expected:
+        raise refuse(name, expected, document[name], "The file was edited after it was written.")
 
 
 def _check_counts(document: dict[str, Any], refuse: Any) -> None:
