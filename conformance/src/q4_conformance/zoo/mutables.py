@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    import torch
     from collections.abc import Callable, Iterator
+
+    import torch
 
     from q4core import MutableMode
 
