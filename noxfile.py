@@ -154,6 +154,16 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def ahead(session: nox.Session) -> None:
+    """Compile every GPU kernel in every format, dtype, tile and specialisation for every architecture; takes an hour.
+
+    ``tests`` compiles a chosen part. ``-- -k sm90`` compiles what is for one architecture.
+    """
+    _install_group(session, "test")
+    _pytest(session, "plugins/triton-kernels/tests/test_triton_ahead.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """Run every case, test and measurement that needs a CUDA device, and keep the results under benchmarks/results.
 

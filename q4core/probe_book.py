@@ -53,6 +53,7 @@ class ProbeBook(ProbeHistory):
             request.packing,
             request.scale_kind,
             request.scale_dtype,
+            request.second_dtype,
             request.block_size,
             request.features,
             request.has_activation_scale,

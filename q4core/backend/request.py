@@ -51,6 +51,7 @@ class Request:
         packing: Its nibble order.
         block_size: In-features per scale.
         scale_dtype: dtype of the stored scales.
+        second_dtype: dtype of the stored offset or zero point; None where the weight has neither.
         features: What it needs beyond the plain formula.
         has_activation_scale: Whether the checkpoint brings a static activation scale, for paths that round activations
             to FP4; the others ignore it.
@@ -70,6 +71,7 @@ class Request:
     packing: Packing
     block_size: int
     scale_dtype: torch.dtype = torch.float32
+    second_dtype: torch.dtype | None = None
     features: Features = frozenset()
     has_activation_scale: bool = False
     out_features: int
@@ -115,12 +117,14 @@ class Request:
             gradients: Whether gradients to the input will be asked for.
         """
         x_dtype = dtype or weight.dtype
+        second = weight.zero if weight.offset is None else weight.offset
         return cls(
             format=weight.format,
             scale_kind=weight.scale_kind,
             packing=weight.packing,
             block_size=weight.block_size,
             scale_dtype=weight.scale.dtype,
+            second_dtype=None if second is None else second.dtype,
             features=weight.features,
             has_activation_scale=weight.activation_scale is not None,
             out_features=weight.out_features,

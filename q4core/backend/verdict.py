@@ -95,6 +95,8 @@ class KernelPath:
         standing: How far it was proven on hardware of this kind; see ``Standing``.
         probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
             ends of the range: one for each launch configuration, because each is other code.
+        variant: What the path's code depends on beyond what a proof tells apart (the weight's layout and dtypes, the
+            call's dtypes, the device, N modulo 32 and K modulo 256), in any words: a proof holds for one variant.
 
     Raises:
         ConfigError: A value is not legal.
@@ -108,6 +110,7 @@ class KernelPath:
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
     standing: Standing = attrs.field(default=Standing.RAN, kw_only=True)
     probe_rows: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_sorted_rows)
+    variant: str = attrs.field(default="", kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check every value, because a plugin makes this."""
@@ -125,6 +128,7 @@ class KernelPath:
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
             require(numbers, what, "codebook", "of finite numbers", self.codebook)
         self._check_probe_rows(what)
+        require(isinstance(self.variant, str), what, "variant", "a text", self.variant)
 
     def _check_probe_rows(self, what: str) -> None:
         rows: object = self.probe_rows

@@ -276,7 +276,10 @@ import q4_nvfp4_native as plugin
 from q4_triton_kernels import Facts
 from q4core import ActivationPrecision, Request, quantize
 
-facts = Facts(torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None, capability=lambda _: (12, 1))
+facts = Facts(
+    torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None,
+    capability=lambda _: (12, 1), processors=lambda _: 48,
+)
 backend = plugin.Nvfp4Native(facts)
 request = Request.for_weight(quantize(torch.randn(8, 64), "nvfp4"), device="cuda:0")
 fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from triton_programs import Candidate, candidates
+from triton_programs import RECIPES, Candidate, candidates
 
 if TYPE_CHECKING:
     from q4_triton_kernels import Compiled
@@ -56,6 +56,14 @@ LIKE = [item for arch in ALIKE for item in candidates(arch) if arch == GB10 or (
 OTHERS = [item for arch in (*ARCHITECTURES, *ALIKE) for item in candidates(arch, every=True)]
 
 
+def test_each_format_is_compiled_for_each_architecture_in_every_run() -> None:
+    """Whatever is left to the long run, no format and no architecture is left out of gemv or gemm."""
+    compiled = {(item.arch, item.kind, item.recipe) for item in (*MAIN, *LIKE)}
+    for arch in (*ARCHITECTURES, *ALIKE):
+        for recipe in RECIPES:
+            assert {(arch, "gemv", recipe), (arch, "gemm", recipe)} <= compiled
+
+
 @pytest.mark.parametrize("candidate", [*MAIN, *LIKE], ids=str)
 def test_compiles(candidate: Candidate) -> None:
     """Each kernel compiles in each configuration, without spills, with wide loads and tensor instructions."""
@@ -83,8 +91,9 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
     found = len(_WGMMA.findall(ptx))
     assert found
     assert len(_FROM_REGISTERS.findall(ptx)) == found
-    # Sums of x (for offsets), and an x whose rows can't be loaded asynchronously, do go through shared memory.
-    if candidate.recipe != "q4_1" and candidate.even:
+    # Sums of x (for offsets and float zero points) do go through shared memory, and so does an x whose rows can't be
+    # loaded asynchronously.
+    if candidate.recipe not in {"q4_1", "int4_float_zero"} and candidate.even:
         last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
         assert "st.shared" not in ptx[:last]
 

@@ -41,7 +41,7 @@ _COMMON = {
     "blocks": (("nf4", torch.bfloat16), ("q4_1", torch.bfloat16), ("int4_zero", torch.float16)),
     "wide": (("nf4", torch.float32),),
 }
-"""What is compiled in every run: each path through the kernels, in one dtype."""
+"""What is compiled in every run: each path through the kernels in one dtype, and beside these each format once."""
 
 
 @attrs.frozen
@@ -111,6 +111,9 @@ def _common(arch: int) -> Iterator[Candidate]:
         for recipe, dtype in _COMMON[family]:
             for place in range(len(tiles)):
                 yield Candidate(arch, "gemm", recipe, dtype, place)
+    for recipe in RECIPES:
+        yield Candidate(arch, "gemv", recipe, torch.bfloat16)
+        yield Candidate(arch, "gemm", recipe, torch.bfloat16)
     for even, final in ((False, True), (True, False)):
         yield Candidate(arch, "gemv", "nf4", torch.bfloat16, 0, even, final)
         yield Candidate(arch, "gemm", "nf4", torch.bfloat16, 0, even, final)

@@ -8,8 +8,9 @@ import torch
 
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import family_for
-from q4_triton_kernels.layout import block_problem, export_weight, prepare_weight
+from q4_triton_kernels.layout import block_problem, export_weight, half_of, prepare_weight
 from q4_triton_kernels.plan import plan_for
+from q4_triton_kernels.schedule import schedule_for
 from q4_triton_kernels.target import Facts, Target, machine_facts
 from q4core import (
     BackendError,
@@ -116,31 +117,29 @@ class WeightOnlyBackend:
         precision = Precision.W4A32 if is_wide else Precision.W4A16
         tier = Tier.TUNED if config.measured else Tier.GENERIC
         standing = Standing.MEASURED if config.measured else target.standing
+        half = half_of(request.block_size, request.in_features)
+        shape = (request.out_features, request.in_features, half, target.processors)
+        schedule = schedule_for(target.arch, family, *shape)
         paths = [
             KernelPath(
-                f"gemv_{precision.value}",
-                (1, _GEMV_ROWS),
+                f"{kind}_{precision.value}",
+                rows,
                 PathKind.KERNEL,
                 precision,
                 tier,
                 standing=standing,
-                probe_rows=config.gemv_ends,
-            ),
-            KernelPath(
-                f"gemm_{precision.value}",
-                (_GEMV_ROWS + 1, None),
-                PathKind.KERNEL,
-                precision,
-                tier,
-                standing=standing,
-                probe_rows=config.gemm_ends(family, _GEMV_ROWS + 1),
-            ),
+                probe_rows=schedule.probe_rows(kind),
+                variant=schedule.variant(kind),
+            )
+            for kind, rows in (("gemv", (1, _GEMV_ROWS)), ("gemm", (_GEMV_ROWS + 1, None)))
         ]
         if family == "weights" or request.dtype is torch.bfloat16:
-            above = config.dequant_above[family]
-            # One above the kernel's, because from there on the record says that it is faster.
-            name, rows = f"dequant_{precision.value}", (above + 1, None)
-            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, tier + 1, standing=standing))
+            above = config.dequant_above.get(family)
+            # Without a record it is offered, so that it can be measured, and claims nothing; with one it is preferred
+            # from that M on.
+            low, claimed = (_GEMV_ROWS + 1, Tier.DEQUANT_GEMM) if above is None else (above + 1, tier + 1)
+            name, rows = f"dequant_{precision.value}", (low, None)
+            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, claimed, standing=standing))
         return paths
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Config", "GemmTile", "GemvTile", "config_for"]
 
@@ -46,7 +43,8 @@ class Config:
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
-        dequant_above: Family → the M above which dense weights and a library GEMM are faster.
+        dequant_above: Family → the M above which dense weights and a library GEMM were measured to be faster; a family
+            that is missing has no such record.
         dense_rows: Out-features per program of the kernel that makes weights dense.
         dense_warps: Its warps.
         finish_rows: Rows of y per program of the kernel that finishes sums.
@@ -63,25 +61,6 @@ class Config:
     finish_rows: int
     finish_columns: int
     finish_warps: int
-
-    @property
-    def gemv_ends(self) -> tuple[int, ...]:
-        """Lowest and highest number of rows of each gemv, in rising order."""
-        return _ends((tile.rows for tile in self.gemv), 1)
-
-    def gemm_ends(self, family: str, low: int) -> tuple[int, ...]:
-        """Return lowest and highest number of rows of each tile that serves ``low`` rows or more."""
-        return _ends((tile.m for tile in self.gemm[family]), low)
-
-
-def _ends(lasts: Iterable[int | None], low: int) -> tuple[int, ...]:
-    found = set()
-    for last in lasts:
-        found.add(low)
-        if last is not None and last >= low:
-            found.add(last)
-            low = last + 1
-    return tuple(sorted(found))
 
 
 @functools.cache
