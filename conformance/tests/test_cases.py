@@ -87,7 +87,11 @@ def test_a_plugins_format_has_cases_too() -> None:
 def test_cases_are_selected_by_the_start_of_their_id() -> None:
     """A partial run takes the ids that start so; nothing named takes all."""
     chosen = select_cases(EVERY, ["TC-01", "EX-03/repeat/nf4"])
-    assert [case.id for case in chosen if case.contract == "TC-01"] == ["TC-01/detect"]
+    assert [case.id for case in chosen if case.contract == "TC-01"] == [
+        "TC-01/detect/nf4",
+        "TC-01/detect/fp4",
+        "TC-01/detect",
+    ]
     assert {case.contract for case in chosen} == {"TC-01", "EX-03"}
     assert select_cases(EVERY, []) == EVERY
 

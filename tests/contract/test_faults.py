@@ -15,6 +15,7 @@ from q4_conformance.profiles import find_target, subject_for
 from q4_conformance.recording import recorded
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
 from q4_conformance.zoo.boundary import Differentiates
+from q4_conformance.zoo.quantisers import ToyQuantiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,3 +103,10 @@ def test_zoo_is_large_enough() -> None:
     """At least 25 faults are planted, under names that differ."""
     names = [fault.name for fault in FAULTS] + [fault.name for fault in FUNCTION_FAULTS]
     assert len(names) == len(set(names)) >= 25
+
+
+@pytest.mark.parametrize("format_", ["mxfp4", "fp4", "nf4"])
+def test_a_right_quantiser_passes(format_: str) -> None:
+    """The reference's bytes, and unbiased rounding by chance, pass ten thousand calls and a statistical test."""
+    report = run_cases(ToyQuantiser(), [format_], only=["EX-13", "TC-18/quantiser"])
+    assert {result.outcome for result in report.results} == {Outcome.PASS}, str(report)

@@ -52,7 +52,7 @@ def test_a_provider_without_its_hardware_is_not_testable() -> None:
 
     subject = MemorySubject(_Unable())
     ends = {case.id: run_case(case, subject) for case in CASES}
-    for name in ("TC-07/promoted", "TC-21/convert", "TC-21/empty", "TC-22/mutable", "TC-23/activation"):
+    for name in ("TC-07/promoted", "TC-21/convert", "TC-21/empty", "TC-22/mutable", "TC-23/storage"):
         assert ends[name].outcome is Outcome.NOT_TESTABLE, ends[name]
         assert "managedMemory = 0" in ends[name].message
     for name in ("TC-07/capability", "TC-08/refused"):

@@ -25,6 +25,7 @@ __all__ = [
     "cases_of",
     "core_cases",
     "device_cases",
+    "dialect_cases",
     "linear_cases",
     "memory_cases",
     "select_cases",
@@ -302,6 +303,35 @@ def core_cases() -> tuple[Case, ...]:
     )
 
 
+def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern a dialect, for each format that it may hold."""
+    rows: Sequence[tuple[str, str, str, str]] = (
+        ("{detect}", "detect", "dialect_detect", "written layers are found, by their own keys alone"),
+        ("TC-03", "validate", "dialect_validate", "every damage is told by its key, all at once"),
+        ("EX-11", "golden", "dialect_golden", "golden layers give the package's numbers, and their own bytes again"),
+        ("EX-11", "round", "dialect_round", "written and read, a weight is the same, bit for bit"),
+        ("EX-11", "convert", "dialect_convert", "to other dialects of the format and back: the same bytes, or refused"),
+    )
+    text = "nothing foreign is claimed, and what is claimed is read right"
+    foreign = Case(contract="TC-03", part="foreign", text=text, check="dialect_foreign", profile="dialect")
+    cases = [foreign]
+    for item in formats:
+        kind = find_format(item)
+        detect = "TC-01" if kind.form is Form.CODEBOOK and kind.name in {"nf4", "fp4"} else "TC-02"
+        cases += [
+            Case(
+                contract=contract.format(detect=detect),
+                part=part,
+                text=text,
+                check=name,
+                profile="dialect",
+                format=kind.name,
+            )
+            for contract, part, name, text in rows
+        ]
+    return tuple(cases)
+
+
 def memory_cases() -> tuple[Case, ...]:
     """Return the cases that concern a provider of managed memory."""
     rows: Sequence[tuple[str, str, str, str]] = (
@@ -311,7 +341,7 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-21", "convert", "convert_managed", "managed, data and shape kept, both views show the same bytes"),
         ("TC-21", "empty", "managed_empty", "empty tensors never share bytes, and give them back"),
         ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
-        ("TC-23", "activation", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
+        ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
     )
     return tuple(
         Case(contract=contract, part=part, text=text, check=name, profile="memory")

@@ -96,12 +96,12 @@ class MemorySubject:
 
     def __init__(self, provider: MemoryProvider | str, *, device: str = "cpu") -> None:
         if isinstance(provider, str):
-            installed = {item.name: item for item in default_registry().memory_providers()}
+            installed: dict[str, MemoryProvider] = {item.name: item for item in default_registry().memory_providers()}
             if provider not in installed:
                 there = ", ".join(installed) or "none"
                 raise LookupError(f"no memory provider {provider!r} is installed; there are {there}")
             provider = installed[provider]
-        self.provider = provider
+        self.provider: MemoryProvider = provider
         self.name = provider.name
         self.device = torch.device(device)
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.cases import cases_of, core_cases, memory_cases
+from q4_conformance.cases import cases_of, core_cases, dialect_cases, memory_cases
+from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.managed import MemorySubject
 from q4_conformance.outcome import FailureError
 from q4_conformance.subject import BackendSubject
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry, dialects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -91,6 +92,7 @@ def _provider_names() -> tuple[str, ...]:
 _NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
     "kernel": _backend_names,
     "memory": _provider_names,
+    "dialect": lambda: tuple(sorted(item.name for item in dialects() if item.formats)),
     "core": lambda: (CORE,),
 }
 """Profile → the names that are judged under it."""
@@ -127,6 +129,8 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
     chosen = _known_formats(formats)
     if found in {None, "kernel"}:
         return Target("kernel", name, chosen or formats_of(name), device)
+    if found == "dialect":
+        return Target("dialect", name, chosen or _dialect_formats(name), device)
     return Target(found or "kernel", name, (), device)
 
 
@@ -167,6 +171,12 @@ def formats_of(name: str) -> tuple[str, ...]:
     return tuple(item for item in BUILTIN_FORMATS if declared & {EVERY_FORMAT, item})
 
 
+def _dialect_formats(name: str) -> tuple[str, ...]:
+    """Return the formats that a dialect declares; every one where it is not there to be asked."""
+    declared = next((item.formats for item in dialects() if item.name == name), frozenset(BUILTIN_FORMATS))
+    return tuple(item for item in BUILTIN_FORMATS if item in declared)
+
+
 def cases_for(target: Target) -> tuple[Case, ...]:
     """Return every case that concerns a target. It is not asked anything, and need not be there.
 
@@ -179,6 +189,8 @@ def cases_for(target: Target) -> tuple[Case, ...]:
         return cases_of(target.formats, target.device)
     if target.profile == "memory":
         return memory_cases()
+    if target.profile == "dialect":
+        return dialect_cases(target.formats or tuple(BUILTIN_FORMATS))
     raise _refuse_profile(target.name, target.profile, _NAMES)
 
 
@@ -193,6 +205,8 @@ def subject_for(target: Target) -> Any:
         return None
     if target.profile == "kernel":
         return BackendSubject(_backend(target.name), device=target.device)
+    if target.profile == "dialect":
+        return DialectSubject(_made(target.name) or target.name)
     if target.profile == "memory":
         return MemorySubject(_made(target.name) or target.name, device=target.device)
     raise _refuse_profile(target.name, target.profile, _NAMES)

@@ -15,7 +15,7 @@ from q4core import Q4FallbackWarning, Q4ProbeWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Recording", "recorded", "unique"]
+__all__ = ["Recording", "muted", "recorded", "unique"]
 
 _LOGGER = "q4core"
 _RECORDED = (Q4FallbackWarning, Q4ProbeWarning)
@@ -57,6 +57,26 @@ class _Handler(logging.Handler):
         event = getattr(record, "q4_event", None)
         if event is not None:
             self._recording.events.append((event, dict(getattr(record, "q4_fields", {}))))
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Keep events and fallback and probe warnings from whoever runs a case; nothing is kept of what they said.
+
+    A case of ten thousand calls would otherwise find the memory that its own recording takes.
+    """
+    logger = logging.getLogger(_LOGGER)
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.CRITICAL)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            for category in _RECORDED:
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @contextlib.contextmanager

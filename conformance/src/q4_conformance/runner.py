@@ -10,7 +10,7 @@ from q4_conformance import checks
 from q4_conformance.cases import cases_of, core_cases, linear_cases, select_cases
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
 from q4_conformance.overrides import overrides_of, overriding
-from q4_conformance.recording import recorded
+from q4_conformance.recording import muted
 from q4_conformance.reproducer import with_reproducer
 from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
 from q4_conformance.table import CHECKS
@@ -41,7 +41,7 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     overrides: tuple[Override, ...] = ()
     try:
         overrides = overrides_of(getattr(subject, "backend", subject))
-        with overriding(overrides, case.id) as overrides, recorded():
+        with overriding(overrides, case.id) as overrides, muted():
             message = CHECKS[case.check](case, subject)
         outcome = Outcome.PASS
     except FailureError as error:

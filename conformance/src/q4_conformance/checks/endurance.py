@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CALLS = 10_000
 STEPS = 1_000
+_CPU = torch.device("cpu")
 _STATM = Path("/proc/self/statm")
 
 
@@ -87,13 +88,13 @@ def check_quantise_often(case: Case, subject: object) -> str:
     start = 0
     for call in range(CALLS):
         if call == CALLS // 10:
-            start = resident_bytes()
+            start = held_bytes(_CPU)
         name = names[call % len(names)]
         bits, values = expected[name]
         weight = quantize(dense, name)
         expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
         expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
-    grown = resident_bytes() - start
+    grown = held_bytes(_CPU) - start
     limit = size * (CALLS - CALLS // 10) // 10  # a tenth of one lost packed weight per call
     expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
     return f"{CALLS} calls over {len(names)} formats, memory grew by {grown} bytes"
@@ -164,7 +165,7 @@ def check_train_long(case: Case, subject: object) -> str:
     losses, start = [], 0
     for step in range(STEPS):
         if step == STEPS // 10:
-            start = resident_bytes()
+            start = held_bytes(_CPU)
         hidden = torch.relu(training.linear_ste(x, first, format="nvfp4"))
         loss = torch.nn.functional.mse_loss(training.linear_ste(hidden, second, bias, format="nf4"), target)
         optimiser.zero_grad()
@@ -174,7 +175,7 @@ def check_train_long(case: Case, subject: object) -> str:
             expect(grad is not None and bool(torch.isfinite(grad).all()), f"step {step}: gradient of {name}")
         optimiser.step()
         losses.append(float(loss.detach()))
-    grown = resident_bytes() - start
+    grown = held_bytes(_CPU) - start
     dense = first.numel() * first.element_size()
     limit = dense * (STEPS - STEPS // 10) // 10  # a tenth of one lost dense weight per step
     expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")

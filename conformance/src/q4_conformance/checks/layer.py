@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
+DENSE_ELEMENTS = 1 / 2
+"""The share of a weight's elements that a path of kind KERNEL may make as floating-point numbers in one call."""
 _NAME = "model.layers.7.mlp.up_proj"
 
 
@@ -264,7 +266,7 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         used = watch(call, layer.device)
         judge_call(layer, weight, x, out)
         # A copy of x in float32, and partial results, are legitimate; half the weight's elements are not.
-        most = outputs * inputs // 2 + 4 * rows * (inputs + outputs)
+        most = int(outputs * inputs * DENSE_ELEMENTS) + 4 * rows * (inputs + outputs)
         what = f"{segment.path.name}, M = {rows}"
         expect(used.float_elements <= most, f"{what}: {used.float_elements} floating-point elements were made")
         if used.peak_bytes is not None:

@@ -18,7 +18,7 @@ from q4_conformance.decoding import decode_scales
 from q4_conformance.oracle import exact_weight
 from q4_conformance.outcome import NotDeclaredError
 from q4_conformance.table import check, expect
-from q4core import PackedWeight, Request
+from q4core import PackedWeight, Request, Rounding
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def _levels(kind: Format) -> NDArray[np.float64]:
 @check("stochastic")
 def check_stochastic(case: Case, subject: BackendSubject) -> str:
     """Rounding by chance is unbiased, gives neighbours only, and follows its seed."""
-    roundings: Any = getattr(subject.backend.capabilities, "roundings", ())
-    stochastic = next((item for item in roundings if getattr(item, "name", item) == "STOCHASTIC"), None)
-    if stochastic is None:
+    manifest = subject.backend.capabilities
+    if "quantize" not in manifest.ops or Rounding.STOCHASTIC not in manifest.roundings:
         raise NotDeclaredError("stochastic rounding is not declared")
     kind = case.weight_recipe.format
     generator = torch.Generator().manual_seed(case.seeds[0])
@@ -68,7 +67,7 @@ def check_stochastic(case: Case, subject: BackendSubject) -> str:
     master = dense.to(subject.device)
 
     def drawn(seed: int) -> PackedWeight:
-        weight: PackedWeight = quantize(master, request, rounding=stochastic, seed=seed)
+        weight: PackedWeight = quantize(master, request, rounding=Rounding.STOCHASTIC, seed=seed)
         return weight.to("cpu")
 
     first = drawn(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,9 @@ from q4_conformance.table import check, expect
 from q4core import Feature
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import BackendSubject
+    from q4_conformance.subject import BackendLayer, BackendSubject
     from q4_conformance.table import Case
+    from q4core import PackedWeight
 
 
 class _Calls(TorchDispatchMode):
@@ -57,27 +59,34 @@ def check_compile(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
-    torch.compiler.reset()
-    compiled = torch.compile(layer.module, fullgraph=True)
     try:
-        for rows in case.rows:
-            x = draw(case, layer, weight, rows, case.seeds[0])
-            expected = layer(x)
-            judge_call(layer, weight, x, expected, layer.module.bias)
-            before = sum(layer.diagnostics().calls)
-            y = compiled(x)
-            expect(torch.equal(y, expected), f"M = {rows}: the compiled layer gives other bits")
-            expect(sum(layer.diagnostics().calls) == before + 1, f"M = {rows}: the compiled call was not counted")
-            if has_gradients:
-                grads = []
-                for call in (layer, compiled):
-                    leaf = x.detach().clone().requires_grad_()
-                    call(leaf).sum().backward()
-                    grads.append(leaf.grad)
-                same = grads[0] is not None and grads[1] is not None and torch.equal(grads[0], grads[1])
-                expect(same, f"M = {rows}: the compiled layer gives another gradient")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses old parts of torch
+            _compare(case, layer, weight, has_gradients=has_gradients)
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:  # noqa: SLF001  # torch's only name for it
         raise FailureError(f"torch.compile(fullgraph=True): {type(error).__name__}: {error}") from error
     finally:
         torch.compiler.reset()
     return f"whole graph, M = {', '.join(map(str, case.rows))}" + (", with gradients" if has_gradients else "")
+
+
+def _compare(case: Case, layer: BackendLayer, weight: PackedWeight, *, has_gradients: bool) -> None:
+    """Call the layer compiled and as it is, and compare bits, counters and gradients."""
+    torch.compiler.reset()
+    compiled = torch.compile(layer.module, fullgraph=True)
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        expected = layer(x)
+        judge_call(layer, weight, x, expected, layer.module.bias)
+        before = sum(layer.diagnostics().calls)
+        y = compiled(x)
+        expect(torch.equal(y, expected), f"M = {rows}: the compiled layer gives other bits")
+        expect(sum(layer.diagnostics().calls) == before + 1, f"M = {rows}: the compiled call was not counted")
+        if has_gradients:
+            grads = []
+            for call in (layer, compiled):
+                leaf = x.detach().clone().requires_grad_()
+                call(leaf).sum().backward()
+                grads.append(leaf.grad)
+            same = grads[0] is not None and grads[1] is not None and torch.equal(grads[0], grads[1])
+            expect(same, f"M = {rows}: the compiled layer gives another gradient")

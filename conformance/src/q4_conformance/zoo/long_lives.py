@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from q4_conformance.outcome import Outcome
-from q4_conformance.zoo import conduct, lives
+from q4_conformance.zoo import conduct, lives, quantisers
 from q4_conformance.zoo.fault import Fault
 
 __all__ = ["LIFE_FAULTS"]
@@ -36,6 +36,9 @@ LIFE_FAULTS: tuple[Fault, ...] = tuple(
         ("pads-with-neighbours", lives.PadsWithNeighbours, "nf4", "TC-11/strided", {"says": "non_finite"}),
         ("lies-about-alignment", lives.LiesAboutAlignment, "nf4", "TC-11/strided", {"says": "M = 1"}),
         ("hidden-fallback", lives.HiddenFallback, "nf4", "EX-14/kind", {"says": "elements were made"}),
+        ("rounds-with-bias", quantisers.BiasedQuantiser, "mxfp4", "EX-13/stochastic", {"says": "standard deviations"}),
+        ("ignores-its-seed", quantisers.IgnoresSeed, "mxfp4", "EX-13/stochastic", {"says": "the same seed"}),
+        ("leaks-quantised", quantisers.LeakingQuantiser, "mxfp4", "TC-18/quantiser", {"says": "memory grew by"}),
         ("crashes", conduct.Crashes, "nf4", f"EX-01/rows/{_NF4}float32/exact", _ENDS),
         (
             "hangs",

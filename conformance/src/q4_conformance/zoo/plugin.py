@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from q4_conformance.zoo.catalogue import FAULTS
+from q4_conformance.zoo.dialects import DIALECT_FAULTS, ToyDialect
 from q4_conformance.zoo.providers import PROVIDER_FAULTS, ToyProvider
 from q4_conformance.zoo.toy import ToyKernel
 from q4_conformance.zoo.unusual import UNUSUAL
@@ -17,9 +18,9 @@ from q4core import hookimpl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core import Backend, MemoryProvider
+    from q4core import Backend, Dialect, MemoryProvider
 
-__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_memory_providers", "release"]
+__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_dialects", "q4_memory_providers", "release"]
 
 MODULE = "q4_conformance.zoo.plugin"
 VARIABLE = "Q4_CONFORMANCE_ZOO"
@@ -32,6 +33,10 @@ _BACKENDS: dict[str, Callable[[str], Backend]] = {
 _PROVIDERS: dict[str, Callable[[str], MemoryProvider]] = {
     "toy-memory": ToyProvider,
     **{fault.name: fault.make for fault in PROVIDER_FAULTS},
+}
+_DIALECTS: dict[str, Callable[[], Dialect]] = {
+    ToyDialect.name: ToyDialect,
+    **{fault.name: fault.make for fault in DIALECT_FAULTS},
 }
 _out: dict[str, Backend] = {}
 
@@ -57,3 +62,9 @@ def q4_backends() -> list[Backend]:
 def q4_memory_providers() -> list[MemoryProvider]:
     """Return the providers that are named."""
     return [_PROVIDERS[name](name) for name in _named() if name in _PROVIDERS]
+
+
+@hookimpl
+def q4_dialects() -> list[Dialect]:
+    """Return the dialects that are named."""
+    return [_DIALECTS[name]() for name in _named() if name in _DIALECTS]

@@ -196,6 +196,6 @@ PROVIDER_FAULTS: tuple[ProviderFault, ...] = tuple(
         ("raises-when-asked", RaisesWhenAsked, "TC-07/capability", "is_available raised OSError"),
         ("refuses-without-facts", RefusesWithoutFacts, "TC-07/capability", "names no device attribute"),
         ("promises-everywhere", PromisesEverywhere, "TC-07/capability", "is not there"),
-        ("prefetches-by-copy", PrefetchesByCopy, "TC-23/activation", "elements were made"),
+        ("prefetches-by-copy", PrefetchesByCopy, "TC-23/storage", "elements were made"),
     )
 )
