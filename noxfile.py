@@ -164,6 +164,12 @@ def ahead(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def traceability(session: nox.Session) -> None:
+    """Write docs/traceability.md anew: use cases, cases, tests, plugins and certificates."""
+    _run(session, "python", "tests/traceability.py")
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def gpu(session: nox.Session) -> None:
     """Run every case, test and measurement that needs a CUDA device, and keep the results under benchmarks/results.
 
@@ -240,8 +246,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def peers(session: nox.Session) -> None:
-    """Compare with the libraries that define the dialects, in an environment of their own."""
+    """Compare with the libraries that define the dialects, in an environment of their own.
+
+    ``-- --regenerate`` judges them by the conformance cases anew, and writes docs/what-others-pass.md.
+    """
     _install_group(session, "peer", environment="peerenv")
+    if session.posargs == ["--regenerate"]:
+        _run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
+        return
     _install_model(session, environment="peerenv")
     _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peerenv")
 

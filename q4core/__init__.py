@@ -39,6 +39,7 @@ from q4core.codec import dequantize
 from q4core.convert import ConversionTable, convert_linears_
 from q4core.diagnostics import Diagnostics, Report
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
+from q4core.error_bound import error_bound
 from q4core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -78,7 +79,7 @@ from q4core.policy import (
     resolve_config,
     using,
 )
-from q4core.probe import error_bound, grid_activations
+from q4core.probe import grid_activations
 from q4core.probe_book import ProbeResult
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.policy import ActivationPrecision, ComputePath
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from q4core.backend import Backend, Capabilities
 
-__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "contradicts"]
+__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "assess_gradient", "contradicts"]
 
 KINDS = {
     ComputePath.AUTO: frozenset(PathKind),
@@ -27,6 +27,7 @@ KINDS = {
     ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
     ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
 }
+_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -93,7 +94,7 @@ def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities:
     """Say what of an offer breaks the contract, or None."""
     if len({path.name for path in paths}) != len(paths):
         return "offers two paths of one name"
-    if request.op != "linear":
+    if request.op == "quantize":
         return None
     if any(path.kind is PathKind.QUANTIZE for path in paths):
         return "offers a quantiser where a product is asked for"
@@ -223,6 +224,33 @@ def assess(
         told = (*refusals, *faults, *missed)
         return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
     return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
+
+
+def assess_gradient(
+    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], history: ProbeHistory
+) -> tuple[tuple[Segment, ...], tuple[Reason, ...]]:
+    """Return which input gradient of the winner serves which M, and why others may not; without one the core computes.
+
+    Whatever precision forward has, gradients are exact.
+    """
+    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
+    if verdict.reasons:
+        return (), verdict.reasons
+    sound, reasons = _sift(backend.name, verdict.paths, adapted, history)
+    allowed = []
+    for path in sound:
+        if path.kind not in kinds:
+            reasons.append(Reason(ReasonCode.POLICY, f"input gradient {path.name} is of kind {path.kind.value}"))
+        elif path.precision not in _EXACT:
+            message = f"input gradient {path.name} computes in {path.precision.value}, and must be exact"
+            reasons.append(Reason(ReasonCode.POLICY, message))
+        else:
+            allowed.append(path)
+    segments, gap = _cover(allowed, winner.request.m) if allowed else ((), None)
+    if gap is not None:
+        reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
+    refusals = history.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
+    return (() if refusals else segments), (*refusals, *reasons)
 
 
 def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:

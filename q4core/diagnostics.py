@@ -34,6 +34,8 @@ class Diagnostics:
         withheld: Kernels that the backend can't offer here, and why, whatever was asked for.
         proven: Whether every path has passed its self-probe in this process.
         segments: Which path serves which range of M.
+        gradients: Which of the backend's input gradients serves which range of M; empty where the core computes them.
+        gradients_refused: Why input gradients of the backend may not run, or all are left to the core.
         calls: How often each segment ran. Replayed CUDA graphs don't tick.
         shape: (N, K).
         device: Where it runs.
@@ -66,6 +68,8 @@ class Diagnostics:
     notes: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     input_memory: Mapping[str, int] = attrs.field(factory=dict)
+    gradients: tuple[Segment, ...] = ()
+    gradients_refused: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
@@ -81,17 +85,10 @@ class Diagnostics:
         record["disqualified"] = plain_reasons(self.disqualified)
         record["withheld"] = plain_withheld(self.withheld)
         record["paths"] = [
-            {
-                "m": [segment.low, segment.high],
-                "name": segment.path.name,
-                "kind": segment.path.kind.value,
-                "precision": segment.path.precision.value,
-                "tier": int(segment.path.tier),
-                "standing": segment.path.standing.value,
-                "calls": calls,
-            }
-            for segment, calls in zip(self.segments, self.calls, strict=True)
+            _plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
         ]
+        record["gradients"] = [_plain_segment(segment) for segment in self.gradients]
+        record["gradients_refused"] = plain_reasons(self.gradients_refused)
         del record["segments"], record["calls"]
         return record
 
@@ -107,6 +104,10 @@ class Diagnostics:
             path = segment.path
             facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
             lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
+        for segment in self.gradients:
+            end = "∞" if segment.high is None else segment.high
+            lines.append(f"  gradient, M {segment.low}…{end}: {segment.path.name}")
+        lines.extend(f"  gradient refused: {reason}" for reason in self.gradients_refused)
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
@@ -128,6 +129,18 @@ def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
     return [
         {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
     ]
+
+
+def _plain_segment(segment: Segment) -> dict[str, Any]:
+    path = segment.path
+    return {
+        "m": [segment.low, segment.high],
+        "name": path.name,
+        "kind": path.kind.value,
+        "precision": path.precision.value,
+        "tier": int(path.tier),
+        "standing": path.standing.value,
+    }
 
 
 def diagnose(
@@ -164,6 +177,8 @@ def diagnose(
         notes=notes,
         memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
         input_memory=dict(input_memory or {}),
+        gradients=selection.gradients,
+        gradients_refused=selection.gradients_refused,
     )
 
 

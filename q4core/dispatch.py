@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, NoReturn
 
-from q4core.assessment import KINDS, Candidate, Offer, assess, contradicts
+import attrs
+
+from q4core.assessment import KINDS, Candidate, Offer, assess, assess_gradient, contradicts
 from q4core.backend import PathKind, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, UnknownBackendError
 from q4core.policy import ComputePath
@@ -127,7 +129,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         if item.name != winner.name
     ]
     others = [rejection for rejection in (*rejections, *standing) if rejection.backend not in could]
-    return Selection(
+    selection = Selection(
         request=request,
         backend_request=winner.request,
         backend=winner.name,
@@ -140,6 +142,13 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         disqualified=winner.disqualified,
         withheld=winner.verdict.withheld,
         proven=all(history.proven(winner.name, segment, winner.request) for segment in winner.segments),
+    )
+    if not request.gradients or "input_gradient" not in backends[winner.name].capabilities.ops:
+        return selection
+    gradients, reasons = assess_gradient(backends[winner.name], winner, kinds, history)
+    are_proven = all(history.proven(winner.name, item, selection.gradient_request) for item in gradients)
+    return attrs.evolve(
+        selection, gradients=gradients, gradients_refused=reasons, proven=selection.proven and are_proven
     )
 
 

@@ -109,7 +109,8 @@ def _prepare_layer(
         adapted = _adapt(source, selection.backend_request)
         prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, selection))
         if isinstance(prepared, tuple):
-            failures[backend.name] = prepared
+            if not _is_about_gradients(book, selection):
+                failures[backend.name] = prepared
             continue
         if prove(book, backend, prepared, adapted, selection):
             break
@@ -119,14 +120,21 @@ def _prepare_layer(
 
 def _context(config: SessionConfig, registry: Registry, selection: Selection) -> PrepareContext:
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
-    device, paths = selection.request.device, selection.segments
+    device = selection.request.device
+    paths: dict[str, Any] = {"paths": selection.segments, "gradient_paths": selection.gradients}
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     empty = None
     if policy is not UnifiedMemoryPolicy.DISABLED:
         empty = managed_empty(policy, device=device, providers=registry.memory_providers())
     if empty is None:
-        return PrepareContext(device, paths=paths)
-    return PrepareContext(device, empty, paths)
+        return PrepareContext(device, **paths)
+    return PrepareContext(device, empty, **paths)
+
+
+def _is_about_gradients(book: ProbeBook, selection: Selection) -> bool:
+    """Return whether a refusal to prepare was to both linear and input gradients, so that linear alone may be tried."""
+    both = (*selection.segments, *selection.gradients)
+    return bool(selection.gradients and book.refused(selection.backend, both, selection.gradient_request))
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt
@@ -158,7 +166,8 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
         fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
     if refusals and fault is None:
         if is_lasting:
-            book.refuse(backend.name, selection.segments, request, refusals)
+            asked = selection.gradient_request if selection.gradients else request
+            book.refuse(backend.name, (*selection.segments, *selection.gradients), asked, refusals)
         told = [str(reason) for reason in refusals]
         emit("q4.prepare", level=logging.WARNING, layer=weight.name, backend=backend.name, refused=told)
         return refusals

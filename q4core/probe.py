@@ -2,13 +2,8 @@
 
 Each path runs at the ends of the ranges of M that it serves, on activations that lie exactly on its precision's grid,
 and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares; from the 128th
-row on they repeat. Every output element is compared with float64 from the *source* weight through the reference codec.
-The bound follows from float32 arithmetic alone:
-
-    |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
-
-with gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). K products and
-sums, plus at most 8 roundings of scales, globals, offsets and bias.
+row on they repeat. Every output element is compared with float64 from the *source* weight through the reference codec,
+within ``error_bound``.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
+from q4core.error_bound import describe_error, error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import BlockOrder
 from q4core.probe_book import ProbeResult
@@ -33,9 +29,8 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["error_bound", "grid_activations", "probe_export", "probe_path"]
+__all__ = ["CHUNK_ELEMENTS", "grid_activations", "probe_export", "probe_path", "sampled"]
 
-_UNIT_ROUNDOFF = 2.0**-24
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
@@ -43,15 +38,13 @@ _STRIDED_ROWS = 256
 _DIFFERENT_ROWS = 127
 """Of more rows of x the others repeat these, which bounds the work in float64; a prime number, so that no two rows that
 lie alike in tiles are equal. Every row of y is compared."""
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 """Weights decoded to float64 at a time (8 MB)."""
 _FP4_UNIT = -6
 """FP4 activations are E2M1 values times this power of two, where no static scale wants another."""
 _BLOCK_SCALES = (-6, 8)
 """Powers of two that are normal e4m3 numbers."""
 _POWERS = (-126, 126)
-_HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-_TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
 def _fp4_unit(activation_scale: float | None) -> float:
@@ -120,22 +113,8 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
     return drawn
 
 
-def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return the largest error that float32 accumulation and one rounding to ``out_dtype`` can make.
-
-    Args:
-        reference: float64 exact results.
-        magnitude: float64, the sum over k of |x_k| |w_k| (plus |bias|), shaped as ``reference``.
-        columns: K.
-        out_dtype: dtype that y is rounded to.
-    """
-    steps = (columns + 8) * _UNIT_ROUNDOFF
-    accumulated: torch.Tensor = steps / (1 - steps) * magnitude
-    rounded: torch.Tensor = (reference.abs() + accumulated) * _HALF_ULP[out_dtype] + _TINY[out_dtype]
-    return accumulated + rounded
-
-
-def _sampled_rows(total: int) -> torch.Tensor:
+def sampled(total: int) -> torch.Tensor:
+    """Return which of ``total`` rows or columns are compared."""
     if total <= _ALL_ROWS:
         return torch.arange(total)
     middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
@@ -166,7 +145,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(counts):
@@ -186,8 +165,8 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
-        sampled = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
-        runs.append(_Run(different.to(torch.float64), sampled.to("cpu", torch.float64), request.out_dtype))
+        compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
+        runs.append(_Run(different.to(torch.float64), compared.to("cpu", torch.float64), request.out_dtype))
     _compare(runs, source, rows, path)
     worst = 0.0
     for run in runs:
@@ -236,21 +215,13 @@ class _Run:
         """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
         reference = self.x @ dense.T
         bound = error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out_dtype)
-        # Beyond the dtype's range an infinity of the right sign is right.
-        beyond = reference.abs() + bound > torch.finfo(self.out_dtype).max
-        right = reference.sign() * torch.inf
         for part in computed.split(len(self.x)):
             m = len(part)
-            error = (part - reference[:m]).abs()
-            error = torch.where(beyond[:m] & (part == right[:m]), 0.0, error)
-            # A bound of zero (a block of zeros) allows no error at all.
-            ratio = float(torch.where(error == 0, 0.0, error / bound[:m]).max())
+            ratio = worst_ratio(part, reference[:m], bound[:m], self.out_dtype)
             self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
 
     def describe(self) -> str:
-        if not bool(torch.isfinite(self.computed).all()):
-            return "output is not finite"
-        return "output is all zero" if not bool(self.computed.any()) else f"error {self.worst:.3g} × its bound"
+        return describe_error(self.computed, self.worst)
 
 
 def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: KernelPath) -> None:
@@ -258,7 +229,7 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
     weight = source
     if path.codebook is not None:
         weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     for start in range(0, rows.numel(), step):
         dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
         for run in runs:
@@ -280,7 +251,7 @@ def probe_export(
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
     message = None
     try:
@@ -298,7 +269,7 @@ def probe_export(
 def _same_values(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> bool:
     if weight.format != source.format:
         return False
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     pairs = zip(rows.split(step), its_rows.split(step), strict=True)
     if not all(
         torch.equal(decode_rows(weight, mine, dtype=torch.float64), decode_rows(source, theirs, dtype=torch.float64))

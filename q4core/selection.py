@@ -77,6 +77,8 @@ class Selection:
         rejections: Every other backend, with all its reasons.
         disqualified: Why paths of the winner that it offers may not run; empty when all may.
         withheld: Kernels of the winner that it can't offer here, and why, whatever was asked for.
+        gradients: Which of the winner's input gradients serves which range of M; empty where the core computes them.
+        gradients_refused: Why input gradients of the winner may not run, or all are left to the core.
         proven: Whether every path of the selection has passed its self-probe in this process.
     """
 
@@ -91,7 +93,14 @@ class Selection:
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...] = ()
     withheld: tuple[Withheld, ...] = ()
+    gradients: tuple[Segment, ...] = ()
+    gradients_refused: tuple[Reason, ...] = ()
     proven: bool
+
+    @property
+    def gradient_request(self) -> Request:
+        """The request for input gradients, as the backend sees it."""
+        return attrs.evolve(self.backend_request, op="input_gradient")
 
     @property
     def path(self) -> KernelPath:

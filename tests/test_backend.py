@@ -60,7 +60,7 @@ def test_a_context_allocates_on_its_device() -> None:
     context = q4.PrepareContext("meta")
     assert context.empty((2, 3), torch.float16).device.type == "meta"
     assert context.keep(torch.zeros(4)).device.type == "meta"
-    assert [name for name in dir(context) if not name.startswith("_")] == ["empty", "keep", "paths"]
+    assert [name for name in dir(context) if not name.startswith("_")] == ["empty", "gradient_paths", "keep", "paths"]
 
 
 @pytest.mark.parametrize("method", ["check", "prepare", "linear"])

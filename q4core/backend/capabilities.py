@@ -68,7 +68,7 @@ class Capabilities:
         dtypes: dtypes of x, and of y; a pair of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
         features: Features that it serves.
-        ops: ``"linear"``, ``"quantize"``.
+        ops: ``"linear"``, ``"quantize"``, ``"input_gradient"``.
         roundings: How its quantiser rounds.
     """
 

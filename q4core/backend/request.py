@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Features", "Request"]
 
 _EXACT = frozenset({Precision.W4A32, Precision.W4A16})
+_OPS = ("linear", "quantize", "input_gradient")
 
 Features = frozenset[Feature]
 
@@ -45,7 +46,7 @@ class Request:
     """Everything that a backend may decide on: facts of the weight, the call and the machine's device.
 
     Args:
-        op: ``"linear"`` or ``"quantize"``.
+        op: ``"linear"``, ``"quantize"`` or ``"input_gradient"``.
         format: The weight's format.
         scale_kind: How its scales are stored.
         packing: Its nibble order.
@@ -62,7 +63,7 @@ class Request:
         out_dtype: dtype of y.
         precision: To what precision activations may be rounded; what that allows is the core's answer: ``allows``.
         gradients: Whether gradients to the input will be asked for.
-        m: (lowest, highest) rows of x that must be served; None for no upper end.
+        m: (lowest, highest) rows of x (of y's gradient) that must be served; None for no upper end.
     """
 
     op: str = "linear"
@@ -90,8 +91,8 @@ class Request:
         for name in ("dtype", "out_dtype"):
             if not isinstance(getattr(self, name), torch.dtype):
                 raise ConfigError("request", name=name, rule="a torch dtype", value=getattr(self, name))
-        if self.op not in {"linear", "quantize"}:
-            raise ConfigError("request", name="op", rule="'linear' or 'quantize'", value=self.op)
+        if self.op not in _OPS:
+            raise ConfigError("request", name="op", rule=f"one of {', '.join(map(repr, _OPS))}", value=self.op)
 
     @classmethod
     def for_weight(  # noqa: PLR0913  # one argument per fact that the weight does not know

@@ -11,8 +11,9 @@ import attrs
 import torch
 
 from q4core.codec import decode_rows
+from q4core.error_bound import error_bound
 from q4core.errors import BackendError
-from q4core.probe import error_bound, grid_activations
+from q4core.probe import grid_activations
 from q4core.runtime import memory_available_bytes
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from q4_conformance.outcome import FailureError
 from q4_conformance.profiles import find_target, subject_for
 from q4_conformance.recording import recorded
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
+from q4_conformance.zoo.boundary import Differentiates
 from q4_conformance.zoo.quantisers import ToyQuantiser
 
 if TYPE_CHECKING:
@@ -89,6 +90,13 @@ def test_faultless_function_passes_where_faults_are_caught() -> None:
         only = [caught_by for of, caught_by in prefixes if of == format_]
         report = check_linear(function_of(ToyKernel()), format_, only=only, dtypes=DTYPES)
         assert report.passed, report
+
+
+def test_a_right_gradient_of_the_backend_passes() -> None:
+    """A backend that declares input gradients and computes them right passes, and the case says that it was asked."""
+    report = run_cases(Differentiates("differentiates"), ["q4_0"], only=["EX-05/gradient"])
+    assert report.passed
+    assert all(result.message.startswith("by gradient") for result in report.results if result.outcome is Outcome.PASS)
 
 
 def test_zoo_is_large_enough() -> None:

@@ -57,6 +57,7 @@ class CaseResult:
         is_fallback: It passed, but the reference computed instead of the subject.
         paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it.
         overrides: Why the judgement was other than the kit's own; see ``q4_conformance.overrides``.
+        reproducer: Where it failed: the smallest shape found that fails, its worst element, and what to type.
     """
 
     case: str
@@ -67,6 +68,7 @@ class CaseResult:
     is_fallback: bool = False
     paths: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
     overrides: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    reproducer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -79,8 +81,9 @@ class CaseResult:
         return cls(**values | {"outcome": Outcome(values["outcome"])})
 
     def __str__(self) -> str:
-        """Return one line."""
-        return f"{self.outcome.name:<12} {self.case}: {self.message}"
+        """Return one line, and the reproducer below it."""
+        lines = [f"{self.outcome.name:<12} {self.case}: {self.message}", *self.reproducer.splitlines()]
+        return "\n    ".join(lines)
 
 
 @attrs.frozen(kw_only=True)

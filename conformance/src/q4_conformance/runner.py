@@ -11,6 +11,7 @@ from q4_conformance.cases import cases_of, core_cases, linear_cases, select_case
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
 from q4_conformance.overrides import overrides_of, overriding
 from q4_conformance.recording import muted
+from q4_conformance.reproducer import with_reproducer
 from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
 from q4_conformance.table import CHECKS
 from q4core import BUILTIN_FORMATS, PathKind, Precision
@@ -67,11 +68,20 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     )
 
 
-def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] | None) -> Report:
+def _run(
+    cases: tuple[Case, ...],
+    subject: Any,
+    name: str,
+    watch: Callable[[CaseResult], object] | None,
+    *,
+    reproduce: bool = True,
+) -> Report:
     expected = tuple(case.id for case in cases)
-    results = []
+    results: list[CaseResult] = []
     for case in cases:
         result = run_case(case, subject)
+        if reproduce and all(item.contract != case.contract or not item.reproducer for item in results):
+            result = with_reproducer(result, case, subject, run_case)  # the first failure of each contract case
         results.append(result)
         if watch is not None:
             watch(result)
@@ -104,12 +114,14 @@ def run_cases(
     return _run(cases, subject, subject.name, watch)
 
 
-def check_linear(
+def check_linear(  # noqa: PLR0913  # the facts of one run
     function: Callable[..., torch.Tensor],
     format: str | Format,  # noqa: A002  # what people call it
     *,
     only: Iterable[str] = (),
+    cases: Iterable[Case] | None = None,
     watch: Callable[[CaseResult], object] | None = None,
+    reproduce: bool = True,
     **claims: Any,
 ) -> Report:
     """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
@@ -118,13 +130,18 @@ def check_linear(
         function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None.
         format: The format to judge it on.
         only: As for ``run_cases``.
+        cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
+            the function takes.
         watch: As for ``run_cases``.
+        reproduce: Whether to look for the least that still fails. A function that may end the process would do so
+            during the search as well, so that whoever runs it in a process of its own may want none.
         **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
             ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
     """
     claims.setdefault("precision", Precision.W4A32)
     subject = FunctionSubject(function=function, **claims)
-    return _run(select_cases(linear_cases([format]), only), subject, subject.name, watch)
+    chosen = linear_cases([format]) if cases is None else tuple(cases)
+    return _run(select_cases(chosen, only), subject, subject.name, watch, reproduce=reproduce)
 
 
 def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:

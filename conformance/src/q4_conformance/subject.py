@@ -27,7 +27,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
 
@@ -47,6 +47,11 @@ class Layer(Protocol):
     @property
     def device(self) -> torch.device:
         """Where x must be."""
+        ...
+
+    @property
+    def roundings(self) -> int:
+        """How often each weight is rounded to x's dtype before it is multiplied, where that is claimed."""
         ...
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -131,6 +136,11 @@ class BackendLayer:
     def device(self) -> torch.device:
         """Where x must be."""
         return self.module.device
+
+    @property
+    def roundings(self) -> int:
+        """A backend computes from the exact weight."""
+        return 0
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
@@ -276,6 +286,7 @@ class FunctionLayer:
     activations: Precision
     approximate: tuple[float, ...] | None
     device: torch.device
+    roundings: int
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Call the function."""
@@ -307,6 +318,10 @@ class FunctionSubject:
         has_out: Whether it takes ``out=``.
         has_gradients: Whether gradients flow to x.
         device: Where x is.
+        has_bias: Whether it takes a bias.
+        roundings: By dtype of x, how often each weight is rounded to that dtype before it is multiplied; not at all
+            where nothing is said. A function that multiplies by a dense weight in x's dtype rounds once.
+        limit: Takes a weight and the dtype of x, and returns why the function does not claim to serve them, or None.
     """
 
     function: Callable[..., torch.Tensor]
@@ -317,6 +332,9 @@ class FunctionSubject:
     has_out: bool = False
     has_gradients: bool = False
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
+    has_bias: bool = True
+    roundings: Mapping[torch.dtype, int] = attrs.field(factory=dict)
+    limit: Callable[[PackedWeight, torch.dtype], str | None] | None = None
 
     def layer(
         self,
@@ -334,5 +352,11 @@ class FunctionSubject:
             raise NotDeclaredError(f"activation precision {precision.value!r} is not declared")
         if gradients and not self.has_gradients:
             raise NotDeclaredError("gradients are not declared")
+        if bias is not None and not self.has_bias:
+            raise NotDeclaredError("a bias is not declared")
+        reason = None if self.limit is None else self.limit(weight, dtype)
+        if reason is not None:
+            raise NotDeclaredError(reason)
         placed = weight.to(self.device)
-        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device)
+        roundings = self.roundings.get(dtype, 0)
+        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device, roundings)

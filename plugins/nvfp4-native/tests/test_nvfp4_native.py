@@ -28,6 +28,7 @@ from q4core import (
     Session,
     SessionConfig,
     Standing,
+    dequantize,
     quantize,
 )
 
@@ -245,6 +246,20 @@ def test_each_tiling_serves_its_rows() -> None:
     diagnostics = layer.diagnostics()
     ran = dict(zip([segment.path.name for segment in diagnostics.segments], diagnostics.calls, strict=True))
     assert ran == {"native-fp4-m16": 2, "native-fp4-m64": 3, "native-fp4-m128": 1}
+
+
+def test_input_gradients_of_the_fp4_layout_are_the_cores() -> None:
+    """The FP4 layout refuses input gradients as a matter of scheme, and the core's are exact."""
+    layer = Session(attrs.evolve(_config(), gradients=True), registry=make_registry(emulated_backend())).linear(
+        _weight()
+    )
+    record = layer.diagnostics()
+    assert (record.backend, record.gradients) == ("nvfp4-native", ())
+    assert [reason.code for reason in record.gradients_refused] == [ReasonCode.FEATURE]
+    x = torch.randn(3, 160, requires_grad=True)
+    layer(x).backward(torch.ones(3, layer.out_features))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, dequantize(_weight()).sum(0).expand(3, 160))
 
 
 @pytest.mark.parametrize("scale_kind", ["plain"])

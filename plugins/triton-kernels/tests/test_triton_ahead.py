@@ -46,8 +46,11 @@ def _check(candidate: Candidate, *, may_spill: bool = False) -> Compiled:
         vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.ptx)
         of_x = program.constants["ROWS"] * (8 if program.signature["x_ptr"] == "*fp32" else 4)
         assert len(vectors) >= program.constants["R"] + of_x, "codes must be loaded 16 bytes at a time, as x is"
-    if candidate.kind == "gemm" and program.signature["x_ptr"] != "*fp32":
-        assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
+    if candidate.kind in {"gemm", "gradient"}:
+        if candidate.dtype is torch.float32:
+            assert "tf32" not in compiled.ptx
+        else:
+            assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
     return compiled
 
 
@@ -96,6 +99,15 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
     if candidate.recipe not in {"q4_1", "int4_float_zero"} and candidate.even:
         last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
         assert "st.shared" not in ptx[:last]
+
+
+@pytest.mark.parametrize("candidate", [item for item in MAIN if str(item).startswith("sm90-gradient")], ids=str)
+def test_hopper_feeds_gradients_from_registers(candidate: Candidate) -> None:
+    """On sm_90 each wgmma of an input gradient takes its weights from registers, all of their terms."""
+    ptx = candidate.program().compile().ptx
+    found = len(_WGMMA.findall(ptx))
+    assert len(_FROM_REGISTERS.findall(ptx)) == found
+    assert bool(found) is (candidate.dtype is not torch.float32)
 
 
 def test_a_table_is_read_once() -> None:

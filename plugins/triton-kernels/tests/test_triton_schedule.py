@@ -13,6 +13,7 @@ from triton_programs import RECIPES
 
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightMeta, WeightOnlyBackend
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
 from q4core import KernelPath, Request, ScaleKind
@@ -70,14 +71,22 @@ def _request(recipe: str, block: int, n: int, k: int, m: tuple[int, int | None],
     return attrs.evolve(own, out_features=n, in_features=k, block_size=block)
 
 
-def _launched(meta: WeightMeta, request: Request, target: Target, path: KernelPath, rows: int) -> list[Program]:
-    """Return what ``linear`` launches for a number of rows."""
+def _launched(meta: WeightMeta, request: Request, target: Target, path: KernelPath, rows: int) -> list[Hashable]:
+    """Return what ``linear``, or ``input_gradient``, launches for a number of rows, and how it branches."""
+    if request.op == "input_gradient":
+        gradient = _gradient(meta, request, target)
+        is_cut = gradient.schedule.at("gradient", rows).is_cut  # no constant of the program
+        return [(_facts(item), is_cut) for item in gradient.programs((rows, rows))]
     plan = plan_for(meta, request.dtype, request.out_dtype, target, request.device)
     kind = path.name.partition("_")[0]
     if kind == "dequant":
-        return [*plan.programs(kind, (rows, rows))]
+        return [_facts(item) for item in plan.programs(kind, (rows, rows))]
     route = plan._route(kind, rows, {})
-    return [route.program, *([plan.factory.finish] if route.splits > 1 else [])]
+    return [_facts(route.program), *([_facts(plan.factory.finish)] if route.splits > 1 else [])]
+
+
+def _gradient(meta: WeightMeta, request: Request, target: Target) -> Gradient:
+    return gradient_for(meta, request.out_dtype, request.dtype, target, request.device, is_by_row=False)
 
 
 @functools.cache
@@ -105,20 +114,20 @@ def test_every_program_that_a_layer_launches_has_been_probed(arch: int) -> None:
         meta = _meta(recipe, block, n, k)
         for m in RANGES:
             request = _request(recipe, block, n, k, m, dtype)
-            for path in backend.check(request).paths:
+            gradient = attrs.evolve(request, op="input_gradient", gradients=True)
+            asked = [(one, path) for one in (request, gradient) for path in backend.check(one).paths]
+            for one, path in asked:
                 low, high = max(m[0], path.m[0]), min((end for end in (m[1], path.m[1]) if end), default=None)
                 if high is not None and low > high:
                     continue
-                seen, programs = book.setdefault(ProbeBook.key(backend.name, path, request), (set(), set()))
+                seen, programs = book.setdefault(ProbeBook.key(backend.name, path, one), (set(), set()))
                 wanted = row_counts(path, (low, high))
                 if not seen.issuperset(wanted):
                     seen.update(wanted)
-                    programs.update(
-                        _facts(item) for rows in wanted for item in _launched(meta, request, target, path, rows)
-                    )
+                    programs.update(item for rows in wanted for item in _launched(meta, one, target, path, rows))
                 served = [rows for rows in ROWS if rows >= low and (high is None or rows <= high)]
-                launched = {_facts(item) for rows in served for item in _launched(meta, request, target, path, rows)}
-                assert launched <= programs, (str(request), path, wanted)
+                launched = {item for rows in served for item in _launched(meta, one, target, path, rows)}
+                assert launched <= programs, (str(one), path, wanted)
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, None])
@@ -133,6 +142,9 @@ def test_every_program_is_loaded_before_it_is_launched(arch: int | None) -> None
             loaded = {_facts(item) for item in plan.programs(kind, m)}
             for rows in (rows for rows in ROWS if rows >= first and (m[1] is None or rows <= m[1])):
                 assert _facts(plan._route(kind, rows, {}).program) in loaded
+        gradient = gradient_for(meta, torch.bfloat16, torch.bfloat16, target, torch.device("cuda", 0), is_by_row=False)
+        loaded = {_facts(item) for item in gradient.programs((1, None))}
+        assert all(_facts(item) in loaded for rows in ROWS for item in gradient.programs((rows, rows)))
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, None])

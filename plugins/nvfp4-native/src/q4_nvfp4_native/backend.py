@@ -67,16 +67,21 @@ class Nvfp4Native(WeightOnlyBackend):
         self.native = Native(self.facts, tools or Tools())
 
     def check(self, request: Request) -> Verdict:
-        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or the weight-only paths.
+        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or weight-only paths or gradients.
 
-        Beside the weight-only ones it is told why the FP4 paths could not be offered.
+        Beside weight-only paths it is told why the FP4 paths could not be offered.
         """
         if request.op == "quantize":
             return self._check_quantize(request)
+        if request.precision is ActivationPrecision.FP4 and request.op == "input_gradient":
+            message = "the layout of the FP4 paths has no input gradient"
+            return Verdict.refuse([Reason(ReasonCode.FEATURE, message)], native_state="no input gradient")
         if request.precision is ActivationPrecision.FP4:
             return self.native.check(request)
         verdict = super().check(request)
-        return attrs.evolve(verdict, withheld=self.native.withheld(request)) if verdict.paths else verdict
+        if not verdict.paths or request.op == "input_gradient":
+            return verdict
+        return attrs.evolve(verdict, withheld=self.native.withheld(request))
 
     def _check_quantize(self, request: Request) -> Verdict:
         target = self.target(request.device)

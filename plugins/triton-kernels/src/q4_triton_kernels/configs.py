@@ -43,6 +43,8 @@ class Config:
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
+        gradient: Family → tiles of the input gradient by rising M; there ``bn`` is the out-features of one step of the
+            sum, and in-features are not cut by data. Its family ``blocks`` cuts weights into three bfloat16.
         dequant_above: Family → the M above which dense weights and a library GEMM were measured to be faster; a family
             that is missing has no such record.
         dense_rows: Out-features per program of the kernel that makes weights dense.
@@ -55,6 +57,7 @@ class Config:
     measured: bool
     gemv: tuple[GemvTile, ...]
     gemm: dict[str, tuple[GemmTile, ...]]
+    gradient: dict[str, tuple[GemmTile, ...]]
     dequant_above: dict[str, int]
     dense_rows: int
     dense_warps: int
@@ -70,6 +73,10 @@ def _table() -> dict[str, Any]:
     return found
 
 
+def _tiles(facts: dict[str, Any]) -> dict[str, tuple[GemmTile, ...]]:
+    return {family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts.items()}
+
+
 @functools.cache
 def config_for(arch: int | None) -> Config:
     """Return the configurations of an architecture of the list; None is the interpreter."""
@@ -77,7 +84,8 @@ def config_for(arch: int | None) -> Config:
     return Config(
         measured=facts["measured"],
         gemv=tuple(GemvTile(**tile) for tile in facts["gemv"]),
-        gemm={family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts["gemm"].items()},
+        gemm=_tiles(facts["gemm"]),
+        gradient=_tiles(facts["gradient"]),
         dequant_above=facts["dequant_above"],
         dense_rows=facts["dense"]["r"],
         dense_warps=facts["dense"]["warps"],

@@ -145,7 +145,7 @@ class Factory:
         x, out = TYPES[self.dtype], TYPES[self.out_dtype]
         pointers = {
             "x_ptr": f"*{x}",
-            "x_stride": "i32",
+            "x_stride": "i64",
             "q_ptr": "*u8",
             "s_ptr": f"*{self.layout.scale_type}",
             "z_ptr": f"*{self.layout.second_type}",

@@ -13,15 +13,27 @@ from q4_triton_kernels.layout import STEP, padded_row_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["STEP_BYTES", "UNIT", "Schedule", "Stretch", "schedule_for"]
+__all__ = [
+    "GRADIENT_BYTES",
+    "STEP_BYTES",
+    "UNIT",
+    "GradientSchedule",
+    "Schedule",
+    "Stretch",
+    "gemm_tile",
+    "gradient_schedule_for",
+    "schedule_for",
+]
 
 UNIT = 16
 """Bytes that a thread of gemv loads, and in-features of x in its vectors."""
 STEP_BYTES = STEP // 2
+GRADIENT_BYTES = {"weights": 64, "blocks": 64, "wide": 32}
+"""Bytes of a row of codes that a program of the input gradient takes, by family; see the kernel."""
 _WAVES = 4
 """Blocks per multiprocessor that a split sum aims at."""
 _LEAST_SPAN = 4
-"""Steps of 128 in-features that a gemm's split has at least."""
+"""Steps that a split has at least: of 128 in-features in gemm, of a tile's out-features in the gradient."""
 _MOST_SPLITS = 16
 _LAST_CUTS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows of x after which a gemm may stop to cut its sums. They are few, so that layers of many shapes are proven as one,
@@ -80,7 +92,7 @@ class Schedule:
         return self.in_features % (UNIT if kind == "gemv" else self.half) == 0
 
     def stretches(self, kind: str) -> tuple[Stretch, ...]:
-        """Return the programs of ``"gemv"`` or ``"gemm"``, by rising M."""
+        """Return the programs of ``"gemv"``, ``"gemm"`` or, in its own schedule, ``"gradient"``, by rising M."""
         return _stretches(self, kind)
 
     def at(self, kind: str, rows: int) -> Stretch:
@@ -127,9 +139,49 @@ def schedule_for(  # noqa: PLR0913  # the facts of one shape
     return Schedule(arch, family, out_features, in_features, half, processors)
 
 
+@attrs.frozen(cache_hash=True)
+class GradientSchedule(Schedule):
+    """The programs of the input gradient of one shape, whose sums run over out-features."""
+
+    def splits(self, tile: GemvTile | GemmTile, rows: int) -> tuple[int, int]:
+        """Return as ``Schedule.splits``; a part is steps of a tile's out-features."""
+        return _splits(self._steps(tile), _LEAST_SPAN, self.blocks(tile, rows), self.processors)
+
+    def parts(self, stretch: Stretch, rows: int) -> tuple[int, int]:
+        """Return into how many parts a sum is cut, and the length of each."""
+        return self.splits(stretch.tile, rows) if stretch.is_cut else (1, self._steps(stretch.tile))
+
+    def blocks(self, tile: GemvTile | GemmTile, rows: int) -> int:
+        """Return how many blocks cover the gradient to x."""
+        return self.row_bytes // GRADIENT_BYTES[self.family] * -(-rows // gemm_tile(tile).bm)
+
+    def _steps(self, tile: GemvTile | GemmTile) -> int:
+        return -(-self.out_features // gemm_tile(tile).bn)
+
+
+def gemm_tile(tile: GemvTile | GemmTile) -> GemmTile:
+    """Return a tile that is one of a gemm's, as those of an input gradient are."""
+    if not isinstance(tile, GemmTile):
+        raise TypeError(f"an input gradient has tiles of a gemm, got {tile}")
+    return tile
+
+
+@functools.lru_cache(maxsize=4096)
+def gradient_schedule_for(
+    arch: int | None, family: str, out_features: int, in_features: int, processors: int
+) -> GradientSchedule:
+    """Return the schedule of the input gradient of a shape; its arguments are those of ``Schedule``."""
+    return GradientSchedule(arch, family, out_features, in_features, 0, processors)
+
+
 @functools.lru_cache(maxsize=4096)
 def _stretches(schedule: Schedule, kind: str) -> tuple[Stretch, ...]:
-    return tuple(_gemv(schedule) if kind == "gemv" else _gemm(schedule))
+    if kind == "gemv":
+        return tuple(_gemv(schedule))
+    config = config_for(schedule.arch)
+    if kind == "gemm":
+        return tuple(_tiled(schedule, config.gemm[schedule.family], config.gemv[-1].rows + 1))
+    return tuple(_tiled(schedule, config.gradient[schedule.family], 1))
 
 
 def _gemv(schedule: Schedule) -> Iterator[Stretch]:
@@ -141,10 +193,8 @@ def _gemv(schedule: Schedule) -> Iterator[Stretch]:
         low = tile.rows + 1
 
 
-def _gemm(schedule: Schedule) -> Iterator[Stretch]:
-    config = config_for(schedule.arch)
-    low = config.gemv[-1].rows + 1
-    for tile in config.gemm[schedule.family]:
+def _tiled(schedule: Schedule, tiles: tuple[GemmTile, ...], low: int) -> Iterator[Stretch]:
+    for tile in tiles:
         last = _last_cut(schedule, tile, low)
         if last:
             yield Stretch(low, last, tile, is_cut=True)
