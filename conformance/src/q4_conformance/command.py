@@ -40,7 +40,8 @@ _PERF_SECONDS = 1.0
 _STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
 _BAD = {outcome.value for outcome in BAD}
 _EPILOG = (
-    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
+    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate; "
+    "--compare with 1 when a verdict changed. "
     "A run of all cases makes a certificate; --case and --format make a report."
 )
 
@@ -249,7 +250,7 @@ def _compare(before: Path, after: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
     else:
         _show_changes(told)
-    if any(item["change"] in {"worse", "gone"} for item in told["verdicts"]):
+    if not told["same_verdicts"]:
         raise typer.Exit(1)
 
 

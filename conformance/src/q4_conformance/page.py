@@ -88,10 +88,11 @@ def _cell(counts: Mapping[str, int]) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Iterable[str], *, label: str) -> str:
+def _table(head: Sequence[str], rows: Iterable[str], *, label: str, kind: str = "") -> str:
     cells = "".join(f'<th scope="col">{item}</th>' for item in head)
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{_escape(label)}"><table class="grid"><thead><tr>'
+        f'<div class="wide" tabindex="0" role="region" aria-label="{_escape(label)}">'
+        f'<table class="grid {kind}"><thead><tr>'
         f"{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -119,7 +120,7 @@ def _paths(document: Mapping[str, Any]) -> str:
     return _section(
         "Kernel paths",
         "What really ran, as the core counted it. A path stands for a format where every case that ran it passed.",
-        _table(["Path", "Format", *contracts], rows, label="Cases by kernel path"),
+        _table(["Path", "Format", *contracts], rows, label="Cases by kernel path", kind="paths"),
     )
 
 
