@@ -103,6 +103,18 @@ def always_crashes() -> ToyKernel:
     return Hostile("hostile")
 
 
+def wrong() -> ToyKernel:
+    """Zero one element where there are seven rows."""
+
+    class Hostile(ToyKernel):
+        def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, **facts: Any) -> None:
+            super().linear(prepared, x, out, **facts)
+            if x.shape[0] == 7:
+                out[0, 0] = 0.0
+
+    return Hostile("hostile")
+
+
 def never_made() -> ToyKernel:
     """Raise where a backend should come from."""
     raise RuntimeError("no kernel today")

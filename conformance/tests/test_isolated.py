@@ -66,6 +66,14 @@ def test_a_crash_is_a_result(name: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+def test_a_failure_brings_its_reproducer() -> None:
+    """The first failure of a contract case tells the smallest shape that fails and what to type, as in one process."""
+    result = _struck(_judge("wrong"))
+    assert result.outcome is Outcome.FAIL
+    assert result.reproducer
+
+
+@pytest.mark.slow
 def test_memory_without_end_is_a_result() -> None:
     """The case that takes more memory than there may be is a CRASH that says so, and the run goes on."""
     result = _struck(_judge("eats", memory_bytes=2 << 30))

@@ -85,6 +85,8 @@ def _result(result: CaseResult) -> dict[str, Any]:
         told["overrides"] = list(result.overrides)
     if result.outcome is not Outcome.PASS:
         told["message"] = result.message[:_LONGEST]
+    if result.reproducer:
+        told["reproducer"] = result.reproducer[:_LONGEST]
     return told
 
 

@@ -19,6 +19,7 @@ from q4_conformance.environment import manifest_of, survey
 from q4_conformance.outcome import CaseResult, FailureError, Outcome
 from q4_conformance.perf import measure
 from q4_conformance.profiles import cases_for, find_target, subject_for
+from q4_conformance.reproducer import with_reproducer
 from q4_conformance.runner import run_case
 from q4core import Q4Error
 
@@ -115,15 +116,22 @@ def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
     except _FAULTS as error:
         fault = f"{target.name!r} can't be had: {_words(error)}"
     pipes.tell(manifest=manifest_of(subject, target.formats) if is_survey and fault is None else {})
+    reproduced: set[str] = set()
     while True:
         order = pipes.receive()
         for name in order.get("cases", ()):
+            case = cases[name]
             pipes.tell(start=name)
-            if fault is None:
-                result = run_case(cases[name], subject)
-            else:
-                result = CaseResult(case=name, contract=cases[name].contract, outcome=Outcome.FAIL, message=fault)
+            if fault is not None:
+                result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
+                pipes.tell(result=result.to_dict())
+                continue
+            result = run_case(case, subject)
             pipes.tell(result=result.to_dict())
+            if result.outcome is Outcome.FAIL and case.contract not in reproduced:
+                pipes.tell(reproducing=name)  # told first, so that the failure stands whatever comes of this
+                reproduced.add(case.contract)
+                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case).to_dict())
         if "measure" in order:
             pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
         pipes.tell(done=True)

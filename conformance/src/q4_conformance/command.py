@@ -182,7 +182,8 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     for item in bad[:_MOST_SHOWN]:
         head = Text(f"{SIGNS[item['outcome']]} {NAMES[item['outcome']]} ", style="red")
         console.print(Text.assemble(head, item["case"]))
-        console.print(Text(f"    {_clean(item['message'])}", style="dim"))
+        for line in (item["message"], *item.get("reproducer", "").splitlines()):
+            console.print(Text(f"    {_clean(line)}", style="dim"))
     if len(bad) > _MOST_SHOWN:
         console.print(f"… and {len(bad) - _MOST_SHOWN} more; --report and --json have all")
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -138,6 +138,7 @@ class _Runner:
         """
         by_id = {case.id: case for case in cases}
         current: Case | None = None
+        is_reproducing = False
         child.send({"cases": list(by_id)})
         limits = self.query.limits
         try:
@@ -147,14 +148,19 @@ class _Runner:
                 message = child.receive(seconds, is_over=self._over)
                 if message.get("done"):
                     return
+                is_reproducing = "reproducing" in message
                 if "start" in message:
                     current = by_id[message["start"]]
+                elif "reproduced" in message:
+                    self.results[message["reproduced"]["case"]] = CaseResult.from_dict(message["reproduced"])
                 elif "result" in message and current is not None:
                     self.keep(CaseResult.from_dict(message["result"]))
                     current = None
                 if current is None and self._over():
                     raise TimeoutError
         except Ended as ended:
+            if is_reproducing:
+                raise  # the failure itself was told, and no further case was begun
             if current is None:  # it ended between two cases: the one that it should have begun answers for it
                 current = next(case for case in cases if case.id not in self.results)
             self.keep(_bad(current, ended.outcome, ended.reason))

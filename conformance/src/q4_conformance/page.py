@@ -129,6 +129,11 @@ def _section(title: str, lead: str, body: str) -> str:
     return f"<section><h2>{_escape(title)}</h2>{first}{body}</section>"
 
 
+def _reproducer(item: Mapping[str, Any]) -> str:
+    lines = [_escape(line) for line in item.get("reproducer", "").splitlines()]
+    return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
+
+
 def _findings(document: Mapping[str, Any]) -> str:
     bad = {outcome.value for outcome in BAD}
     found = [item for item in document["results"] if item["outcome"] in bad]
@@ -136,7 +141,7 @@ def _findings(document: Mapping[str, Any]) -> str:
         return ""
     lines = [
         f'<div class="finding {item["outcome"]}"><b>{SIGNS[item["outcome"]]} {_escape(NAMES[item["outcome"]])}</b> '
-        f"<code>{_escape(item['case'])}</code><br>{_escape(item.get('message', ''))}</div>"
+        f"<code>{_escape(item['case'])}</code><br>{_escape(item.get('message', ''))}{_reproducer(item)}</div>"
         for item in found[:_MOST_FINDINGS]
     ]
     if len(found) > _MOST_FINDINGS:
