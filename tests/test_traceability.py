@@ -60,7 +60,7 @@ def test_the_contract_is_whole() -> None:
 def test_tests_and_plugins_are_found() -> None:
     """Known tests and plugins stand where they belong."""
     by_name = {table.name: table for table in tables()}
-    assert by_name["core"].tests == ("tests/contract/test_core.py",)
+    assert "tests/contract/test_core.py" in by_name["core"].tests
     assert by_name["core"].plugins == ("q4core",)
     assert "tests/contract/test_reference.py" in by_name["backend"].tests
     assert "plugins/cpu-native/tests/test_cpu_contract.py" in by_name["linear"].tests

@@ -28,6 +28,10 @@ IN_CODE = {
     "lowest exponent of float32": judge._LOWEST_EXPONENT[torch.float32],
     "lowest exponent of bfloat16": judge._LOWEST_EXPONENT[torch.bfloat16],
     "lowest exponent of float16": judge._LOWEST_EXPONENT[torch.float16],
+    **{
+        f"weight roundoff of {str(dtype).removeprefix('torch.')}": relative
+        for dtype, (relative, _) in oracle._ROUNDING.items()
+    },
     "noise allowance": judge._NOISE_ALLOWANCE,
     "FP4 block": judge._FP4_BLOCK,
     "draws by chance": rounding._DRAWS,

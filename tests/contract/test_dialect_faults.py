@@ -8,6 +8,7 @@ import pytest
 
 import q4core as q4
 from q4_conformance import Outcome, run_case
+from q4_conformance.cases import dialect_cases
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.zoo import DIALECT_FAULTS, DialectFault, ToyDialect
@@ -27,7 +28,8 @@ def test_dialect_passes(name: str, install: Callable[..., None]) -> None:
     target = find_target(name)
     assert target.profile == "dialect"
     subject = subject_for(target)
-    for case in cases_for(target):
+    assert cases_for(target) == dialect_cases(target.formats)
+    for case in dialect_cases(target.formats):
         result = run_case(case, subject)
         expected = {Outcome.PASS}
         if case.part == "golden" and name in WITHOUT_GOLDEN:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from q4_conformance import Outcome, run_case
+from q4_conformance.cases import memory_cases
 from q4_conformance.managed import MemorySubject
 from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.zoo import PROVIDER_FAULTS, ProviderFault, ToyProvider
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from q4_conformance import Case
 
-CASES = cases_for(find_target("q4_conformance.zoo:ToyProvider", profile="memory"))
+CASES = memory_cases()
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
@@ -28,6 +29,7 @@ def test_provider_passes(case: Case, install: Callable[..., None]) -> None:
     install("toy-memory")
     target = find_target("toy-memory")
     assert target.profile == "memory"
+    assert cases_for(target) == CASES
     result = run_case(case, subject_for(target))
     assert result.outcome is Outcome.PASS, result
 

@@ -11,7 +11,7 @@ from q4_conformance.zoo.fault import Fault
 __all__ = ["LIFE_FAULTS"]
 
 _NF4 = "nf4-plain-high_first-48x256b64-s0/"
-_ENDS: dict[str, Any] = {"ends": Outcome.CRASH, "says": "the process ended"}
+_ENDS: dict[str, Any] = {"ends": Outcome.CRASH, "says": "ended by SIGSEGV"}
 
 LIFE_FAULTS: tuple[Fault, ...] = tuple(
     Fault(name=f"fault-{name}", make=make, format=format_, caught_by=case, **({"is_numeric": False} | facts))
