@@ -30,6 +30,7 @@ NEEDS_MORE = {
     "opcheck": "as gradient",
     "compile": "as gradient",
     "elsewhere": "as state",
+    "copies": "a module's .to() sets the data of its buffers, which a pretended tensor does not have",
     "last_page": "its memory is no page of the CPU's",
 }
 """Checks that need a real device."""
