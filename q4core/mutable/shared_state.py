@@ -89,14 +89,21 @@ class SharedState(Content):
                 self.tensor = self.slots[low]
                 self.poison = self.segment.cause if words[TAINTED] == self.version + 1 else None
                 return
-            self.poison = None if low == HEALTHY else self.segment.cause if low == POISONED else self._ended_writer()
+            self.poison = (
+                None if low == HEALTHY else self.segment.cause if low == POISONED else self._ended_writer(word)
+            )
             # A writer that ended well between the two looks has not died.
             if words[CURRENT] == word:
                 return
 
-    def _ended_writer(self) -> str | None:
-        if self.claimed is not None or self.locks.is_taken(FIRST_SLOT):
+    def _ended_writer(self, word: int) -> str | None:
+        locks = self.locks
+        if self.claimed is not None or locks.is_taken(FIRST_SLOT) or self.words[CURRENT] != word:
             return None
+        if not self.holds[0]:  # to look at a lock orders no memory, to take it does
+            if not locks.try_shared(FIRST_SLOT):
+                return None
+            locks.release(FIRST_SLOT)
         return f"process {self.words[WRITER_PROCESS]} ended inside write()"
 
     def set_poison(self, cause: str) -> None:
