@@ -8,7 +8,7 @@ At any instant any process may be killed, as often as ``kills`` says. A value is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import attrs
 
@@ -196,7 +196,7 @@ class _Model:
         seen = process._replace(view=_put(process.view, location, len(values) - 1))
         return world._replace(values=_put(world.values, location, values), processes=_put(world.processes, index, seen))
 
-    def go(self, world: World, index: int, step: str, **remembered: int) -> World:
+    def go(self, world: World, index: int, step: str, **remembered: Any) -> World:
         process = world.processes[index]._replace(step=step, **remembered)
         return world._replace(processes=_put(world.processes, index, process))
 
