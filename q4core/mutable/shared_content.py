@@ -6,7 +6,6 @@ A thread first takes its turn among the threads of its process, then its process
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -305,7 +304,7 @@ class SharedContent(SharedState):
             self.seen[slot] = (self.version, mark)
         elif seen != mark and not block.healing:
             self.refuse_touched(base, version)
-        words[WRITER_PROCESS] = os.getpid()
+        words[WRITER_PROCESS] = self.process
         if self.is_in_place and not block.healing:
             words[CURRENT] = self.version << 8 | WRITING
 

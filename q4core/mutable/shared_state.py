@@ -40,6 +40,7 @@ class SharedState(Content):
 
     def forget(self) -> None:
         """Begin with nobody inside."""
+        self.process = os.getpid()
         self.holds = [0] * len(self.slots)
         self.holds_by_thread: dict[tuple[Thread | None, int], int] = {}
         self.lost: collections.deque[tuple[Thread | None, int]] = collections.deque()
