@@ -16,6 +16,7 @@ from sharing import LONG, Held, content_of, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, SharedMutableTensor
+from q4core.mutable.segment import WRITER_WAITS
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -112,7 +113,7 @@ def test_writer_and_the_readers_of_another_process(
     with pytest.raises(q4.WriteConflictError), state.write(timeout=0.02):
         pass
     writing = threads.submit(state.replace, torch.ones(64), timeout=LONG)
-    until(lambda: bool(state._content.words[80]))
+    until(lambda: bool(state._content.words[WRITER_WAITS]))
     with processes(state, 1) as (late,):
         late.begin("enter", "read", timeout=LONG)
         assert not late.is_done(0.2)
@@ -122,6 +123,22 @@ def test_writer_and_the_readers_of_another_process(
         process.do("leave")
         writing.result(LONG)
         assert late.result() == (1, _only(1.0))
+
+
+def test_writer_that_waits_for_readers_is_the_one_that_is_named() -> None:
+    """A second writer is told of the process that has the turn, not of the last that wrote."""
+    with (
+        SharedMutableTensor(torch.zeros(64), mode=MutableMode.IN_PLACE) as state,
+        processes(state, 2) as (first, second),
+    ):
+        first.do("call", "replace", torch.ones(64))
+        with SharedMutableTensor.attach(state.segment) as other, other.read():
+            second.begin("enter", "write")
+            until(lambda: bool(state._content.words[WRITER_WAITS]))
+            with pytest.raises(q4.WriteConflictError) as caught, state.write():
+                pass
+            assert f"process {second.number}" in str(caught.value)
+        second.result()
 
 
 def test_wait_is_woken_from_another_process(
@@ -350,11 +367,11 @@ def test_killed_while_it_waits(state: SharedMutableTensor, process: Process) -> 
     if state.mode is MutableMode.IN_PLACE:
         with processes(state, 1) as (writer,):
             writer.begin("enter", "write")
-            until(lambda: bool(state._content.words[80]))
+            until(lambda: bool(state._content.words[WRITER_WAITS]))
             writer.kill()
-        assert state._content.words[80]
+        assert state._content.words[WRITER_WAITS]
         assert content_of(state) == _only(0.0)
-        assert not state._content.words[80]
+        assert not state._content.words[WRITER_WAITS]
     process.do("leave")
     state.replace(torch.ones(64), timeout=LONG)
     assert content_of(state) == _only(1.0)

@@ -139,7 +139,7 @@ class SharedContent(SharedState):
 
     def _drop_read(self, view: ReadView) -> None:
         """Take back whatever a read that was not let in has taken, wherever it was interrupted."""
-        if view.place[0] != self.epoch:
+        if getattr(view, "place", (-1, -1))[0] != self.epoch:  # it may have been interrupted before it got a place
             return
         self.release_hold(view.thread, view.place[1])
         if view.is_admitted:
@@ -265,6 +265,8 @@ class SharedContent(SharedState):
             self.check()
         if not self.has_turn:
             return "another writer"
+        if not block.healing:  # else the process that died stays named, until it is healed
+            self.words[WRITER_PROCESS] = self.process
         if self.version >= MAX_VERSION:
             hint = "Make a new tensor from a snapshot()."
             rule = f"less than {MAX_VERSION}"
@@ -304,7 +306,6 @@ class SharedContent(SharedState):
             self.seen[slot] = (self.version, mark)
         elif seen != mark and not block.healing:
             self.refuse_touched(base, version)
-        words[WRITER_PROCESS] = self.process
         if self.is_in_place and not block.healing:
             words[CURRENT] = self.version << 8 | WRITING
 
@@ -327,7 +328,7 @@ class SharedContent(SharedState):
 
     def _drop_write(self, block: WriteBlock) -> None:
         """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
-        if block.place[0] != self.epoch or not block.is_admitted:
+        if not block.is_admitted or block.place[0] != self.epoch:
             return
         if self.is_in_place and self.claimed is not None and not block.healing:
             self.words[CURRENT] = self.version << 8 | (HEALTHY if self.poison is None else self.words[CURRENT] & 255)
