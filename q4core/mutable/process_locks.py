@@ -51,11 +51,19 @@ class ProcessLocks:
 
     def try_shared(self, place: int) -> bool:
         """Take a place together with others, or return False if somebody else has it exclusively."""
-        return self._try(self._shared[place])
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._shared[place])
+        except OSError as error:
+            return self._refuse(error)
+        return True
 
     def try_exclusive(self, place: int) -> bool:
         """Take a place alone, or return False if somebody else has it; a shared hold of this object turns exclusive."""
-        return self._try(self._exclusive[place])
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._exclusive[place])
+        except OSError as error:
+            return self._refuse(error)
+        return True
 
     def release(self, place: int) -> None:
         """Give a place back; also one that is not held."""
@@ -80,12 +88,9 @@ class ProcessLocks:
             os.close(self._file)
             self._file = -1
 
-    def _try(self, request: bytes) -> bool:
-        try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)
-        except (BlockingIOError, PermissionError):
+    def _refuse(self, error: OSError) -> bool:
+        """Return False if somebody else has the place; raise what else there may be."""
+        if isinstance(error, (BlockingIOError, PermissionError)):
             return False
-        except OSError as error:
-            hint = "Raise the system's limit on file locks, or share fewer tensors."
-            raise LifecycleError(self._label, name="lock", rule="granted", value=str(error), hint=hint) from error
-        return True
+        hint = "Raise the system's limit on file locks, or share fewer tensors."
+        raise LifecycleError(self._label, name="lock", rule="granted", value=str(error), hint=hint) from error

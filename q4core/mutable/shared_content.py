@@ -262,7 +262,8 @@ class SharedContent(SharedState):
             self.check_healing()
         else:
             self.refresh()
-            self.check()
+            if self.is_closed or self.poison is not None:
+                self.check()
         if not self.has_turn:
             return "another writer"
         if not block.healing:  # else the process that died stays named, until it is healed
