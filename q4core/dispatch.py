@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, NoReturn
 
-from q4core.assessment import KINDS, Candidate, Offer, assess, contradicts
+import attrs
+
+from q4core.assessment import KINDS, Candidate, Offer, assess, assess_gradient, contradicts
 from q4core.backend import PathKind, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, UnknownBackendError
 from q4core.policy import ComputePath
@@ -19,7 +21,7 @@ from q4core.selection import NO_HISTORY, ProbeHistory, Rejection, Selection
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from q4core.backend import Backend, KernelPath
+    from q4core.backend import Backend, KernelPath, Verdict
     from q4core.registry import RefusedBackend
 
 __all__ = ["select_backend"]
@@ -47,7 +49,7 @@ def _outranked(loser: Candidate, winner: Candidate, override: str | None) -> Rej
         reason = Reason(ReasonCode.POLICY, f"the override names {override!r}")
     else:
         reason = Reason(ReasonCode.OUTRANKED, _why_outranked(loser, winner))
-    return Rejection(loser.name, (*loser.disqualified, reason), loser.verdict.native_state)
+    return Rejection(loser.name, (*loser.disqualified, *loser.missed, reason), loser.verdict.native_state)
 
 
 def _why_outranked(loser: Candidate, winner: Candidate) -> str:
@@ -127,7 +129,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         if item.name != winner.name
     ]
     others = [rejection for rejection in (*rejections, *standing) if rejection.backend not in could]
-    return Selection(
+    selection = Selection(
         request=request,
         backend_request=winner.request,
         backend=winner.name,
@@ -138,7 +140,15 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         fallback_reason=fallback_reason,
         rejections=tuple(sorted([*losers, *others], key=lambda item: item.backend)),
         disqualified=winner.disqualified,
+        withheld=winner.verdict.withheld,
         proven=all(history.proven(winner.name, segment, winner.request) for segment in winner.segments),
+    )
+    if not request.gradients or "input_gradient" not in backends[winner.name].capabilities.ops:
+        return selection
+    gradients, reasons = assess_gradient(backends[winner.name], winner, kinds, history)
+    are_proven = all(history.proven(winner.name, item, selection.gradient_request) for item in gradients)
+    return attrs.evolve(
+        selection, gradients=gradients, gradients_refused=reasons, proven=selection.proven and are_proven
     )
 
 
@@ -154,16 +164,16 @@ def _fall_back(
     references = {candidate.name for candidate in found if candidate is not None}
     if override in references:  # obeyed, not replaced by another reference
         found = [candidate for candidate in found if candidate is not None and candidate.name == override]
-    mere = {
-        candidate.name
-        for candidate in found
-        if candidate is not None and all(path.kind is PathKind.REFERENCE for path in candidate.verdict.paths)
-    }
+    mere = {candidate.name for candidate in found if candidate is not None and _is_mere_reference(candidate.verdict)}
     concerned = [
         item for item in rejections if (item.backend not in mere if override is None else item.backend == override)
     ]
     why = " | ".join(str(item) for item in concerned) or "no kernel backend is installed"
     return [candidate for candidate in found if candidate is not None], f"no kernel path may serve: {why}"
+
+
+def _is_mere_reference(verdict: Verdict) -> bool:
+    return not verdict.withheld and all(path.kind is PathKind.REFERENCE for path in verdict.paths)
 
 
 def _refuse(
@@ -174,7 +184,7 @@ def _refuse(
     *,
     is_conflict: bool,
 ) -> NoReturn:
-    what = f"linear {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
+    what = f"{request.op} {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
     if override is not None:
         own = [item for item in rejections if item.backend == override]
         if is_conflict:

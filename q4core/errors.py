@@ -209,17 +209,24 @@ class RefusedError(BackendError):
 
     Args:
         reasons: All the reasons why not; each a ``Reason``.
+        is_for_this_weight: The reasons lie in this weight's own numbers, so that the backend is asked again for the
+            next weight of its kind.
     """
 
     code = "refused"
 
-    def __init__(self, reasons: Iterable[Any]) -> None:
+    def __init__(self, reasons: Iterable[Any], *, is_for_this_weight: bool = False) -> None:
         self.reasons = tuple(reasons)
+        self.is_for_this_weight = is_for_this_weight
         super().__init__("prepare refused: " + "; ".join(str(reason) for reason in self.reasons))
 
-    def __reduce__(self) -> tuple[type[RefusedError], tuple[tuple[Any, ...]]]:  # type: ignore[override]  # made from its reasons alone
+    def __reduce__(self) -> tuple[Callable[..., RefusedError], tuple[tuple[Any, ...], bool]]:  # type: ignore[override]  # made from these two alone
         """Pickle by reasons."""
-        return type(self), (self.reasons,)
+        return _rebuild_refusal, (self.reasons, self.is_for_this_weight)
+
+
+def _rebuild_refusal(reasons: tuple[Any, ...], is_for_this_weight: bool) -> RefusedError:  # noqa: FBT001  # pickle knows no keywords
+    return RefusedError(reasons, is_for_this_weight=is_for_this_weight)
 
 
 class PluginError(Q4Error, RuntimeError):

@@ -8,7 +8,7 @@ which layer ran.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ import torch
 from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError, LifecycleError
 from q4core.plan import plan_by_key, raise_broken_call
+from q4core.runtime import on_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -111,7 +112,10 @@ def run_plan(
 
 
 def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
-    """Return ``grad @ w`` with exactly dequantised weights, accumulated in float32, chunk by chunk of out-features.
+    """Return ``grad @ w`` with exact weights, accumulated in float32.
+
+    The backend computes it where its input gradient is proven for so many rows; else the core does, chunk by chunk of
+    dequantised out-features.
 
     Args:
         plan: The layer's plan.
@@ -121,13 +125,28 @@ def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tens
     Returns:
         [..., K] of the plan's x dtype.
     """
-    weight = plan.weight(buffers)
     flat = grad.reshape(-1, plan.out_features)
+    path = plan.gradient_path(flat.shape[0])
+    if path is not None and grad.dtype is plan.out_dtype:
+        return _backend_gradient(plan, buffers, flat.contiguous(), path).reshape(*grad.shape[:-1], plan.in_features)
+    weight = plan.weight(buffers)
     total = torch.zeros((flat.shape[0], plan.in_features), dtype=torch.float32, device=grad.device)
     for start, stop in _row_chunks(plan):
         dense = dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True)
         total.addmm_(flat[:, start:stop].to(torch.float32), dense)
     return total.to(plan.dtype).reshape(*grad.shape[:-1], plan.in_features)
+
+
+def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor, path: str) -> torch.Tensor:
+    """Return the backend's own gradient [M, K] of contiguous rows [M, N]."""
+    out = torch.empty((grad.shape[0], plan.in_features), dtype=plan.dtype, device=grad.device)
+    backend: Any = plan.backend  # ``input_gradient`` is declared by its op
+    try:
+        with on_device(grad.device):
+            backend.input_gradient(plan.prepared(buffers), grad, out, path=path)
+    except PLUGIN_FAULTS as error:
+        raise_broken_call(error, plan.backend, path, "input_gradient")
+    return out
 
 
 def exact_product(plan: Plan, buffers: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:

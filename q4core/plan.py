@@ -55,6 +55,7 @@ class Plan:
         prepared_count: How many of the buffers are the backend's.
         source: Spec of the source weight, whose tensors follow, for a backend without ``export``; else None.
         segments: Which path serves which M.
+        gradients: Which of the backend's input gradients serves which M; empty where the core computes them.
         out_features: N.
         in_features: K.
         dtype: dtype of x.
@@ -68,6 +69,7 @@ class Plan:
     prepared_count: int
     source: WeightSpec | None
     segments: tuple[Segment, ...]
+    gradients: tuple[Segment, ...]
     out_features: int
     in_features: int
     dtype: torch.dtype
@@ -78,6 +80,13 @@ class Plan:
         for index, segment in enumerate(self.segments):
             if segment.low <= rows and (segment.high is None or rows <= segment.high):
                 return index
+        return None
+
+    def gradient_path(self, rows: int) -> str | None:
+        """Return which of the backend's input gradients serves ``rows`` rows; None where the core computes it."""
+        for segment in self.gradients:
+            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+                return segment.path.name
         return None
 
     def typed(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,8 +131,8 @@ def exported_weight(
     return weight
 
 
-def raise_broken_call(error: BaseException, backend: Backend, path: str) -> NoReturn:
-    """Tell the caller what ``linear`` of a backend raised in a live layer.
+def raise_broken_call(error: BaseException, backend: Backend, path: str, method: str = "linear") -> NoReturn:
+    """Tell the caller what a method of a backend raised in a live layer.
 
     Running out of memory is the caller's to handle, and q4core's own errors say enough: they come through as they are.
 
@@ -133,7 +142,7 @@ def raise_broken_call(error: BaseException, backend: Backend, path: str) -> NoRe
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, Q4Error)):
         raise error
     raise BackendError(
-        f"linear of backend {backend.name!r}, path {path!r}, raised {type(error).__name__}: {error}",
+        f"{method} of backend {backend.name!r}, path {path!r}, raised {type(error).__name__}: {error}",
         hint="A fault of the backend; backend= or Q4_BACKEND names another one, Q4_DISABLE_PLUGINS leaves it out.",
     ) from error
 
@@ -168,6 +177,7 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
             len(prepared.tensors),
             spec,
             selection.segments,
+            selection.gradients,
             request.format.name,
             request.out_features,
             request.in_features,
@@ -194,6 +204,7 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
             prepared_count=len(prepared.tensors),
             source=spec,
             segments=selection.segments,
+            gradients=selection.gradients,
             out_features=request.out_features,
             in_features=request.in_features,
             dtype=request.dtype,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationPrecision",
     "ComputePath",
+    "Rounding",
     "SessionConfig",
     "UnifiedMemoryPolicy",
     "active_config",
@@ -69,6 +70,15 @@ class ActivationPrecision(enum.Enum):
     """Quantised per block to int8 on the fly (w4a8)."""
     FP4 = "fp4"
     """Quantised to four bits (w4a4)."""
+
+
+class Rounding(enum.Enum):
+    """How a quantiser rounds values to codes."""
+
+    NEAREST = "nearest"
+    """To the very bytes of the reference codec."""
+    STOCHASTIC = "stochastic"
+    """To one of the two neighbours, by chance, so that the mean is the value; a seed fixes the draws. For training."""
 
 
 def _member(kind: type[_EnumT], field: str, value: object) -> _EnumT | None:

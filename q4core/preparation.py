@@ -109,7 +109,8 @@ def _prepare_layer(
         adapted = _adapt(source, selection.backend_request)
         prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, selection))
         if isinstance(prepared, tuple):
-            failures[backend.name] = prepared
+            if not _is_about_gradients(book, selection):
+                failures[backend.name] = prepared
             continue
         if prove(book, backend, prepared, adapted, selection):
             break
@@ -119,15 +120,21 @@ def _prepare_layer(
 
 def _context(config: SessionConfig, registry: Registry, selection: Selection) -> PrepareContext:
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
-    device, paths = selection.request.device, selection.segments
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    device = selection.request.device
+    paths: dict[str, Any] = {"paths": selection.segments, "gradient_paths": selection.gradients}
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     empty = None
     if policy is not UnifiedMemoryPolicy.DISABLED:
         empty = managed_empty(policy, device=device, providers=registry.memory_providers())
     if empty is None:
-        return PrepareContext(device, stream, paths=paths)
-    return PrepareContext(device, stream, empty, paths)
+        return PrepareContext(device, **paths)
+    return PrepareContext(device, empty, **paths)
+
+
+def _is_about_gradients(book: ProbeBook, selection: Selection) -> bool:
+    """Return whether a refusal to prepare was to both linear and input gradients, so that linear alone may be tried."""
+    both = (*selection.segments, *selection.gradients)
+    return bool(selection.gradients and book.refused(selection.backend, both, selection.gradient_request))
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt
@@ -144,11 +151,12 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     started = time.perf_counter()
     fault = prepared = None
     refusals: tuple[Reason, ...] = ()
+    is_lasting = True
     try:
         with on_device(request.device):
             prepared = _checked(backend.prepare(adapted, request, context), request.device)
     except RefusedError as error:
-        refusals = error.reasons
+        refusals, is_lasting = error.reasons, not error.is_for_this_weight
         if not refusals or not all(isinstance(reason, Reason) for reason in refusals):
             fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")
     except PLUGIN_FAULTS as error:
@@ -157,7 +165,9 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
         bar_writer(book, backend, weight, adapted)
         fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
     if refusals and fault is None:
-        book.refuse(backend.name, selection.segments, request, refusals)
+        if is_lasting:
+            asked = selection.gradient_request if selection.gradients else request
+            book.refuse(backend.name, (*selection.segments, *selection.gradients), asked, refusals)
         told = [str(reason) for reason in refusals]
         emit("q4.prepare", level=logging.WARNING, layer=weight.name, backend=backend.name, refused=told)
         return refusals
@@ -195,9 +205,7 @@ def _require_memory(config: SessionConfig, registry: Registry, device: torch.dev
 
 
 def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:
-    if weight.scale_kind is not request.scale_kind:
-        weight = weight.with_plain_scale()
-    return weight.repack(request.packing)
+    return weight if weight.scale_kind is request.scale_kind else weight.with_plain_scale()
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:
@@ -244,6 +252,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
         proven=selection.proven,
         fallback_reason=selection.fallback_reason,
         rejections=[str(item) for item in selection.rejections],
+        withheld=[str(item) for item in selection.withheld],
     )
     if selection.fallback_reason is not None:
         emit(

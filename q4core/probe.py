@@ -1,18 +1,14 @@
 """The numeric self-probe: a path may run only after it has computed right numbers on this machine.
 
 Each path runs at the ends of the ranges of M that it serves, on activations that lie exactly on its precision's grid,
-and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares. Every output
-element is compared with float64 from the *source* weight through the reference codec. The bound follows from float32
-arithmetic alone:
-
-    |y - ref| <= gamma(K + 8) * sum_k |x_k| |w_k|  +  half an ulp of y's dtype
-
-with gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). K products and
-sums, plus at most 8 roundings of scales, globals, offsets and bias.
+and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares; from the 128th
+row on they repeat. Every output element is compared with float64 from the *source* weight through the reference codec,
+within ``error_bound``.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +17,8 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.errors import PLUGIN_FAULTS
+from q4core.error_bound import describe_error, error_bound, worst_ratio
+from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import BlockOrder
 from q4core.probe_book import ProbeResult
 from q4core.runtime import on_device
@@ -32,69 +29,92 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["error_bound", "grid_activations", "probe_export", "probe_path"]
+__all__ = ["CHUNK_ELEMENTS", "grid_activations", "probe_export", "probe_path", "sampled"]
 
-_UNIT_ROUNDOFF = 2.0**-24
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
 _STRIDED_ROWS = 256
-_CHUNK_ELEMENTS = 1 << 20
+_DIFFERENT_ROWS = 127
+"""Of more rows of x the others repeat these, which bounds the work in float64; a prime number, so that no two rows that
+lie alike in tiles are equal. Every row of y is compared."""
+CHUNK_ELEMENTS = 1 << 20
 """Weights decoded to float64 at a time (8 MB)."""
-_HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-_TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+_FP4_UNIT = -6
+"""FP4 activations are E2M1 values times this power of two, where no static scale wants another."""
+_BLOCK_SCALES = (-6, 8)
+"""Powers of two that are normal e4m3 numbers."""
+_POWERS = (-126, 126)
 
 
-def grid_activations(
-    rows: int, columns: int, precision: Precision, *, dtype: torch.dtype = torch.float32, seed: int = 0
+def _fp4_unit(activation_scale: float | None) -> float:
+    """Return the power of two that E2M1 values are drawn under: one that block scales over a static scale reach."""
+    if activation_scale is None or not (math.isfinite(activation_scale) and activation_scale > 0):
+        return 2.0**_FP4_UNIT
+    mantissa, exponent = math.frexp(activation_scale)
+    above = exponent - 1 if mantissa == 0.5 else exponent  # noqa: PLR2004  # a power of two is the next one itself
+    above = min(max(above, _POWERS[0]), _POWERS[1])
+    return math.ldexp(1.0, above + min(max(_FP4_UNIT - above, _BLOCK_SCALES[0]), _BLOCK_SCALES[1]))
+
+
+def grid_activations(  # noqa: PLR0913  # the facts of one draw
+    rows: int,
+    columns: int,
+    precision: Precision,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    activation_scale: float | None = None,
 ) -> torch.Tensor:
     """Return activations that ``precision`` holds without loss, and no coarser one does.
 
     | precision | values | in every block |
     |---|---|---|
-    | W4A4 | E2M1 values / 64 | ±6 in 16 |
+    | W4A4 | E2M1 values / 64; under a static scale that can't reach these, the nearest power of two it can | ±6 in 16 |
     | W4A8 | integers up to 127, / 64 | ±127 in 32 |
     | W4A16 | integers up to 255, / 256: exact in bfloat16 and float16 | ±255 in 32 |
     | W4A32 | integers up to 65535, / 256, where ``dtype`` is float32; else as W4A16 | ±65535 in 32 |
 
+    Args:
+        rows: M.
+        columns: K.
+        precision: The path's precision.
+        dtype: dtype of x.
+        seed: Equal seeds give equal draws.
+        activation_scale: The checkpoint's static scale, where the weight has one; only W4A4 heeds it. A path takes its
+            next power of two for what lies under the block scales.
+
     Returns:
         [rows, columns] of ``dtype`` on the CPU.
+
+    Raises:
+        ConfigError: ``dtype`` does not hold the values on the grid of ``activation_scale``.
     """
     generator = torch.Generator().manual_seed(0x51 + 7919 * seed + rows)
     if precision is Precision.W4A4:
         levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
-        block, peak, scale = 16, 6.0, 64
+        block, peak, unit = 16, 6.0, _fp4_unit(activation_scale)
     else:
         is_wide = precision is Precision.W4A32 and dtype is torch.float32
         peak = 127.0 if precision is Precision.W4A8 else 65535.0 if is_wide else 255.0
-        block, scale = 32, 64 if precision is Precision.W4A8 else 256
+        block, unit = 32, 2.0**-6 if precision is Precision.W4A8 else 2.0**-8
         values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
     starts = torch.arange(0, columns, block)
     lengths = torch.clamp(columns - starts, max=block)
     shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
     values.scatter_(1, starts + shifts, peak)
     signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
-    scaled: torch.Tensor = values * signs / scale
-    return scaled.to(dtype)
+    scaled: torch.Tensor = values * signs * unit
+    drawn = scaled.to(dtype)
+    if activation_scale is not None and not torch.equal(drawn.to(torch.float32), scaled):
+        rule = f"one under which {dtype} holds FP4 values"
+        raise ConfigError("grid_activations", name="activation_scale", rule=rule, value=activation_scale)
+    return drawn
 
 
-def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return the largest error that float32 accumulation and one rounding to ``out_dtype`` can make.
-
-    Args:
-        reference: float64 exact results.
-        magnitude: float64, the sum over k of |x_k| |w_k| (plus |bias|), shaped as ``reference``.
-        columns: K.
-        out_dtype: dtype that y is rounded to.
-    """
-    steps = (columns + 8) * _UNIT_ROUNDOFF
-    accumulated: torch.Tensor = steps / (1 - steps) * magnitude
-    rounded: torch.Tensor = (reference.abs() + accumulated) * _HALF_ULP[out_dtype] + _TINY[out_dtype]
-    return accumulated + rounded
-
-
-def _sampled_rows(total: int) -> torch.Tensor:
+def sampled(total: int) -> torch.Tensor:
+    """Return which of ``total`` rows or columns are compared."""
     if total <= _ALL_ROWS:
         return torch.arange(total)
     middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
@@ -125,26 +145,34 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     runs: list[_Run] = []
     fault: Reason | None = None
     for draw, count in enumerate(counts):
-        x = _activations(count, source, request, path, draw)
+        try:
+            different = _activations(min(count, _DIFFERENT_ROWS), source, request, path, draw)
+        except ConfigError as error:
+            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
+            break
+        x = different.to(request.device)
+        if count > _DIFFERENT_ROWS:
+            x = x[torch.arange(count, device=request.device) % _DIFFERENT_ROWS]
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
             with on_device(request.device):
-                backend.linear(prepared, x.to(request.device), out, bias=None, path=path.name)
+                backend.linear(prepared, x, out, bias=None, path=path.name)
         except PLUGIN_FAULTS as error:
             message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
-        runs.append(_Run(x.to(torch.float64), out.to("cpu", torch.float64)[:, rows], request.out_dtype))
+        compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
+        runs.append(_Run(different.to(torch.float64), compared.to("cpu", torch.float64), request.out_dtype))
     _compare(runs, source, rows, path)
     worst = 0.0
     for run in runs:
         worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # NaN is what differs
         if not run.worst <= 1.0:
-            message = f"path {path.name} computed wrong numbers at M = {len(run.x)}: {run.describe()}"
+            message = f"path {path.name} computed wrong numbers at M = {len(run.computed)}: {run.describe()}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
     return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
@@ -156,14 +184,16 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     Once scaled by channel, a block of several values is on no grid any more; a block of one value always is, so one
     value of each block stays.
     """
-    x = grid_activations(count, request.in_features, path.precision, dtype=request.dtype, seed=draw)
+    scale = None if source.activation_scale is None else float(source.activation_scale)
+    precision, dtype = path.precision, request.dtype
+    x = grid_activations(count, request.in_features, precision, dtype=dtype, seed=draw, activation_scale=scale)
     if path.precision in {Precision.W4A32, Precision.W4A16}:
         return x
     if source.input_channel_scale is not None:
         block = 16 if path.precision is Precision.W4A4 else 32
         columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
         kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
-        x = torch.where(columns == kept, torch.where(x == 0, 1, x), 0)
+        x = torch.where(columns == kept, torch.where(x == 0, x.abs().max(), x), 0)
     if source.input_permutation is not None:
         x = torch.empty_like(x).index_copy_(1, source.input_permutation.to("cpu"), x)
     return x
@@ -171,7 +201,10 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
 
 @attrs.define(eq=False)
 class _Run:
-    """One call: x [M, K] and the sampled outputs [M, R], both in float64, and the worst error over its bound so far."""
+    """One call: x [D, K], of which row m % D is the m-th, and the sampled outputs [M, R], both in float64.
+
+    ``worst`` is the worst error over its bound so far.
+    """
 
     x: torch.Tensor
     computed: torch.Tensor
@@ -182,18 +215,13 @@ class _Run:
         """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
         reference = self.x @ dense.T
         bound = error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out_dtype)
-        error = (computed - reference).abs()
-        # Beyond the dtype's range an infinity of the right sign is right.
-        beyond = reference.abs() + bound > torch.finfo(self.out_dtype).max
-        error = torch.where(beyond & (computed == reference.sign() * torch.inf), 0.0, error)
-        # A bound of zero (a block of zeros) allows no error at all.
-        ratio = float(torch.where(error == 0, 0.0, error / bound).max())
-        self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
+        for part in computed.split(len(self.x)):
+            m = len(part)
+            ratio = worst_ratio(part, reference[:m], bound[:m], self.out_dtype)
+            self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
 
     def describe(self) -> str:
-        if not bool(torch.isfinite(self.computed).all()):
-            return "output is not finite"
-        return "output is all zero" if not bool(self.computed.any()) else f"error {self.worst:.3g} × its bound"
+        return describe_error(self.computed, self.worst)
 
 
 def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: KernelPath) -> None:
@@ -201,7 +229,7 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
     weight = source
     if path.codebook is not None:
         weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     for start in range(0, rows.numel(), step):
         dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
         for run in runs:
@@ -223,7 +251,7 @@ def probe_export(
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = _sampled_rows(request.out_features)
+    rows = sampled(request.out_features)
     some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
     message = None
     try:
@@ -241,7 +269,7 @@ def probe_export(
 def _same_values(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> bool:
     if weight.format != source.format:
         return False
-    step = max(1, _CHUNK_ELEMENTS // source.in_features)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
     pairs = zip(rows.split(step), its_rows.split(step), strict=True)
     if not all(
         torch.equal(decode_rows(weight, mine, dtype=torch.float64), decode_rows(source, theirs, dtype=torch.float64))

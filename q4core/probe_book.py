@@ -45,17 +45,19 @@ class ProbeBook(ProbeHistory):
 
     @staticmethod
     def key(backend: str, path: KernelPath | None, request: Request) -> Hashable:
-        """Return what a result holds for: backend, path, weight and call facts, device, tail classes of N and K."""
+        """Return what a result holds for: backend, path, op, weight and call facts, device, tail classes of N and K."""
         return (
             backend,
             path,
+            request.op,
             request.format,
             request.packing,
             request.scale_kind,
             request.scale_dtype,
-            request.blocks,
+            request.second_dtype,
             request.block_size,
             request.features,
+            request.has_activation_scale,
             request.device,
             request.dtype,
             request.out_dtype,

@@ -12,6 +12,7 @@ import torch
 from q4core.backend import Reason, ReasonCode
 from q4core.errors import BackendError, Q4ProbeWarning
 from q4core.events import emit, warn_once
+from q4core.gradient_probe import probe_gradient
 from q4core.plan import as_bytes, exported_weight
 from q4core.probe import probe_export, probe_path
 from q4core.probe_book import ProbeBook, ProbeResult, row_counts
@@ -68,17 +69,18 @@ class SourceGuard:
 
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
     """Return whether a path of the selection, or the backend's export, has not been probed yet."""
-    request = selection.backend_request
     parts = _parts(selection, backend).items()
-    return any(book.result(backend.name, part, request, rows) is None for part, rows in parts)
+    return any(book.result(backend.name, part, request, rows) is None for (request, part), rows in parts)
 
 
-def _parts(selection: Selection, backend: Backend) -> dict[KernelPath | None, list[int]]:
+def _parts(selection: Selection, backend: Backend) -> dict[tuple[Request, KernelPath | None], list[int]]:
     """Return what is to be probed, and with how many rows: each path where it serves, and None for an export."""
-    parts: dict[KernelPath | None, list[int]] = {path: [] for path in selection.paths}
-    for segment in selection.segments:
-        parts[segment.path] += row_counts(segment.path, segment.m)
-    return parts | ({None: []} if can_export(backend) else {})
+    request = selection.backend_request
+    parts: dict[tuple[Request, KernelPath | None], list[int]] = {}
+    for asked, segments in ((request, selection.segments), (selection.gradient_request, selection.gradients)):
+        for segment in segments:
+            parts.setdefault((asked, segment.path), []).extend(row_counts(segment.path, segment.m))
+    return parts | ({(request, None): []} if can_export(backend) else {})
 
 
 def bar_writer(book: ProbeBook, backend: Backend, weight: PackedWeight, given: PackedWeight) -> None:
@@ -106,9 +108,8 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
         source: The weight that it prepared, as it was given.
         selection: Which paths are to serve.
     """
-    request = selection.backend_request
     good = True
-    for part, rows in _parts(selection, backend).items():
+    for (request, part), rows in _parts(selection, backend).items():
         result = book.result(backend.name, part, request, rows)
         name = "export" if part is None else part.name
         if result is None:
@@ -120,6 +121,7 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
                 level=logging.DEBUG if result.fault is None else logging.ERROR,
                 backend=backend.name,
                 path=name,
+                op=request.op,
                 format=request.format.name,
                 device=str(request.device),
                 passed=result.fault is None,
@@ -129,7 +131,12 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedW
             )
         if result.fault is not None:
             good = False
-            message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
+            if request.op == "input_gradient":
+                name = f"input gradient {name}"
+                what = f"{name} of backend {backend.name!r} is not used, another one or the core computes it,"
+            else:
+                what = f"backend {backend.name!r} is not used"
+            message = f"{what} for {request.format.name}: {result.fault.message}"
             warn_once((backend.name, name, request.format.name), Q4ProbeWarning, message)
     return good
 
@@ -142,6 +149,8 @@ def _probe(  # noqa: PLR0913  # the facts of one probe
     path: KernelPath | None,
     rows: list[int],
 ) -> ProbeResult:
+    if path is not None and request.op == "input_gradient":
+        return probe_gradient(backend, prepared, source, request, path, rows)
     if path is not None:
         return probe_path(backend, prepared, source, request, path, rows)
 

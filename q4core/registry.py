@@ -269,8 +269,8 @@ def _fault_of_backend(item: Any) -> Reason | None:
     if not isinstance(getattr(item, "capabilities", None), Capabilities):
         return Reason(ReasonCode.PLUGIN_ERROR, "capabilities must be a Capabilities")
     missing = [name for name in ("check", "prepare", "linear") if not callable(getattr(item, name, None))]
-    if "quantize" in item.capabilities.ops and not callable(getattr(item, "quantize", None)):
-        missing.append("quantize")
+    declared = [name for name in ("quantize", "input_gradient") if name in item.capabilities.ops]
+    missing += [name for name in declared if not callable(getattr(item, name, None))]
     if missing:
         return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}")
     return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from q4core.backend import KernelPath, Reason, Request, Segment
+    from q4core.backend import KernelPath, Reason, Request, Segment, Withheld
     from q4core.policy import ComputePath
 
 __all__ = ["NO_HISTORY", "ProbeHistory", "Rejection", "Selection"]
@@ -67,7 +67,7 @@ class Selection:
 
     Args:
         request: What was asked.
-        backend_request: The same as the backend sees it (scale kind or packing resolved by the core where needed).
+        backend_request: The same as the backend sees it (scale kind resolved by the core where needed).
         backend: Name of the winner.
         segments: Which path serves which range of M; together they cover the request's range.
         native_state: What the winner said of its native part.
@@ -76,6 +76,9 @@ class Selection:
         fallback_reason: Why the reference serves although a kernel was wanted, or None.
         rejections: Every other backend, with all its reasons.
         disqualified: Why paths of the winner that it offers may not run; empty when all may.
+        withheld: Kernels of the winner that it can't offer here, and why, whatever was asked for.
+        gradients: Which of the winner's input gradients serves which range of M; empty where the core computes them.
+        gradients_refused: Why input gradients of the winner may not run, or all are left to the core.
         proven: Whether every path of the selection has passed its self-probe in this process.
     """
 
@@ -89,7 +92,15 @@ class Selection:
     fallback_reason: str | None
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...] = ()
+    withheld: tuple[Withheld, ...] = ()
+    gradients: tuple[Segment, ...] = ()
+    gradients_refused: tuple[Reason, ...] = ()
     proven: bool
+
+    @property
+    def gradient_request(self) -> Request:
+        """The request for input gradients, as the backend sees it."""
+        return attrs.evolve(self.backend_request, op="input_gradient")
 
     @property
     def path(self) -> KernelPath:

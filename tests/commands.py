@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["AMBIGUOUS", "MODEL", "NF4", "ROOT", "answer", "process", "say"]
 
 ROOT = Path(__file__).parents[1]
-NF4 = ROOT / "tests/golden/bitsandbytes/nf4-b64-double.safetensors"
-MODEL = ROOT / "tests/golden/models/compressed-tensors-nvfp4"
-AMBIGUOUS = ROOT / "tests/golden/modelopt/nvfp4-whole-tiles.safetensors"
+NF4 = ROOT / "conformance/src/q4_conformance/golden/bitsandbytes/nf4-b64-double.safetensors"
+MODEL = ROOT / "conformance/src/q4_conformance/golden/models/compressed-tensors-nvfp4"
+AMBIGUOUS = ROOT / "conformance/src/q4_conformance/golden/modelopt/nvfp4-whole-tiles.safetensors"
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> Any:

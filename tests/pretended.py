@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import types
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -247,7 +246,6 @@ def pretended_cuda() -> Iterator[Pretence]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: seen.current,
-        "current_stream": lambda device=None: types.SimpleNamespace(device=device),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device=None: None,
         "_lazy_init": lambda: None,

@@ -36,7 +36,7 @@ HORIZON = 12
 """Stands for every larger M: no path drawn here begins or ends beyond it."""
 
 AUTO, EXACT, INT8, FP4 = q4.ActivationPrecision
-KERNEL, DEQUANT, REFERENCE = q4.PathKind
+KERNEL, DEQUANT, REFERENCE = q4.PathKind.KERNEL, q4.PathKind.DEQUANT, q4.PathKind.REFERENCE
 W4A32, W4A16, W4A8, W4A4 = q4.Precision
 
 _KINDS = {
@@ -80,12 +80,16 @@ class Told:
 
 @attrs.frozen
 class Fact:
-    """A backend: the paths that it offers, or every reason why it offers none, whatever the policy."""
+    """A backend: the paths that it offers, or every reason why it offers none, whatever the policy.
+
+    A kernel that it withholds beside its offers is a precision and the reason.
+    """
 
     name: str
     native_state: str
     offers: tuple[Offer, ...] = ()
     refusals: tuple[Told, ...] = ()
+    withheld: tuple[tuple[q4.Precision, Told], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -106,11 +110,13 @@ class Wish:
 
     def allows(self, path: q4.KernelPath) -> bool:
         """Return whether the activations may be rounded as the path rounds them; the reference is asked for as such."""
-        if self.compute_path is q4.ComputePath.DEQUANT_MATMUL_ONLY:
-            return True
+        return self.compute_path is q4.ComputePath.DEQUANT_MATMUL_ONLY or self.allows_precision(path.precision)
+
+    def allows_precision(self, precision: q4.Precision) -> bool:
+        """Return whether the activations may be rounded so."""
         rounded = {AUTO: set() if self.gradients else {W4A8}, EXACT: set(), INT8: {W4A8}, FP4: {W4A4}}
         exact = {W4A32, W4A16} if self.precision in {AUTO, EXACT} else set()
-        return path.precision in exact | rounded[self.precision]
+        return precision in exact | rounded[self.precision]
 
 
 @attrs.frozen(kw_only=True)
@@ -171,6 +177,8 @@ def _contradicts(fact: Fact, wish: Wish) -> bool:
     asked = [wish]
     if wish.compute_path is q4.ComputePath.KERNEL_OR_FALLBACK:
         asked.append(_as_reference(wish))
+    if _withheld(fact, wish):  # what it lacks here is not a wish
+        return False
     return any(_lane(fact, other) for other in others) and not any(_lane(healthy, item) for item in asked)
 
 
@@ -201,6 +209,13 @@ def _failed(fact: Fact) -> list[Told]:
         for offer in fact.offers
         if offer.state is State.FAILED
     ]
+
+
+def _withheld(fact: Fact, wish: Wish) -> list[Told]:
+    """Return the reasons of the kernels that the wish would let serve, if they were not withheld."""
+    if KERNEL not in _KINDS[wish.compute_path]:
+        return []
+    return [told for precision, told in fact.withheld if wish.allows_precision(precision)]
 
 
 def _gap(fact: Fact, wish: Wish) -> list[Told]:
@@ -248,15 +263,17 @@ def reasons_against(fact: Fact, result: Answer, wish: Wish) -> list[Told]:
     if fact.refusals:
         return list(fact.refusals)
     if fact.name in result.rivals:
-        return [*_failed(fact), _outranked(fact, result, wish)]
+        kernels = [] if result.is_fallback else _withheld(fact, wish)  # references compete there
+        return [*_failed(fact), *kernels, _outranked(fact, result, wish)]
     if _lane(fact, wish) and wish.override not in {None, fact.name}:
-        return [*_failed(fact), Told(q4.ReasonCode.POLICY, ("override", repr(wish.override)))]
-    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish)]
+        override = Told(q4.ReasonCode.POLICY, ("override", repr(wish.override)))
+        return [*_failed(fact), *_withheld(fact, wish), override]
+    return kernel_reasons(fact, wish)
 
 
 def kernel_reasons(fact: Fact, wish: Wish) -> list[Told]:
     """Return every reason why a backend's kernels do not serve."""
-    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish)]
+    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish), *_withheld(fact, wish)]
 
 
 def unmatched(told: Sequence[Told], reasons: Sequence[q4.Reason]) -> tuple[list[Told], list[q4.Reason]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import q4core as q4
-from q4core import checkpoint, codec, schema
+from q4core import checkpoint, quantizer, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +18,11 @@ STAND_FOR: dict[str, Callable[..., Any]] = {
     "detect_all": schema.detect_all,
     "detect_or_fail": schema.detect_or_fail,
     "open": checkpoint.open_checkpoint,
-    "quantize": codec.quantize,
+    "quantize": quantizer.quantize,
     "save_checkpoint": checkpoint.save_checkpoint,
     "validate": schema.validate,
 }
-PLUGINS = {"dialects", "readers"}
+PLUGINS = {"dialects", "readers", "registry"}
 
 
 def _arguments(function: Callable[..., Any]) -> list[tuple[str, object, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,52 @@ import torch
 import q4core as q4
 
 PAGE = (Path(__file__).parent.parent / "docs" / "backend-api.md").read_text(encoding="utf-8")
+
+
+VALUES = (
+    q4.Capabilities,
+    q4.KernelPath,
+    q4.Prepared,
+    q4.PrepareContext,
+    q4.Request,
+    q4.Segment,
+    q4.Verdict,
+    q4.Withheld,
+)
+KINDS = (q4.PathKind, q4.Precision, q4.Standing)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_the_page_names_every_field_of_the_contract(value: type[Any]) -> None:
+    """What passes between the core and a backend is on the page, field by field; what is private is no contract."""
+    code = " ".join(re.findall(r"```.*?```|`[^`]+`", PAGE, re.DOTALL))
+    names = [name for name in attrs.fields_dict(value) if not name.startswith("_")]
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_names_every_member_of_the_contract(kind: Any) -> None:
+    """So are the words that a path is described by, and the tiers by their numbers."""
+    assert [member.name for member in kind if f"`{member.name}`" not in PAGE] == []
+    assert [tier for tier in q4.Tier if not re.search(rf"\b{int(tier)} ", PAGE)] == []
+
+
+def test_the_example_of_the_page_runs() -> None:
+    """The code at the top of the page is a plugin that the registry takes, with every method of the contract."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    module = types.ModuleType("my_package")
+    exec(code, vars(module))  # noqa: S102  # our own page
+    backends = q4.Registry([("my-backend", module)]).backends()
+    assert list(backends) == ["my-backend"]
+    assert isinstance(backends["my-backend"], q4.Backend)
+
+
+def test_a_context_allocates_on_its_device() -> None:
+    """A context is made from a device, which it keeps to itself: a backend allocates by ``empty`` and ``keep``."""
+    context = q4.PrepareContext("meta")
+    assert context.empty((2, 3), torch.float16).device.type == "meta"
+    assert context.keep(torch.zeros(4)).device.type == "meta"
+    assert [name for name in dir(context) if not name.startswith("_")] == ["empty", "gradient_paths", "keep", "paths"]
 
 
 @pytest.mark.parametrize("method", ["check", "prepare", "linear"])

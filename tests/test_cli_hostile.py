@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import typer
 
 ROOT = Path(__file__).parents[1]
-NF4 = ROOT / "tests/golden/bitsandbytes/nf4-b64.safetensors"
+NF4 = ROOT / "conformance/src/q4_conformance/golden/bitsandbytes/nf4-b64.safetensors"
 ERROR_KEYS = {"code", "message", "what", "name", "rule", "value", "where", "hint", "details"}
 
 

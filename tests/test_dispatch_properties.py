@@ -134,7 +134,8 @@ def _expect_lane(segments: Sequence[Any], result: model.Answer, wish: Wish) -> N
 
 
 def _is_mere_reference(fact: Fact) -> bool:
-    return not fact.refusals and all(offer.path.kind is q4.PathKind.REFERENCE for offer in fact.offers)
+    paths = [offer.path for offer in fact.offers]
+    return not fact.refusals and not fact.withheld and all(path.kind is q4.PathKind.REFERENCE for path in paths)
 
 
 def _expect_fallback(text: str | None, facts: Sequence[Fact], result: model.Answer, wish: Wish) -> None:
@@ -162,7 +163,7 @@ def _path(name: str, kind: q4.PathKind, tier: int, low: int = 1, high: int | Non
     return q4.KernelPath(name, (low, high), kind, q4.Precision.W4A32, tier)
 
 
-KERNEL, DEQUANT, REFERENCE = q4.PathKind
+KERNEL, DEQUANT, REFERENCE = q4.PathKind.KERNEL, q4.PathKind.DEQUANT, q4.PathKind.REFERENCE
 OR_FALLBACK = q4.ComputePath.KERNEL_OR_FALLBACK
 TWO_KERNELS = [_path("p0", KERNEL, 40), _path("p1", KERNEL, 20)]
 HALVES = [_path("p0", KERNEL, 20, 1, 4), _path("p1", KERNEL, 30, 5)]
@@ -196,6 +197,7 @@ def test_every_mix_is_answered_as_the_policies_say(mix: tuple[list[Cast], Wish],
         states = {offer.path.name: offer.state for offer in winner.offers}
         assert got.proven == all(states[path.name] is State.PROVEN for path in result.lane)
         assert got.native_state == winner.native_state
+        assert [item.precision for item in got.withheld] == [precision for precision, _ in winner.withheld]
         assert (got.compute_path, got.override, got.request) == (wish.compute_path, wish.override, _request(wish))
         if wish.override is not None and not result.is_fallback:
             assert got.backend == wish.override

@@ -15,7 +15,7 @@ from samples import bits
 import q4core as q4
 from q4core.formats import as_e4m3, as_e8m0, dynamic_map, find_format, resolve_levels
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "conformance/src/q4_conformance/golden"
 
 
 def _stored(name: str) -> dict[str, torch.Tensor]:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import sysconfig
-import venv
-import zipfile
 from pathlib import Path
 
+import fresh
 import pytest
 
-ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import json, sys
 import torch
@@ -41,44 +36,22 @@ print(json.dumps({
 """
 
 
-def _wheel(folder: Path, target: Path) -> Path:
-    """Build the wheel of a distribution, as an index would serve it."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = target.glob("*.whl")
-    return wheel
-
-
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the python of an environment with torch and its needs, q4core, the fallback, and no other plugin."""
-    base = tmp_path_factory.mktemp("fresh")
-    venv.create(base / "env", with_pip=False, symlinks=True)
-    python = base / "env" / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(base / "env")}))
-    for item in Path(sysconfig.get_path("purelib")).iterdir():
-        ours = item.name.lower().lstrip("_").startswith(("q4", "editable"))
-        if not ours and item.suffix != ".pth" and not (site / item.name).exists():
-            (site / item.name).symlink_to(item)
-    for number, folder in enumerate((ROOT, ROOT / "plugins" / "dequant-fallback")):
-        target = base / str(number)
-        target.mkdir()
-        with zipfile.ZipFile(_wheel(folder, target)) as wheel:
-            wheel.extractall(site)
-    return python
+    return fresh.make_environment(
+        tmp_path_factory.mktemp("fresh") / "env", [fresh.ROOT, fresh.ROOT / "plugins/dequant-fallback"]
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
-def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(fresh: Path, tmp_path: Path) -> None:
+def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(python: Path, tmp_path: Path) -> None:
     """A session is made, a forward is right, the fallback is the only plugin, and nothing native of ours is mapped."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "Q4_", "COV_"))}
-    command = [str(fresh), "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    done = fresh.run(python, "-c", PROGRAM, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     site = Path(told["q4core"]).parents[1]
-    assert fresh.parents[1] in site.parents
+    assert python.parents[1] in site.parents
     assert told["plugins"] == [["dequant-fallback", "loaded", []]]
     assert (told["backend"], told["rejections"]) == ("dequant-fallback", 0)
     assert told["modules"] == ["q4_dequant_fallback"]

@@ -13,7 +13,7 @@ import torch
 
 import q4core as q4
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "conformance/src/q4_conformance/golden"
 MANIFEST: dict[str, dict[str, Any]] = json.loads((GOLDEN / "manifest.json").read_text(encoding="utf-8"))
 PACKINGS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "packing.json").read_text(encoding="utf-8"))
 MODELS = sorted(path.name for path in (GOLDEN / "models").iterdir())

@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     page,
     pictures,
     place,
+    probe_time,
     products,
     report,
     stages,
@@ -206,6 +207,26 @@ def test_a_wrong_answer_ends_its_stage_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("reference_measured")
+def test_overhead_and_probe_are_measured_with_fp4_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backend has FP4 paths, what the host adds and what a first layer costs are told of these as well."""
+    monkeypatch.setattr(ours, "precisions_of", lambda backend: [ours.EXACT, ours.FP4])
+    asked: list[str] = []
+    own = ours.session
+
+    def noted(backend: str, there: place.Place, precision: str = ours.EXACT, **named: Any) -> q4.Session:
+        asked.append(precision)
+        return own(backend, there, ours.EXACT, **named)
+
+    monkeypatch.setattr(ours, "session", noted)
+    found = stages.STAGES["overhead"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
+    assert {"nvfp4 64x128", "nvfp4 64x128 fp4"} <= {layer["name"] for layer in found["layers"]}
+    assert asked.count(ours.FP4) == asked.count(ours.EXACT) == 4
+    layers = probe_time.first_layers(HERE)["layers"]
+    assert layers["nvfp4 fp4"]["probe_ms"] > 0
+    assert len(layers) == 2 * len([name for name in layers if name.endswith(" fp4")])
+
+
+@pytest.mark.usefixtures("reference_measured")
 def test_what_there_is_no_time_for_is_told() -> None:
     """After the deadline nothing is begun, and the result says what was left out."""
     work = stages.Work(HERE, Deadline(0), is_tiny=True)
@@ -340,16 +361,37 @@ def test_both_plugins_are_measured(tmp_path: Path) -> None:
     quantised = {call["format"] for call in result["stages"]["quantiser"]["calls"].values()}
     assert quantised == {"nvfp4", "mxfp4"}
     told = result["backends"]["nf4-cuda"]["formats"]["nf4"]
-    assert "interpreted" in told["native_state"]
+    assert all(path.endswith(", interpreted)") for path in told["paths"])
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("reference_measured")
-def test_a_gpu_is_measured(tmp_path: Path) -> None:
-    """On a GPU the yardsticks are graphs of real kernels, faster than any host."""
-    there = place.find_place()
-    limits = stages.limits(stages.Work(there, Deadline(60)))
-    assert limits["copy_gb_per_s"] > 50
-    assert 0.3 < limits["empty_us"] < 50
-    found = products.measure((products.Table((1024, 1024), (1,), frozenset({"nf4"})),), there, TINY, Deadline(60))
-    assert found["tables"][0]["calls"][dense.NAME]["why_eager"] is None
+BLOCKER = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"hypothesis", "matplotlib", "sklearn", "typer", "gguf"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.mark.slow
+def test_few_packages_are_enough(tmp_path: Path) -> None:
+    """Without matplotlib, Hypothesis and others a dry run works, and each test that needs a GPU is collected."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    environment = {key: value for key, value in os.environ.items() if key not in {"TRITON_INTERPRET", "PYTHONPATH"}}
+    here = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
+    environment |= {"PYTHONPATH": here, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+    def told(arguments: list[str]) -> str:
+        done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "stage tests" in told([sys.executable, str(RUN), "--dry-run"])
+    with_tests = [folder for folder in tree_tests.FOLDERS if tree_tests.files_of(folder)]
+    assert set(with_tests) >= {"plugins/triton-kernels/tests", "plugins/nvfp4-native/tests", "tests"}
+    for folder in with_tests:
+        listed = told([*tree_tests.command(tree_tests.files_of(folder)), "--collect-only"])
+        assert "::test_" in listed, listed

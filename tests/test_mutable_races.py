@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from linearizability import Recorder, violations
 from sharing import LONG
 
 import q4core as q4
+from q4_conformance.history import Recorder, violations
 from q4core.mutable import MutableMode, MutableTensor
 
 if TYPE_CHECKING:

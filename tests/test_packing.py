@@ -17,7 +17,7 @@ import q4core as q4
 from q4core.packing import pack_codes, unpack_codes
 
 VECTORS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "golden" / "packing.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "conformance/src/q4_conformance/golden/packing.json").read_text(encoding="utf-8")
 )
 
 

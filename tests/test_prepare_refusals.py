@@ -171,3 +171,27 @@ def test_a_refusal_crosses_process_borders_whole() -> None:
     twin = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
     assert twin.reasons == REASONS
     assert str(twin) == str(error)
+
+
+def test_a_refusal_of_one_weight_holds_for_no_other() -> None:
+    """Where a refusal comes from a weight's own numbers, the backend is asked again for the next weight of its kind."""
+
+    class Picky(Refusing):
+        def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+            if weight.name == "odd":
+                raise q4.RefusedError(REASONS[:1], is_for_this_weight=True)
+            return FakeBackend.prepare(self, weight, request, context)
+
+    session = q4.Session(registry=registry(Picky("picky")))
+    odd = session.linear(attrs.evolve(_weight(), name="odd")).diagnostics()
+    assert odd.backend == "dequant-fallback"
+    assert _reasons(odd.rejections, "picky") == REASONS[:1]
+    assert session.linear(_weight()).diagnostics().backend == "picky"
+    assert session.linear(attrs.evolve(_weight(), name="odd")).diagnostics().backend == "dequant-fallback"
+
+
+def test_a_refusal_of_one_weight_crosses_processes() -> None:
+    """Pickled, it says the same."""
+    error = pickle.loads(pickle.dumps(q4.RefusedError(REASONS, is_for_this_weight=True)))  # noqa: S301  # own bytes
+    assert (error.reasons, error.is_for_this_weight) == (REASONS, True)
+    assert not q4.RefusedError(REASONS).is_for_this_weight

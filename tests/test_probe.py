@@ -10,8 +10,9 @@ import torch
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
+from q4core.error_bound import error_bound
 from q4core.events import forget_warnings
-from q4core.probe import error_bound, grid_activations, probe_path
+from q4core.probe import grid_activations, probe_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +131,55 @@ def test_a_tile_that_is_wrong_is_found_where_it_is_named() -> None:
     again = FakeBackend("again", paths=(TILED,), damage=wrong_tile)
     with pytest.warns(q4.Q4ProbeWarning), pytest.raises(q4.BackendUnavailableError, match="M = 65"):
         q4.Session(only, registry=registry(again)).linear(_weight())
+
+
+def test_many_rows_are_compared_one_by_one_and_cost_little_to_check() -> None:
+    """Above 127 rows x repeats, so that little is computed in float64; one row of y that is wrong is still found."""
+    seen: list[torch.Tensor] = []
+
+    class Watching(FakeBackend):
+        def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+            super().linear(prepared, x, out, bias=bias, path=path)
+            seen.append(x.clone())
+            out[2000:2001] *= self.factor
+
+        factor = 1.0
+
+    path = attrs.evolve(KERNEL_PATH, probe_rows=(2049,))
+    assert q4.Session(registry=registry(Watching("right", paths=(path,)))).linear(_weight()).diagnostics().proven
+    assert seen[-1].shape == (2049, 128)
+    assert torch.unique(seen[-1], dim=0).shape == (127, 128)
+    assert torch.equal(seen[-1][:-127], seen[-1][127:])
+    wrong = Watching("wrong", paths=(path,))
+    wrong.factor = 1.01
+    with pytest.warns(q4.Q4ProbeWarning, match="M = 2049"):
+        assert q4.Session(registry=registry(wrong)).linear(_weight()).diagnostics().backend != "wrong"
+
+
+def test_a_proof_holds_for_one_variant_and_one_dtype_of_the_second_number() -> None:
+    """Where other code runs, for the backend's own reasons or for another dtype of the offset, it is probed too."""
+
+    class Cut(FakeBackend):
+        def check(self, request: q4.Request) -> q4.Verdict:
+            path = attrs.evolve(KERNEL_PATH, variant=f"{request.out_features // 64} parts")
+            return q4.Verdict.offer([path], native_state="fake")
+
+    backend = Cut("cut")
+    session = q4.Session(registry=registry(backend))
+    session.linear(_weight(rows=32))
+    assert len(backend.calls) == 3
+    session.linear(_weight(rows=64))
+    assert len(backend.calls) == 6
+    session.linear(_weight(rows=96))
+    assert len(backend.calls) == 6
+
+    plain = FakeBackend("plain", formats={"q4_1"}, features={q4.Feature.OFFSET})
+    session = q4.Session(registry=registry(plain))
+    weight = _weight("q4_1")
+    assert weight.offset is not None
+    for dtype in (torch.float16, torch.float32, torch.float16):
+        session.linear(attrs.evolve(weight, offset=weight.offset.to(dtype)))
+    assert len(plain.calls) == 6
 
 
 def test_nothing_proven_under_kernel_only_is_an_error() -> None:

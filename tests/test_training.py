@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBackend
 
 import q4core as q4
-from q4core import codec, training
+from q4core import training
 from q4core.events import forget_warnings
-from q4core.training import quantising
 
 N, K = 24, 64
 
@@ -191,47 +189,3 @@ def test_a_thousand_steps_of_a_plain_loop() -> None:
     assert sum(losses[-50:]) < 0.5 * sum(losses[:50])
     assert _resident_bytes() - before < 4 << 20
     assert training.eval_cache_bytes() == 0
-
-
-class _NativeQuantiser(FakeBackend):
-    """A backend with a native quantiser that may be wrong."""
-
-    def __init__(self, *, wrong: bool) -> None:
-        super().__init__("native", ops={"linear", "quantize"}, devices={"cpu", "cuda"})
-        self.wrong, self.quantised = wrong, 0
-
-    def quantize(self, dense: torch.Tensor, request: q4.Request) -> q4.PackedWeight:
-        self.quantised += 1
-        return q4.quantize(dense * (1.01 if self.wrong else 1.0), request.format)
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_native_quantiser_is_compared_before_it_is_used(wrong: bool) -> None:
-    """A native quantiser serves only if its bytes equal the reference's; a wrong one is told and left out."""
-    backend = _NativeQuantiser(wrong=wrong)
-    dense = _tensor(N, K)
-    request = quantising._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
-    if wrong:
-        with pytest.warns(q4.Q4ProbeWarning, match="native quantiser"):
-            assert not quantising._is_right(backend, request, dense)
-    else:
-        assert quantising._is_right(backend, request, dense)
-    assert backend.quantised == 1
-
-
-def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device whose arithmetic rounds otherwise must not set the bytes that a native quantiser is held to."""
-    devices = []
-    reference = codec.quantize
-
-    def watched(dense: torch.Tensor, format_: q4.Format, **choices: Any) -> q4.PackedWeight:
-        devices.append(dense.device.type)
-        return reference(dense, format_, **choices)
-
-    monkeypatch.setattr(codec, "quantize", watched)
-    dense = torch.empty(N, K, device="meta")
-    request = quantising._quantize_request(q4.BUILTIN_FORMATS["nvfp4"], dense)
-    devices.clear()
-    with pytest.warns(q4.Q4ProbeWarning, match="native quantiser"):  # which can't quantise what holds no data
-        quantising._is_right(_NativeQuantiser(wrong=False), request, dense)
-    assert devices[0] == "cpu"

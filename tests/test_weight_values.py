@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import q4core as q4
 
 Kind = q4.ScaleKind
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "conformance/src/q4_conformance/golden"
 NAN, INF = float("nan"), float("inf")
 
 

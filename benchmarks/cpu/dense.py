@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.candidate import PEER, Calls, Candidate
+from benchmarks.int4pack import int4pack_operands
 
 if TYPE_CHECKING:
     from benchmarks.problem import Problem
@@ -55,9 +56,8 @@ def _int4pack(problem: Problem) -> Candidate:
     codes = (grouped / scale).round().clamp(-8, 7)
     reference = (codes.double() * scale.double()).view(problem.pattern.shape)
     whole = problem.tiled((codes + 8).view(problem.pattern.shape).to(torch.int32))
-    scales = torch.stack([scale[..., 0], torch.zeros_like(scale[..., 0])], dim=-1).bfloat16()
-    scales = problem.tiled(scales).transpose(0, 1).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 2)  # noqa: SLF001  # its only name
+    wide = problem.tiled(scale[..., 0])
+    packed, scales = int4pack_operands(whole, wide, torch.zeros_like(wide), torch.bfloat16)
     size = packed.numel() * packed.element_size() + scales.numel() * 2
     weights = [(packed.clone(), scales.clone()) for _ in range(problem.copies(size))]
     product = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001  # its only name

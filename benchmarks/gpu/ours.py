@@ -76,7 +76,7 @@ def session(backend: str, place: Place, precision: str = EXACT, *, own: q4.Regis
     return q4.Session(config, registry=own or registry())
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Made:
     """One weight in enough prepared copies that it comes from memory.
 
@@ -85,6 +85,7 @@ class Made:
         format: Its name in ``FORMATS``.
         precision: ``exact`` or ``fp4``.
         layers: The copies.
+        weight: The weight, as a backend of these formats reads it.
         reference: float64 [P, K] on the device: the weight's pattern.
     """
 
@@ -92,7 +93,14 @@ class Made:
     format: str
     precision: str
     layers: list[q4.Q4Linear]
+    weight: q4.PackedWeight
     reference: torch.Tensor
+
+    @property
+    def linear(self) -> Callable[..., None]:
+        """The backend's own ``linear``."""
+        call: Callable[..., None] = self._ready.plan.backend.linear
+        return call
 
     @property
     def weight_bytes(self) -> int:
@@ -105,9 +113,20 @@ class Made:
         return f"{self.format} {self.precision}"
 
     def paths(self) -> list[q4.KernelPath]:
-        """Return every path that the backend offers and has prepared, also those that a better one covers."""
-        ready = self.layers[0]._require_ready()  # noqa: SLF001  # one path against another is the point
-        return [*ready.plan.backend.check(ready.selection.backend_request).paths]
+        """Return every path that the backend offers for the precision, also those that a better one covers."""
+        request = self._ready.selection.backend_request
+        return [path for path in self._ready.plan.backend.check(request).paths if request.allows(path.precision)]
+
+    @property
+    def _ready(self) -> Any:
+        return self.layers[0]._require_ready()  # noqa: SLF001  # one path against another is the point
+
+    @functools.cached_property
+    def prepared(self) -> list[q4.Prepared]:
+        """The copies once more, prepared for every path: a layer's own hold code for the paths that serve it alone."""
+        request = self._ready.selection.backend_request
+        context = q4.PrepareContext(request.device)
+        return [self._ready.plan.backend.prepare(self.weight, request, context) for _ in self.layers]
 
 
 def make(backend: str, name: str, problem: Problem, place: Place, precision: str = EXACT) -> Made:
@@ -122,14 +141,14 @@ def make(backend: str, name: str, problem: Problem, place: Place, precision: str
     first = made.linear(weight)
     copies = problem.copies(first.diagnostics().prepared_bytes, place.rotation_bytes)
     layers = [first, *(made.linear(weight) for _ in range(copies - 1))]
-    return Made(backend, name, precision, layers, exact_value(pattern).to(place.device))
+    return Made(backend, name, precision, layers, weight, exact_value(pattern).to(place.device))
 
 
 def candidate(made: Made) -> Candidate:
     """Return ``Q4Linear.forward`` with ``out=``, by the path that the layer chose for each M."""
 
-    def calls(layer: q4.Q4Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
-        return functools.partial(layer.forward, x, out=out)
+    def calls(copy: int, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        return functools.partial(made.layers[copy].forward, x, out=out)
 
     return _candidate(made, made.name, calls)
 
@@ -137,9 +156,8 @@ def candidate(made: Made) -> Candidate:
 def path_candidate(made: Made, path: str) -> Candidate:
     """Return one path of the backend, called directly, whether it is the one that is chosen for some M or not."""
 
-    def calls(layer: q4.Q4Linear, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
-        ready = layer._require_ready()  # noqa: SLF001  # one path against another is the point
-        return functools.partial(ready.plan.backend.linear, ready.prepared, x, out, bias=None, path=path)
+    def calls(copy: int, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        return functools.partial(made.linear, made.prepared[copy], x, out, bias=None, path=path)
 
     return _candidate(made, f"{made.name}, path {path}", calls)
 
@@ -149,8 +167,8 @@ def _candidate(made: Made, name: str, calls: Callable[..., Callable[[], object]]
         del threads
         given = x.to(DTYPE)
         out = torch.empty(x.shape[0], made.layers[0].out_features, dtype=DTYPE, device=x.device)
-        used = made.layers[:1] if resident else made.layers
-        return Calls([calls(layer, given, out) for layer in used], lambda: out)
+        used = range(1 if resident else len(made.layers))
+        return Calls([calls(copy, given, out) for copy in used], lambda: out)
 
     return Candidate(
         name=name,

@@ -53,18 +53,21 @@ def measure(place: Place, deadline: Deadline) -> dict[str, Any]:
                 if deadline.is_over():
                     found["left_out"].append(label)
                     continue
-                try:
-                    layer = ours.make(backend, name, Problem(*shape), place).layers[0]
-                except q4.Q4Error as error:
-                    found["refused"][f"{backend}, {label}"] = str(error)
-                    continue
-                with torch.no_grad():
-                    samples = record.interleaved_us(
-                        _calls(layer, shape, place),
-                        rounds=rounds,
-                        repeats=repeats,
-                        settle=functools.partial(synchronize, place),
-                    )
-                calls = {key: record.summary(values) for key, values in samples.items()}
-                found["layers"].append({"name": label, "format": name, "shape": shape, "calls": calls})
+                for precision in ours.precisions_of(instance):
+                    subject = label if precision == ours.EXACT else f"{label} {precision}"
+                    try:
+                        layer = ours.make(backend, name, Problem(*shape), place, precision).layers[0]
+                    except q4.Q4Error as error:
+                        found["refused"][f"{backend}, {subject}"] = str(error)
+                        continue
+                    with torch.no_grad():
+                        samples = record.interleaved_us(
+                            _calls(layer, shape, place),
+                            rounds=rounds,
+                            repeats=repeats,
+                            settle=functools.partial(synchronize, place),
+                        )
+                    calls = {key: record.summary(values) for key, values in samples.items()}
+                    facts = {"name": subject, "format": name, "precision": precision, "shape": shape}
+                    found["layers"].append({**facts, "calls": calls})
     return found

@@ -5,6 +5,7 @@ The second process finds what the first compiled on disk: that is the warm cache
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.deadline import Deadline
     from benchmarks.gpu.place import Place
 
-__all__ = ["measure"]
+__all__ = ["first_layers", "measure"]
 
 _SHAPE, _TINY_SHAPE = (4096, 4096), (64, 128)
 _RUNS = ("cold or warm", "warm")
@@ -54,29 +55,30 @@ def measure(place: Place, deadline: Deadline) -> dict[str, Any]:
     return found
 
 
-def _first_layers(place: Place) -> dict[str, Any]:
+def first_layers(place: Place) -> dict[str, Any]:
     """Return what the first layer of each format costs in this process."""
     shape = _SHAPE if place.is_cuda else _TINY_SHAPE
     warm = torch.randn(256, 256, device=place.device)
     (warm @ warm).sum().item()  # the device and its libraries start here
     layers: dict[str, Any] = {}
     for backend, instance in ours.backends().items():
-        for name in ours.formats_of(instance):
+        for name, precision in itertools.product(ours.formats_of(instance), ours.precisions_of(instance)):
+            label = name if precision == ours.EXACT else f"{name} {precision}"
             dense = torch.randn(128, shape[1], generator=torch.Generator().manual_seed(3)) / 50
             weight = q4.cat([weight_of(name, dense).to(place.device)] * max(1, shape[0] // 128))
             own = q4.Registry()
             with recorded() as told:
                 started = time.perf_counter()
                 try:
-                    ours.session(backend, place, own=own).linear(weight)
+                    ours.session(backend, place, precision, own=own).linear(weight)
                 except q4.Q4Error as error:
-                    layers[name] = {"refused": str(error)}
+                    layers[label] = {"refused": str(error)}
                     continue
                 synchronize(place)
                 seconds = time.perf_counter() - started
             probes = {fields["path"]: fields["microseconds"] / 1e3 for fields in told.named("q4.probe")}
             prepared = [fields["microseconds"] / 1e3 for fields in told.named("q4.prepare")]
-            layers[name] = {
+            layers[label] = {
                 "backend": backend,
                 "layer_ms": seconds * 1e3,
                 "prepare_ms": sum(prepared),
@@ -87,4 +89,4 @@ def _first_layers(place: Place) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_first_layers(find_place(int(sys.argv[1])))) + "\n")
+    sys.stdout.write(json.dumps(first_layers(find_place(int(sys.argv[1])))) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,33 +12,49 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.gpu.deadline import Deadline
 
-__all__ = ["run"]
+__all__ = ["FOLDERS", "command", "files_of", "run"]
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = ("plugins/triton-kernels/tests", "plugins/nf4-cuda/tests", "plugins/nvfp4-native/tests", "tests")
+FOLDERS = ("plugins/triton-kernels/tests", "plugins/nf4-cuda/tests", "plugins/nvfp4-native/tests", "tests")
 _NOTHING_COLLECTED = 5
+_MARK = re.compile(r"^(@|pytestmark = .*)pytest\.mark\.gpu", re.MULTILINE)
 
 
 def _marked(folder: Path) -> list[Path]:
     """Return the files with tests that are marked: others may need packages that a machine with a GPU has not."""
-    return [file for file in sorted(folder.rglob("test_*.py")) if "mark.gpu" in file.read_text(encoding="utf-8")]
+    return [file for file in sorted(folder.rglob("test_*.py")) if _MARK.search(file.read_text(encoding="utf-8"))]
+
+
+def files_of(folder: str) -> list[str]:
+    """Return the files of a folder with tests that need a GPU, from the root."""
+    return [str(file.relative_to(_ROOT)) for file in _marked(_ROOT / folder)]
+
+
+def command(files: list[str]) -> list[str]:
+    """Return the command that runs these files' tests that need a GPU."""
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
 
 
 def run(deadline: Deadline) -> dict[str, Any]:
     """Run the tests marked ``gpu`` folder by folder, and return how each run ended, with the end of what it printed."""
     found: dict[str, Any] = {"folders": {}, "left_out": []}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    for folder in _FOLDERS:
-        files = [str(file.relative_to(_ROOT)) for file in _marked(_ROOT / folder)]
+    for folder in FOLDERS:
+        files = files_of(folder)
         if not files:
             continue
         if deadline.is_over():
             found["left_out"].append(folder)
             continue
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *files]
         try:
             done = subprocess.run(  # noqa: S603  # pytest of this interpreter
-                command, env=environment, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=deadline.left
+                command(files),
+                env=environment,
+                cwd=_ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=deadline.left,
             )
         except subprocess.TimeoutExpired:
             found["folders"][folder] = {"passed": False, "output": "no time was left"}

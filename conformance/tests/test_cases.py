@@ -8,15 +8,15 @@ import torch
 
 import q4core as q4
 from q4_conformance import Case, backend_cases, core_cases, device_cases, linear_cases
-from q4_conformance.cases import select_cases, weight_recipes
+from q4_conformance.cases import dialect_cases, memory_cases, select_cases, weight_recipes
 from q4_conformance.decoding import decode_codes
 from q4_conformance.oracle import as_given, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.runner import run_case
 from q4_conformance.table import CHECKS, check
 
-EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *core_cases())
+EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *memory_cases(), *dialect_cases(), *core_cases())
 CONTRACT = {f"TC-{number:02d}" for number in range(1, 24)}
-NEEDS_PROVIDER = {"TC-21", "TC-22"}
+EXTENDED = {f"EX-{number:02d}" for number in range(1, 19)}
 
 
 def test_ids_are_unique() -> None:
@@ -32,8 +32,8 @@ def test_every_check_exists_and_is_used() -> None:
 
 
 def test_contract_is_covered() -> None:
-    """Every contract case stands in the table, but for those of managed memory."""
-    assert {case.contract for case in EVERY if case.contract.startswith("TC")} == CONTRACT - NEEDS_PROVIDER
+    """Every case of the contract, and every extended one, stands in the table."""
+    assert {case.contract for case in EVERY} >= CONTRACT | EXTENDED
 
 
 def test_ids_are_stable() -> None:
@@ -87,7 +87,11 @@ def test_a_plugins_format_has_cases_too() -> None:
 def test_cases_are_selected_by_the_start_of_their_id() -> None:
     """A partial run takes the ids that start so; nothing named takes all."""
     chosen = select_cases(EVERY, ["TC-01", "EX-03/repeat/nf4"])
-    assert [case.id for case in chosen if case.contract == "TC-01"] == ["TC-01/detect"]
+    assert [case.id for case in chosen if case.contract == "TC-01"] == [
+        "TC-01/detect/nf4",
+        "TC-01/detect/fp4",
+        "TC-01/detect",
+    ]
     assert {case.contract for case in chosen} == {"TC-01", "EX-03"}
     assert select_cases(EVERY, []) == EVERY
 

@@ -84,6 +84,21 @@ def test_w4a4_draw_survives_four_bits(dtype: torch.dtype) -> None:
         assert np.unique(unit).size == 1  # a per-tensor global leaves every block's scale where it is
 
 
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-20, 0.0173, 1.0, 37.5, 2.0**40])
+def test_w4a4_draw_lies_on_the_grid_of_a_static_scale(scale: float) -> None:
+    """Block scales over the next power of two of the weight's activation scale are normal e4m3 powers of two."""
+    weight = WeightRecipe(format="nvfp4", scale_kind=q4.ScaleKind.E4M3_MUL, activation_scale=scale).build()
+    x = draw_on_grid(P.W4A4, 5, 256, dtype=torch.float32, seed=1, weight=weight).abs()
+    mantissa, exponent = np.frexp(float(x.max()) / 6)
+    assert mantissa == 0.5
+    block_scale = exponent - 1 - int(np.ceil(np.log2(scale)))
+    assert -6 <= block_scale <= 8
+    usual = draw_on_grid(P.W4A4, 5, 256, dtype=torch.float32, seed=1).abs()
+    assert torch.equal(x, usual) == (2.0**-13 <= scale <= 2.0)
+    others = [draw_on_grid(P.W4A8, 5, 256, dtype=torch.float32, seed=1, weight=item) for item in (weight, None)]
+    assert torch.equal(*others)
+
+
 @pytest.mark.parametrize("precision", list(P))
 def test_draws_are_seeded(precision: q4.Precision) -> None:
     """Equal seeds give equal draws; other seeds, rows of one draw and signs differ."""

@@ -1,37 +1,134 @@
-"""A crash or a hang of the subject is a result, and the cases after it run all the same."""
+"""Whatever a subject does to its process, the run ends, and every case has a result with a reason."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from q4_conformance import Outcome
-from q4_conformance.isolated import run_isolated
+from q4_conformance import CaseResult, Outcome, Report
+from q4_conformance.isolated import run_isolated, run_target
+from q4_conformance.process import Limits, resident_bytes
+from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.query import Query
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 ONLY = [STRUCK, "TC-09/bias"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("target", "outcome"), [("crashing", Outcome.CRASH), ("hanging", Outcome.TIMEOUT)])
-def test_crash_and_hang_are_results(target: str, outcome: Outcome) -> None:
-    """The case that meets M = 7 ends so, and the others, which another process takes up, pass."""
-    report = run_isolated(f"q4_conformance.zoo:{target}", ["nf4"], only=ONLY, limit_seconds=6.0)
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes find the backends of ``hostile.py``."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def _judge(name: str, *only: str, **limits: Any) -> Report:
+    query = Query(
+        name=f"hostile:{name}", formats=("nf4",), only=only or tuple(ONLY), limits=Limits(case_seconds=20, **limits)
+    )
+    return run_target(query).report
+
+
+def _struck(report: Report) -> CaseResult:
+    """Return the result of the case in which something happens; the three others must have passed."""
     assert report.missing == ()
     assert not report.passed
-    ends = {result.case: result.outcome for result in report.results}
-    assert ends.pop(STRUCK) is outcome
-    assert set(ends.values()) == {Outcome.PASS}
+    ends = {result.case: result for result in report.results}
+    struck = ends.pop(STRUCK)
+    assert {result.outcome for result in ends.values()} == {Outcome.PASS}
     assert len(ends) == 3
+    return struck
 
 
 @pytest.mark.slow
-def test_a_subject_that_cannot_be_had_leaves_its_cases_missing() -> None:
-    """Where no child comes to its first case, the run ends, and does not pass."""
-    report = run_isolated("q4_conformance.zoo:nothing_of_that_name", ["nf4"], only=ONLY)
-    assert not report.passed
-    assert report.missing == tuple(sorted(report.expected))
+def test_a_hang_is_a_result() -> None:
+    """The case that hangs ends as TIMEOUT, and the others, which another process takes up, pass."""
+    report = run_isolated("q4_conformance.zoo:hanging", ["nf4"], only=ONLY, limit_seconds=6.0)
+    assert _struck(report).outcome is Outcome.TIMEOUT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("crashes", ("SIGSEGV", "last words")),
+        ("leaves", ("exit code 0",)),
+        ("forks", ("SIGABRT",)),
+    ],
+)
+def test_a_crash_is_a_result(name: str, words: tuple[str, ...]) -> None:
+    """The case in which the process ends is a CRASH that says how, with what was printed last; the others pass."""
+    result = _struck(_judge(name))
+    assert result.outcome is Outcome.CRASH
+    assert all(word in result.message for word in words), result.message
+
+
+@pytest.mark.slow
+def test_a_failure_brings_its_reproducer() -> None:
+    """The first failure of a contract case tells the smallest shape that fails and what to type, as in one process."""
+    result = _struck(_judge("wrong"))
+    assert result.outcome is Outcome.FAIL
+    assert result.reproducer
+
+
+@pytest.mark.slow
+def test_memory_without_end_is_a_result() -> None:
+    """The case that takes more memory than there may be is a CRASH that says so, and the run goes on."""
+    result = _struck(_judge("eats", memory_bytes=2 << 30))
+    assert result.outcome is Outcome.CRASH
+    assert "of memory; the limit is 2.0 GiB" in result.message
+
+
+@pytest.mark.slow
+def test_forged_results_are_not_believed() -> None:
+    """What a backend writes to any descriptor is no result, and takes none away."""
+    report = _judge("shouts")
+    assert report.passed, report
+    assert all("forged" not in result.message for result in report.results)
+
+
+@pytest.mark.slow
+def test_processes_left_behind_are_ended() -> None:
+    """A backend's own processes hold nothing up, and none of them outlives the run."""
+    started = time.monotonic()
+    assert _judge("breeds").passed
+    assert time.monotonic() - started < 60
+    left = [
+        path
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"q4-hostile-child" in (path.read_bytes() if path.exists() else b"")
+    ]
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "outcome", "words"),
+    [
+        ("never_made", Outcome.FAIL, "no kernel today"),
+        ("no_such_function", Outcome.FAIL, "no_such_function"),
+        ("crashes_when_made", Outcome.CRASH, "exit code 3; it printed: could not load libnothing.so"),
+        ("hangs_when_made", Outcome.TIMEOUT, "no process came to its first case"),
+        ("bad_overrides", Outcome.FAIL, "bound must be from 1 to 8"),
+    ],
+)
+def test_a_subject_that_cannot_be_had_has_results(name: str, outcome: Outcome, words: str) -> None:
+    """Where no case can run, each one still ends, with the reason."""
+    report = _judge(name, start_seconds=8.0)
+    assert report.missing == ()
+    assert {result.outcome for result in report.results} == {outcome}
+    assert all(words in result.message for result in report.results), report
+
+
+@pytest.mark.slow
+def test_a_group_of_crashes_is_given_up() -> None:
+    """After some crashes the rest is not begun; it counts as crashed and says why."""
+    report = _judge("always_crashes", "TC-09/bias", "TC-09/leading", deaths=2)
+    assert report.missing == ()
+    assert report.counts[Outcome.CRASH] == 6
+    assert sum("not begun: 2 processes" in result.message for result in report.results) == 4
 
 
 @pytest.mark.slow
@@ -41,6 +138,28 @@ def test_right_subjects_pass(target: str) -> None:
     report = run_isolated(target, ["nf4"], only=["TC-09/bias"])
     assert report.passed, report
     assert report.passed_by_fallback == (3 if target == "dequant-fallback" else 0)
+    assert all(result.paths for result in report.results)
+
+
+@pytest.mark.slow
+def test_an_unknown_name_is_an_error_with_the_names() -> None:
+    """A name that nobody has is refused with the names there are, as the process that looked found them."""
+    with pytest.raises(UnknownTargetError) as caught:
+        run_target(Query(name="no-such-backend"))
+    assert "dequant-fallback" in caught.value.available
+
+
+@pytest.mark.slow
+def test_formats_run_in_processes_of_their_own() -> None:
+    """Groups that run at once give the results that one after the other would, in the table's order."""
+    query = Query(name="dequant-fallback", formats=("nf4", "q8_0", "int4"), only=("TC-09/bias",), jobs=2)
+    seen: list[str] = []
+    run = run_target(query, watch=lambda result: seen.append(result.case))
+    assert [result.case for result in run.report.results] == list(run.report.expected)
+    assert sorted(seen) == sorted(run.report.expected)
+    assert run.report.passed
+    assert run.manifest["source"]["distribution"] == "q4-dequant-fallback"
+    assert run.facts["versions"]["torch"]
 
 
 @pytest.mark.slow
@@ -61,3 +180,11 @@ def test_a_budget_ends_within_a_case() -> None:
     )
     assert time.monotonic() - started < 60
     assert report.missing == (STRUCK,)
+
+
+def test_memory_of_a_process_is_read() -> None:
+    """The resident memory of this process is more than nothing; that of none is nothing."""
+    import os  # noqa: PLC0415  # for this one number
+
+    assert resident_bytes(os.getpid()) > 1 << 20
+    assert resident_bytes(2**22 + 1) == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import q4_conformance
 import q4core as q4
 from q4_conformance.decoding import decode_codes, decode_scales
 from q4_conformance.oracle import exact_linear, exact_weight, term_sizes
@@ -20,7 +21,7 @@ from q4_conformance.weights import WeightRecipe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+GOLDEN = Path(q4_conformance.__file__).parent / "golden"
 MANIFEST: dict[str, dict[str, Any]] = json.loads((GOLDEN / "manifest.json").read_text(encoding="utf-8"))
 PACKINGS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "packing.json").read_text(encoding="utf-8"))
 BITS = {2: torch.int16, 4: torch.int32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from q4_conformance import CaseResult, Outcome, Report
 BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
 
 
-def _result(name: str, outcome: Outcome = Outcome.PASS, **facts: bool) -> CaseResult:
+def _result(name: str, outcome: Outcome = Outcome.PASS, **facts: Any) -> CaseResult:
     return CaseResult(case=name, contract="TC-09", outcome=outcome, message="so it was", **facts)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance.recording import recorded, unique
+from q4_conformance.recording import muted, recorded, unique
 from q4_conformance.subject import make_registry
 from q4_conformance.weights import WeightRecipe
 
@@ -44,3 +44,17 @@ def test_logger_is_left_as_it_was() -> None:
 def test_unique_texts_differ() -> None:
     """Each text comes once."""
     assert unique("a") != unique("a")
+
+
+def test_muted_keeps_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Inside, neither events nor warnings of fallbacks reach anybody, and a recording within still works."""
+    logger = logging.getLogger("q4core")
+    before = (logger.level, logger.propagate)
+    with muted(), warnings.catch_warnings(record=True) as warned:
+        q4.quantize(torch.ones(1, 64), "nf4")
+        with recorded() as inner:
+            q4.quantize(torch.ones(1, 64), "nf4")
+    assert not caplog.records
+    assert not warned
+    assert inner.named("q4.quantize")
+    assert (logger.level, logger.propagate) == before

@@ -6,22 +6,32 @@ import ast
 from pathlib import Path
 
 import pytest
+from skips import judging_names, runners, skips, unjudged
 
 import q4core
 
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
 FILES = sorted(SOURCE.rglob("*.py"))
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
+EXTRAS = {"command.py": {"rich", "typer"}, "plugin.py": {"typer"}, "__main__.py": {"typer"}}
+"""What the extra ``cli`` brings, and who may use it."""
 
 
 def _name(path: Path) -> str:
     return str(path.relative_to(SOURCE))
 
 
-def _identifiers(tree: ast.AST) -> set[str]:
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return names | {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+RUNNER_FILES = {SOURCE / "pytest_plugin.py"}
+"""The module that is a plugin of pytest."""
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+JUDGING = judging_names(TREES.values())
+CHECKS = [path for path in FILES if path.parent.name == "checks"]
+UNJUDGED = {
+    "hides a skip": "import pytest\n@check('a')\ndef f(case, subject):\n    pytest.skip('no')\n",
+    "hides a skip of unittest's": "from unittest import SkipTest as Stop\ndef f():\n    raise Stop\n",
+    "hides a skip in a text": "getattr(runner, 'skip')('no')\n",
+    "imports one by a name": "from pytest import importorskip as need\n",
+}
 
 
 def test_there_is_source_to_look_at() -> None:
@@ -31,9 +41,50 @@ def test_there_is_source_to_look_at() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_no_case_skips(path: Path) -> None:
-    """No code of the kit calls anything named skip, xfail or importorskip."""
-    names = _identifiers(ast.parse(path.read_text(encoding="utf-8")))
-    assert not {name for name in names if "skip" in name.lower() or "xfail" in name.lower()}
+    """No code of the kit names anything that skips, or imports what could."""
+    assert not skips(TREES[path])
+    assert path in RUNNER_FILES or not runners(TREES[path])
+
+
+@pytest.mark.parametrize("path", CHECKS, ids=_name)
+def test_no_check_ends_before_it_judges(path: Path) -> None:
+    """Each return of a check comes after something that can fail, and says what was measured."""
+    assert unjudged(TREES[path], JUDGING) == []
+
+
+@pytest.mark.parametrize("name", sorted(UNJUDGED))
+def test_planted_skips_are_found(name: str) -> None:
+    """The rule above finds skips under each of their names."""
+    assert skips(ast.parse(UNJUDGED[name])), name
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("    return 'done'\n", "before anything is judged"),
+        ("    if True:\n        return 'too early'\n    expect(1, 'one')\n    return 'ok'\n", "line 6"),
+        ("    expect(1, 'one')\n    return None\n", "returns nothing"),
+        ("    expect(1, 'one')\n    return ''\n", "returns nothing"),
+        ("    expect(1, 'one')\n", "never says"),
+        ("    quiet()\n    return 'ok'\n", "before anything is judged"),
+    ],
+)
+def test_planted_checks_without_judgement_are_found(body: str, says: str) -> None:
+    """A check that returns at once, early, nothing, or after calls that can't fail, is found."""
+    source = "def quiet():\n    pass\n@check('a')\ndef f(case, subject):\n" + body
+    faults = unjudged(ast.parse(source), JUDGING)
+    assert any(says in fault for fault in faults), faults
+
+
+def test_a_check_that_judges_passes() -> None:
+    """A judgement may stand in a helper, and a refusal may end a check early once something could have failed."""
+    source = (
+        "@check('a')\ndef f(case, subject):\n    layer = helper(subject)\n"
+        "    if layer:\n        return 'refused'\n    return 'ok'\n"
+        "def helper(subject):\n    raise FailureError('no')\n"
+    )
+    tree = ast.parse(source)
+    assert unjudged(tree, judging_names([tree])) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -50,7 +101,8 @@ def test_imports_are_public(path: Path) -> None:
             continue
         for module in modules:
             top = module.partition(".")[0]
-            assert top in PACKAGES or top in sys.stdlib_module_names, module
+            allowed = PACKAGES | EXTRAS.get(_name(path), set())
+            assert top in allowed or top in sys.stdlib_module_names, module
             assert top != "q4core" or module == "q4core", module
         if isinstance(node, ast.ImportFrom) and node.module == "q4core":
             assert {alias.name for alias in node.names} <= set(q4core.__all__)

@@ -7,8 +7,10 @@ same contract on one page.
 
 from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
+from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
-from q4core.backend.verdict import KernelPath, PathKind, Precision, Reason, ReasonCode, Segment, Tier, Verdict
+from q4core.backend.standing import Standing
+from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict, Withheld
 
 __all__ = [
     "API_VERSION",
@@ -25,6 +27,8 @@ __all__ = [
     "ReasonCode",
     "Request",
     "Segment",
+    "Standing",
     "Tier",
     "Verdict",
+    "Withheld",
 ]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import attrs
 
-from q4core.backend.verdict import Precision, Reason, ReasonCode
+from q4core.backend.reason import Reason, ReasonCode
+from q4core.errors import ConfigError
 from q4core.formats import ScaleKind
+from q4core.policy import Rounding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
 
     from q4core.backend.request import Features, Request
-    from q4core.packing import Packing
+    from q4core.backend.verdict import Precision
     from q4core.weight import Feature
 
 __all__ = ["EVERY_FORMAT", "Capabilities"]
@@ -32,8 +35,8 @@ def _scale_kinds(items: Iterable[ScaleKind]) -> frozenset[ScaleKind]:
     return frozenset(items)
 
 
-def _packings(items: Iterable[Packing]) -> frozenset[Packing]:
-    return frozenset(items)
+def _own_kinds(items: Mapping[Precision, Iterable[ScaleKind]]) -> Mapping[Precision, frozenset[ScaleKind]]:
+    return MappingProxyType({precision: frozenset(kinds) for precision, kinds in items.items()})
 
 
 def _dtypes(items: Iterable[torch.dtype]) -> frozenset[torch.dtype]:
@@ -41,6 +44,10 @@ def _dtypes(items: Iterable[torch.dtype]) -> frozenset[torch.dtype]:
 
 
 def _precisions(items: Iterable[Precision]) -> frozenset[Precision]:
+    return frozenset(items)
+
+
+def _roundings(items: Iterable[Rounding]) -> frozenset[Rounding]:
     return frozenset(items)
 
 
@@ -55,26 +62,62 @@ class Capabilities:
     Args:
         formats: Names of the formats that it serves, or ``EVERY_FORMAT``.
         scale_kinds: Scale kinds that it reads; the core resolves others to PLAIN float32 first, if that is declared.
-        packings: Packings that ``prepare`` reads; a weight in another one is repacked by the core into the lowest
-            declared one (by name) that fits. Empty means every packing.
+        precision_scale_kinds: Precision → the scale kinds that its paths read, for precisions that read others than
+            ``scale_kinds``. What a request allows decides which of them count.
         devices: Device types (``"cpu"``, ``"cuda"``).
         dtypes: dtypes of x, and of y; a pair of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
         features: Features that it serves.
-        ops: ``"linear"``, ``"quantize"``.
+        ops: ``"linear"``, ``"quantize"``, ``"input_gradient"``.
+        roundings: How its quantiser rounds.
     """
 
     formats: frozenset[str] = attrs.field(converter=_texts)
     scale_kinds: frozenset[ScaleKind] = attrs.field(converter=_scale_kinds)
-    packings: frozenset[Packing] = attrs.field(default=frozenset(), converter=_packings)
     devices: frozenset[str] = attrs.field(converter=_texts)
     dtypes: frozenset[torch.dtype] = attrs.field(converter=_dtypes)
     precisions: frozenset[Precision] = attrs.field(converter=_precisions)
     features: Features = attrs.field(default=frozenset(), converter=_features)
     ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_texts)
+    roundings: frozenset[Rounding] = attrs.field(default=frozenset({Rounding.NEAREST}), converter=_roundings)
+    # A mapping has no hash; equal manifests have equal hashes without it.
+    precision_scale_kinds: Mapping[Precision, frozenset[ScaleKind]] = attrs.field(
+        factory=dict, converter=_own_kinds, hash=False
+    )
 
-    def refusals(self, request: Request) -> tuple[Reason, ...]:
-        """Return every reason for which the manifest alone refuses a request; the core's default deny."""
+    def __attrs_post_init__(self) -> None:
+        """Check that kinds are given for declared precisions alone."""
+        unknown = sorted(str(item) for item in self.precision_scale_kinds.keys() - self.precisions)
+        if unknown:
+            rule = "of declared precisions"
+            raise ConfigError("capabilities", name="precision_scale_kinds", rule=rule, value=unknown)
+
+    def scale_kinds_of(self, precision: Precision) -> frozenset[ScaleKind]:
+        """Return the scale kinds that paths of a precision read."""
+        return self.precision_scale_kinds.get(precision, self.scale_kinds)
+
+    def readable_kinds(self, request: Request, *, any_precision: bool = False) -> frozenset[ScaleKind]:
+        """Return the scale kinds that may be read for a request: those of the precisions that it allows.
+
+        Args:
+            request: What is asked.
+            any_precision: The request's wish does not count, as it does not for the reference.
+        """
+        kinds = [self.scale_kinds_of(item) for item in self._precisions(request, any_precision=any_precision)]
+        # A quantiser writes scales, in no precision.
+        return frozenset().union(*kinds) if kinds and request.op == "linear" else self.scale_kinds
+
+    def _precisions(self, request: Request, *, any_precision: bool) -> frozenset[Precision]:
+        allowed = frozenset(item for item in self.precisions if any_precision or request.allows(item))
+        return allowed or self.precisions  # where none is allowed, the paths are refused for that, each by name
+
+    def refusals(self, request: Request, *, any_precision: bool = False) -> tuple[Reason, ...]:
+        """Return every reason for which the manifest alone refuses a request; the core's default deny.
+
+        Args:
+            request: What is asked.
+            any_precision: As for ``readable_kinds``.
+        """
         reasons: list[Reason] = []
 
         def need(condition: bool, code: ReasonCode, message: str) -> None:  # noqa: FBT001  # reads as a sentence
@@ -84,8 +127,12 @@ class Capabilities:
         need(request.op in self.ops, ReasonCode.FEATURE, f"op {request.op!r}")
         served = bool(self.formats & {EVERY_FORMAT, request.format.name})
         need(served, ReasonCode.FORMAT, f"format {request.format.name!r}")
-        readable = request.scale_kind in self.scale_kinds or ScaleKind.PLAIN in self.scale_kinds
-        need(readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}")
+        kinds = self.readable_kinds(request, any_precision=any_precision)
+        resolved = {ScaleKind.PLAIN} if request.op == "linear" else set()
+        readable = bool(kinds & {request.scale_kind, *resolved})
+        asked = sorted(item.value for item in self._precisions(request, any_precision=any_precision))
+        where = f" for {', '.join(asked)}" if self.precision_scale_kinds else ""
+        need(readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}{where}")
         need(request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}")
         need(request.dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.dtype} of x")
         need(request.out_dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y")

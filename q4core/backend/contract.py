@@ -56,21 +56,21 @@ class PrepareContext:
     """Where ``prepare`` puts things.
 
     Args:
-        device: Device of the prepared tensors.
-        stream: The current CUDA stream, or None on CPU.
+        device: Where ``empty`` allocates unless told; to a backend it is ``request.device``.
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
         paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
             called with no other path and no other M, by the self-probe neither. Empty where nobody has selected (a
             backend's own tests, say); whatever ``check`` offers may then be called.
+        gradient_paths: The same of ``input_gradient``; empty also where no gradients are asked for.
     """
 
-    device: torch.device = attrs.field(converter=torch.device)
-    stream: object | None = None
+    _device: torch.device = attrs.field(converter=torch.device)
     empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
-        default=attrs.Factory(lambda self: _plain_empty(self.device), takes_self=True)
+        default=attrs.Factory(lambda self: _plain_empty(self._device), takes_self=True)
     )
     paths: tuple[Segment, ...] = ()
+    gradient_paths: tuple[Segment, ...] = ()
 
     def keep(
         self, tensor: torch.Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -96,9 +96,15 @@ class PrepareContext:
 class Backend(Protocol):
     """One class with few duties.
 
-    Optional methods: ``quantize(dense, request) -> PackedWeight`` (declare op ``"quantize"``) and
+    Optional methods: ``quantize(dense, request, *, rounding=Rounding.NEAREST, seed=0) -> PackedWeight`` (declare op
+    ``"quantize"``, and ``roundings`` beyond the nearest), which is given finite values alone, and
     ``export(prepared, rows=None) -> PackedWeight``, the inverse of ``prepare``, whole or for the rows of an int64
     index tensor on the prepared tensors' device. A backend without ``export`` keeps its source alive.
+
+    ``input_gradient(prepared, grad, out, *, path) -> None`` (declare op ``"input_gradient"``) writes ``grad @ w``, with
+    exact weights and sums in float32: grad [M, N] of the request's out_dtype, contiguous; out [M, K] of its dtype,
+    contiguous. ``check`` is asked with that op for the paths, only where gradients are wanted. A backend without it, or
+    whose gradient is refused or wrong, leaves the gradient to the core.
 
     What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """

@@ -10,16 +10,17 @@ import torch
 
 from q4core.backend.verdict import Precision, is_row_range
 from q4core.errors import ConfigError
-from q4core.formats import BlockOrder, Format, ScaleKind
 from q4core.policy import ActivationPrecision
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
+    from q4core.formats import Format, ScaleKind
     from q4core.packing import Packing
 
 __all__ = ["Features", "Request"]
 
 _EXACT = frozenset({Precision.W4A32, Precision.W4A16})
+_OPS = ("linear", "quantize", "input_gradient")
 
 Features = frozenset[Feature]
 
@@ -45,14 +46,16 @@ class Request:
     """Everything that a backend may decide on: facts of the weight, the call and the machine's device.
 
     Args:
-        op: ``"linear"`` or ``"quantize"``.
+        op: ``"linear"``, ``"quantize"`` or ``"input_gradient"``.
         format: The weight's format.
         scale_kind: How its scales are stored.
         packing: Its nibble order.
-        blocks: Along what its blocks run.
         block_size: In-features per scale.
         scale_dtype: dtype of the stored scales.
+        second_dtype: dtype of the stored offset or zero point; None where the weight has neither.
         features: What it needs beyond the plain formula.
+        has_activation_scale: Whether the checkpoint brings a static activation scale, for paths that round activations
+            to FP4; the others ignore it.
         out_features: N.
         in_features: K.
         device: Where x and the prepared weight live; a CUDA device with its index.
@@ -60,17 +63,18 @@ class Request:
         out_dtype: dtype of y.
         precision: To what precision activations may be rounded; what that allows is the core's answer: ``allows``.
         gradients: Whether gradients to the input will be asked for.
-        m: (lowest, highest) rows of x that must be served; None for no upper end.
+        m: (lowest, highest) rows of x (of y's gradient) that must be served; None for no upper end.
     """
 
     op: str = "linear"
     format: Format
     scale_kind: ScaleKind
     packing: Packing
-    blocks: BlockOrder = BlockOrder.ROW
     block_size: int
     scale_dtype: torch.dtype = torch.float32
+    second_dtype: torch.dtype | None = None
     features: Features = frozenset()
+    has_activation_scale: bool = False
     out_features: int
     in_features: int
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=_to_device)
@@ -87,8 +91,8 @@ class Request:
         for name in ("dtype", "out_dtype"):
             if not isinstance(getattr(self, name), torch.dtype):
                 raise ConfigError("request", name=name, rule="a torch dtype", value=getattr(self, name))
-        if self.op not in {"linear", "quantize"}:
-            raise ConfigError("request", name="op", rule="'linear' or 'quantize'", value=self.op)
+        if self.op not in _OPS:
+            raise ConfigError("request", name="op", rule=f"one of {', '.join(map(repr, _OPS))}", value=self.op)
 
     @classmethod
     def for_weight(  # noqa: PLR0913  # one argument per fact that the weight does not know
@@ -114,14 +118,16 @@ class Request:
             gradients: Whether gradients to the input will be asked for.
         """
         x_dtype = dtype or weight.dtype
+        second = weight.zero if weight.offset is None else weight.offset
         return cls(
             format=weight.format,
             scale_kind=weight.scale_kind,
             packing=weight.packing,
-            blocks=weight.blocks,
             block_size=weight.block_size,
             scale_dtype=weight.scale.dtype,
+            second_dtype=None if second is None else second.dtype,
             features=weight.features,
+            has_activation_scale=weight.activation_scale is not None,
             out_features=weight.out_features,
             in_features=weight.in_features,
             device=device if device is not None else weight.device,
@@ -144,6 +150,8 @@ class Request:
 
     def allows(self, precision: Precision) -> bool:
         """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""
+        if self.op == "quantize":  # which has no activations
+            return True
         wish = self.precision
         if wish is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"

@@ -8,9 +8,20 @@ from collections.abc import Iterable
 
 import attrs
 
+from q4core.backend.reason import Reason, require
+from q4core.backend.standing import Standing
 from q4core.errors import ConfigError
 
-__all__ = ["KernelPath", "PathKind", "Precision", "Reason", "ReasonCode", "Segment", "Tier", "Verdict", "is_row_range"]
+__all__ = [
+    "KernelPath",
+    "PathKind",
+    "Precision",
+    "Segment",
+    "Tier",
+    "Verdict",
+    "Withheld",
+    "is_row_range",
+]
 
 
 _MOST_PROBE_ROWS = 8
@@ -27,6 +38,8 @@ class PathKind(enum.Enum):
     """Materialises the weight, then a library GEMM; legitimate at large M."""
     REFERENCE = "reference"
     """The slow, clear path that the others are compared with."""
+    QUANTIZE = "quantize"
+    """Writes 4-bit data; see ``KernelPath.quantizer``."""
 
 
 class Precision(enum.Enum):
@@ -45,59 +58,6 @@ class Tier(enum.IntEnum):
     DEQUANT_GEMM = 10
     GENERIC = 20
     TUNED = 30
-    NATIVE = 40
-
-
-class ReasonCode(enum.Enum):
-    """Why a backend does not serve, in a form that never changes."""
-
-    DEVICE = "device"
-    FORMAT = "format"
-    DTYPE = "dtype"
-    SHAPE = "shape"
-    ALIGNMENT = "alignment"
-    ARCH = "arch"
-    NOT_BUILT = "not_built"
-    DRIVER = "driver"
-    LIBRARY = "library"
-    TOOLCHAIN = "toolchain"
-    FEATURE = "feature"
-    PROBE_FAILED = "probe_failed"
-    POLICY = "policy"
-    PLUGIN_ERROR = "plugin_error"
-    API_VERSION = "api_version"
-    OUTRANKED = "outranked"
-    """It could serve; another one is better or was asked for."""
-
-    @property
-    def domain(self) -> str:
-        """``hardware``, ``build``, ``scheme`` or ``policy``: a choice must never read as a fault of the machine."""
-        return _DOMAINS[self]
-
-
-_DOMAINS = {
-    ReasonCode.DEVICE: "hardware",
-    ReasonCode.ARCH: "hardware",
-    ReasonCode.DRIVER: "hardware",
-    ReasonCode.NOT_BUILT: "build",
-    ReasonCode.LIBRARY: "build",
-    ReasonCode.TOOLCHAIN: "build",
-    ReasonCode.PLUGIN_ERROR: "build",
-    ReasonCode.API_VERSION: "build",
-    ReasonCode.PROBE_FAILED: "build",
-    ReasonCode.FORMAT: "scheme",
-    ReasonCode.DTYPE: "scheme",
-    ReasonCode.SHAPE: "scheme",
-    ReasonCode.ALIGNMENT: "scheme",
-    ReasonCode.FEATURE: "scheme",
-    ReasonCode.POLICY: "policy",
-    ReasonCode.OUTRANKED: "policy",
-}
-
-
-def _require(condition: bool, what: str, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
-    if not condition:
-        raise ConfigError(what, name=name, rule=rule, value=value)
 
 
 def is_row_range(m: object) -> bool:
@@ -109,23 +69,6 @@ def is_row_range(m: object) -> bool:
             return low >= 1
         case _:
             return False
-
-
-@attrs.frozen
-class Reason:
-    """One reason why not: a stable code, and a sentence for people."""
-
-    code: ReasonCode
-    message: str
-
-    def __attrs_post_init__(self) -> None:
-        """Check the types, because a plugin makes this."""
-        _require(isinstance(self.code, ReasonCode), "reason", "code", "a ReasonCode", self.code)
-        _require(isinstance(self.message, str) and bool(self.message), "reason", "message", "a sentence", self.message)
-
-    def __str__(self) -> str:
-        """Return ``code: message``."""
-        return f"{self.code.value}: {self.message}"
 
 
 def _sorted_rows(rows: object) -> object:
@@ -149,8 +92,11 @@ class KernelPath:
         codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
             table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
             the format: at most 1/126 of the largest value away, half a step of a table of ±63.
+        standing: How far it was proven on hardware of this kind; see ``Standing``.
         probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
             ends of the range: one for each launch configuration, because each is other code.
+        variant: What the path's code depends on beyond what a proof tells apart (the weight's layout and dtypes, the
+            call's dtypes, the device, N modulo 32 and K modulo 256), in any words: a proof holds for one variant.
 
     Raises:
         ConfigError: A value is not legal.
@@ -162,23 +108,27 @@ class KernelPath:
     precision: Precision
     tier: int
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
+    standing: Standing = attrs.field(default=Standing.RAN, kw_only=True)
     probe_rows: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_sorted_rows)
+    variant: str = attrs.field(default="", kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check every value, because a plugin makes this."""
         what = f"path {self.name!r}"
-        _require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
-        _require(is_row_range(self.m), what, "m", "(low >= 1, high >= low or None)", self.m)
-        _require(isinstance(self.kind, PathKind), what, "kind", "a PathKind", self.kind)
-        _require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
+        require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
+        require(is_row_range(self.m), what, "m", "(low >= 1, high >= low or None)", self.m)
+        require(isinstance(self.kind, PathKind), what, "kind", "a PathKind", self.kind)
+        require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
         is_finite = isinstance(self.tier, (int, float)) and math.isfinite(self.tier)
-        _require(is_finite, what, "tier", "a number", self.tier)
+        require(is_finite, what, "tier", "a number", self.tier)
+        require(isinstance(self.standing, Standing), what, "standing", "a Standing", self.standing)
         if self.codebook is not None:
             rounded = self.precision in {Precision.W4A8, Precision.W4A4}
-            _require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
+            require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
-            _require(numbers, what, "codebook", "of finite numbers", self.codebook)
+            require(numbers, what, "codebook", "of finite numbers", self.codebook)
         self._check_probe_rows(what)
+        require(isinstance(self.variant, str), what, "variant", "a text", self.variant)
 
     def _check_probe_rows(self, what: str) -> None:
         rows: object = self.probe_rows
@@ -188,17 +138,23 @@ class KernelPath:
             and len(set(rows)) == len(rows) <= _MOST_PROBE_ROWS
         )
         rule = f"at most {_MOST_PROBE_ROWS} different whole numbers inside m and up to {_LARGEST_PROBE}"
-        _require(is_legal, what, "probe_rows", rule, rows)
+        require(is_legal, what, "probe_rows", rule, rows)
 
     def covers(self, rows: int) -> bool:
         """Return whether the path may run with that many rows."""
         low, high = self.m
         return low <= rows and (high is None or rows <= high)
 
+    @classmethod
+    def quantizer(cls, name: str, *, tier: int = Tier.GENERIC, standing: Standing = Standing.RAN) -> KernelPath:
+        """Return a path of kind QUANTIZE: its range of M is every one, and its precision means nothing."""
+        return cls(name, (1, None), PathKind.QUANTIZE, Precision.W4A32, tier, standing=standing)
+
     def __str__(self) -> str:
-        """Return name, M range, kind and precision."""
+        """Return name, M range, kind, precision and standing."""
         low, high = self.m
-        return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.kind.value}, {self.precision.value})"
+        facts = f"{self.kind.value}, {self.precision.value}, {self.standing.value}"
+        return f"{self.name} (M {low}…{'∞' if high is None else high}, {facts})"
 
 
 @attrs.frozen
@@ -224,6 +180,40 @@ def _reasons(items: Iterable[Reason]) -> tuple[Reason, ...]:
 
 
 @attrs.frozen
+class Withheld:
+    """A kernel that a backend has and can't offer here, beside paths that it does offer.
+
+    Args:
+        name: Stable name, such as ``"native-fp4"``: no path that is offered has it.
+        precision: Weights by activations.
+        reasons: *All* the reasons why not.
+
+    Raises:
+        ConfigError: A value is not legal.
+    """
+
+    name: str
+    precision: Precision
+    reasons: tuple[Reason, ...] = attrs.field(converter=_reasons)
+
+    def __attrs_post_init__(self) -> None:
+        """Check every value, because a plugin makes this."""
+        what = f"withheld {self.name!r}"
+        require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
+        require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
+        are_reasons = bool(self.reasons) and all(isinstance(reason, Reason) for reason in self.reasons)
+        require(are_reasons, what, "reasons", "of Reason, at least one", self.reasons)
+
+    def __str__(self) -> str:
+        """Return name, precision and reasons."""
+        return f"{self.name} ({self.precision.value}): {'; '.join(str(reason) for reason in self.reasons)}"
+
+
+def _withheld(items: Iterable[Withheld]) -> tuple[Withheld, ...]:
+    return tuple(items)
+
+
+@attrs.frozen
 class Verdict:
     """A backend's answer to a request: the paths that it offers, or every reason why not.
 
@@ -231,29 +221,40 @@ class Verdict:
         native_state: What is loaded, built or missing, in a few words, such as ``"loaded (avx2)"``.
         paths: The offered paths; empty when refused.
         reasons: *All* the reasons why not; empty when paths are offered.
+        withheld: Kernels that can't be offered beside the paths that are, and why; empty when refused.
 
     Raises:
-        ConfigError: Both or neither are given.
+        ConfigError: Both or neither are given, or a value is not legal.
     """
 
     native_state: str
     paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=_paths)
     reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_reasons)
+    withheld: tuple[Withheld, ...] = attrs.field(default=(), converter=_withheld)
 
     def __attrs_post_init__(self) -> None:
         """Check the types, and that exactly one of paths and reasons is there."""
-        _require(isinstance(self.native_state, str), "verdict", "native_state", "a text", self.native_state)
+        require(isinstance(self.native_state, str), "verdict", "native_state", "a text", self.native_state)
         are_paths = all(isinstance(path, KernelPath) for path in self.paths)
-        _require(are_paths, "verdict", "paths", "of KernelPath", self.paths)
+        require(are_paths, "verdict", "paths", "of KernelPath", self.paths)
         are_reasons = all(isinstance(reason, Reason) for reason in self.reasons)
-        _require(are_reasons, "verdict", "reasons", "of Reason", self.reasons)
+        require(are_reasons, "verdict", "reasons", "of Reason", self.reasons)
         if bool(self.paths) == bool(self.reasons):
             raise ConfigError("verdict", name="paths, reasons", rule="given as exactly one of the two", value=self)
+        self._check_withheld()
+
+    def _check_withheld(self) -> None:
+        is_typed = all(isinstance(item, Withheld) for item in self.withheld)
+        require(is_typed, "verdict", "withheld", "of Withheld", self.withheld)
+        require(not (self.withheld and self.reasons), "verdict", "withheld", "empty in a refusal", self.withheld)
+        names = [item.name for item in self.withheld]
+        is_apart = len({*names}) == len(names) and {path.name for path in self.paths}.isdisjoint(names)
+        require(is_apart, "verdict", "withheld", "of names that are told once and not offered", names)
 
     @classmethod
-    def offer(cls, paths: Iterable[KernelPath], *, native_state: str) -> Verdict:
-        """Return a verdict that offers paths."""
-        return cls(native_state, tuple(paths))
+    def offer(cls, paths: Iterable[KernelPath], *, native_state: str, withheld: Iterable[Withheld] = ()) -> Verdict:
+        """Return a verdict that offers paths, and says why others that the backend has are not among them."""
+        return cls(native_state, paths, withheld=withheld)
 
     @classmethod
     def refuse(cls, reasons: Iterable[Reason], *, native_state: str) -> Verdict:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4core.cli.survey import selection_paths
+from q4core.diagnostics import plain_reasons, plain_withheld
 from q4core.errors import BackendUnavailableError
 from q4core.preparation import prepare_layer
 from q4core.selecting import layer_request, select_for
@@ -42,6 +43,7 @@ class Answer:
         proven: Whether every path has passed its self-probe in this process.
         fallback_reason: Why the reference serves although a kernel was wanted.
         rejections: Every other backend, with all its reasons.
+        withheld: Kernels that the backend can't offer here, and why.
         error: Why nobody may serve, or None.
         notes: What was assumed while the weight was read.
     """
@@ -59,6 +61,7 @@ class Answer:
     proven: bool
     fallback_reason: str | None
     rejections: tuple[Mapping[str, Any], ...]
+    withheld: tuple[Mapping[str, Any], ...] = ()
     error: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -130,6 +133,7 @@ def _answer(name: str, request: Request, notes: tuple[str, ...], config: Session
         proven=selection.proven,
         fallback_reason=selection.fallback_reason,
         rejections=_rejections(selection.rejections),
+        withheld=tuple(plain_withheld(selection.withheld)),
     )
 
 
@@ -154,10 +158,7 @@ def _rejections(rejections: Iterable[Rejection]) -> tuple[Mapping[str, Any], ...
         {
             "backend": item.backend,
             "native_load_state": item.native_state,
-            "reasons": [
-                {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
-                for reason in item.reasons
-            ],
+            "reasons": plain_reasons(item.reasons),
         }
         for item in rejections
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 from q4core.checkpoint import SafetensorsReader
 from q4core.cli import options
 from q4core.cli.output import clean, open_output, say
-from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions
+from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions, withheld_lines
 from q4core.cli.table import bytes_text
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.registry import default_registry
@@ -83,7 +83,9 @@ def _backends(registry: Registry) -> list[dict[str, Any]]:
             "capabilities": {
                 "formats": backend.capabilities.formats,
                 "scale_kinds": backend.capabilities.scale_kinds,
-                "packings": [str(packing) for packing in sorted(backend.capabilities.packings, key=str)],
+                "precision_scale_kinds": {
+                    precision.value: kinds for precision, kinds in backend.capabilities.precision_scale_kinds.items()
+                },
                 "devices": backend.capabilities.devices,
                 "dtypes": backend.capabilities.dtypes,
                 "precisions": backend.capabilities.precisions,
@@ -190,13 +192,15 @@ def _show_backend(console: Console, backend: str, verdicts: Sequence[ServiceVerd
     groups: dict[str, list[ServiceVerdict]] = {}
     for item in verdicts:
         told = [(reason["code"], _general(reason["message"], item)) for reason in item.reasons]
-        groups.setdefault(repr((item.serves, item.paths, told)), []).append(item)
+        groups.setdefault(repr((item.serves, item.paths, told, item.withheld)), []).append(item)
     for group in groups.values():
         head = group[0]
         word, style = _WORDS[head.serves]
         say(console, clean(" ".join(item.format for item in group)), label=Text(f"    {word:<7}", style=style))
         for path in head.paths:
             say(console, path_text(path), label=" " * 11)
+        for name, why in withheld_lines(head.withheld):
+            say(console, Text(clean(why), style="dim"), label=Text(f"{' ' * 11}{clean(name)}  ", style="yellow"))
         for reason in head.reasons:
             message = _general(reason["message"], head) if len(group) > 1 else reason["message"]
             say(console, Text(clean(message), style="dim"), label=Text(f"{' ' * 11}{reason['code']}: ", style="dim"))

@@ -13,7 +13,7 @@ from q4core.cli.answers import Answer, answer_layers, grouped, name_patterns
 from q4core.cli.failure import CANT_SERVE, describe
 from q4core.cli.opening import open_file
 from q4core.cli.output import clean, open_output, say
-from q4core.cli.survey import path_text
+from q4core.cli.survey import path_text, withheld_lines
 from q4core.cli.table import counted
 from q4core.policy import resolve_config
 from q4core.registry import default_registry
@@ -90,6 +90,8 @@ def _show_group(console: Console, group: Sequence[Answer]) -> None:
     say(console, Text(_counted(shapes), style="dim"), label="  ")
     for path in head.paths:
         say(console, path_text(path), label="  ")
+    for name, why in withheld_lines(head.withheld):
+        say(console, clean(why), label=Text(f"  {clean(name)}  ", style="yellow"))
     if head.fallback_reason:
         say(console, clean(head.fallback_reason), label=Text("  fallback  ", style="yellow"))
     if head.error:

@@ -16,6 +16,7 @@ from q4core import __version__
 from q4core.backend import ReasonCode, Request
 from q4core.cli.output import clean, to_plain
 from q4core.codec import quantize
+from q4core.diagnostics import plain_reasons, plain_withheld
 from q4core.dispatch import select_backend
 from q4core.errors import BackendError, ConfigError, Q4Error
 from q4core.formats import Form, Format, ScaleKind
@@ -24,7 +25,7 @@ from q4core.selection import NO_HISTORY
 from q4core.weight import Feature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from q4core.registry import Registry
     from q4core.selection import Selection
@@ -37,6 +38,7 @@ __all__ = [
     "selection_paths",
     "survey_backends",
     "versions",
+    "withheld_lines",
 ]
 
 VARIABLES = (
@@ -67,6 +69,7 @@ class ServiceVerdict:
         native_state: What the backend said of its native part.
         paths: The paths by M.
         reasons: Why not, or why not for every M.
+        withheld: Kernels that it can't offer here, and why.
     """
 
     device: str
@@ -77,6 +80,7 @@ class ServiceVerdict:
     native_state: str
     paths: tuple[Mapping[str, Any], ...] = ()
     reasons: tuple[Mapping[str, str], ...] = ()
+    withheld: tuple[Mapping[str, Any], ...] = ()
 
 
 def versions(registry: Registry) -> dict[str, str]:
@@ -155,26 +159,30 @@ def selection_paths(selection: Selection) -> tuple[dict[str, Any], ...]:
             "kind": segment.path.kind.value,
             "precision": segment.path.precision.value,
             "tier": int(segment.path.tier),
+            "standing": segment.path.standing.value,
         }
         for segment in selection.segments
     )
 
 
 def path_text(path: Mapping[str, Any]) -> Text:
-    """Return one path as a line: M, name, kind, precision, tier."""
+    """Return one path as a line: M, name, kind, precision, tier, standing."""
     low, high = path["m"]
     span = f"M {low}…{'∞' if high is None else high}"
-    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}"
+    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}, {path['standing']}"
     return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
+
+
+def withheld_lines(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Return a line for each reason of each withheld path: which one, and why."""
+    for item in items:
+        for reason in item["reasons"]:
+            yield f"withheld {item['name']} ({item['precision']})", f"{reason['code']}: {reason['message']}"
 
 
 def _reasons(error: BackendError, backend: str) -> tuple[dict[str, str], ...]:
     rejections = [item for item in getattr(error, "rejections", ()) if item.backend == backend]
-    listed = [
-        {"code": reason.code.value, "domain": reason.code.domain, "message": reason.message}
-        for item in rejections
-        for reason in item.reasons
-    ]
+    listed = plain_reasons(reason for item in rejections for reason in item.reasons)
     return tuple(listed) or ({"code": error.code, "domain": "policy", "message": str(error)},)
 
 
@@ -191,20 +199,24 @@ def _verdict(registry: Registry, backend: str, request: Request) -> ServiceVerdi
     except BackendError as error:
         reasons, failed = _reasons(error, backend), error
     else:
-        paths = selection_paths(selection)
-        return ServiceVerdict(**facts, serves="all", native_state=selection.native_state, paths=paths)
+        facts |= {"paths": selection_paths(selection), "withheld": tuple(plain_withheld(selection.withheld))}
+        return ServiceVerdict(**facts, serves="all", native_state=selection.native_state)
     states = [item.native_state for item in getattr(failed, "rejections", ()) if item.backend == backend]
     state = states[0] if states else "not asked"
     if any(reason["code"] == ReasonCode.SHAPE.value and "M in" in reason["message"] for reason in reasons):
-        partial = _at_some_rows(request, only, backend)
-        if partial:
-            return ServiceVerdict(**facts, serves="some", native_state=state, paths=partial, reasons=reasons)
+        facts |= _at_some_rows(request, only, backend)
+        if facts["paths"]:
+            return ServiceVerdict(**facts, serves="some", native_state=state, reasons=reasons)
     return ServiceVerdict(**facts, serves="none", native_state=state, reasons=reasons)
 
 
-def _at_some_rows(request: Request, only: Mapping[str, Any], backend: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the paths of a backend that serves some numbers of rows only, as seen from M = 1, 2, 4 … 65536."""
+def _at_some_rows(request: Request, only: Mapping[str, Any], backend: str) -> dict[str, Any]:
+    """Return the paths of a backend that serves some numbers of rows only, as seen from M = 1, 2, 4 … 65536.
+
+    And what it withholds there.
+    """
     paths: dict[str, Mapping[str, Any]] = {}
+    withheld: dict[str, Mapping[str, Any]] = {}
     for power in range(17):
         rows = 1 << power
         try:
@@ -216,7 +228,8 @@ def _at_some_rows(request: Request, only: Mapping[str, Any], backend: str) -> tu
         (path,) = selection_paths(selection)
         low, high = selection.path.m
         paths[path["name"]] = {**path, "m": [low, high]}
-    return tuple(paths.values())
+        withheld |= {item["name"]: item for item in plain_withheld(selection.withheld)}
+    return {"paths": tuple(paths.values()), "withheld": tuple(withheld.values())}
 
 
 def survey_backends(

@@ -11,8 +11,9 @@ import attrs
 import torch
 
 from q4core.codec import decode_rows
+from q4core.error_bound import error_bound
 from q4core.errors import BackendError
-from q4core.probe import error_bound, grid_activations
+from q4core.probe import grid_activations
 from q4core.runtime import memory_available_bytes
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ def require_right(layer: Q4Linear, weight: PackedWeight, path: KernelPath, rows:
         BackendError: An element is outside the bound of float32 arithmetic, or not finite.
     """
     request_dtype = layer.dtype
-    x = grid_activations(rows, weight.in_features, path.precision, dtype=request_dtype, seed=rows)
+    scale = None if weight.activation_scale is None else float(weight.activation_scale)
+    precision, columns = path.precision, weight.in_features
+    x = grid_activations(rows, columns, precision, dtype=request_dtype, seed=rows, activation_scale=scale)
     with torch.no_grad():
         y = layer(x.to(layer.device)).to("cpu", torch.float64)
     count = min(weight.out_features, _CHECKED_ROWS)

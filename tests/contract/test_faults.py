@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
-from q4_conformance import Outcome, check_linear, run_cases
+import q4core
+from q4_conformance import Outcome, check_core, check_linear, run_cases
+from q4_conformance.isolated import run_isolated
+from q4_conformance.outcome import FailureError
+from q4_conformance.profiles import find_target, subject_for
+from q4_conformance.recording import recorded
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
+from q4_conformance.zoo.boundary import Differentiates
+from q4_conformance.zoo.quantisers import ToyQuantiser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IN_PROCESS = [fault for fault in FAULTS if fault.ends is Outcome.FAIL]
+DEADLY = [fault for fault in FAULTS if fault.ends is not Outcome.FAIL]
 NUMERIC = [fault for fault in FAULTS if fault.is_numeric]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_faulty_backend_is_caught(fault: Fault) -> None:
-    """A backend with the fault fails the case meant for it, for the reason meant."""
-    report = run_cases(fault.make(fault.name), [fault.format], only=[fault.caught_by])
+@pytest.mark.parametrize("fault", IN_PROCESS, ids=lambda fault: fault.name)
+def test_faulty_backend_is_caught(fault: Fault, install: Callable[..., None]) -> None:
+    """An installed backend with the fault fails the case meant for it, for the reason meant."""
+    install(fault.name)
+    report = run_cases(fault.name, [fault.format], only=[fault.caught_by])
     assert not report.passed
     caught = [result for result in report.failures() if fault.says in result.message]
     assert caught, report
     assert all(result.outcome is Outcome.FAIL for result in caught)
     assert all(("probe_failed" in result.message) is not fault.passes_probe for result in caught)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.name)
+def test_deadly_backend_is_caught(fault: Fault, install: Callable[..., None]) -> None:
+    """An installed backend that ends or stops its process is a result, of the case that was running."""
+    install(fault.name)
+    report = run_isolated(fault.name, [fault.format], only=[fault.caught_by], limit_seconds=6.0)
+    assert [result.outcome for result in report.results] == [fault.ends], report
+    assert fault.says in report.results[0].message
+
+
+def test_a_plugin_that_raises_at_import_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for a backend whose plugin does not load is told why, and the case meant for it stops nobody."""
+    module = "q4_conformance.zoo.raising"
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", module)
+    q4core.reset_registry()
+    try:
+        with recorded(q4core.Q4PluginWarning):  # told once in a process, and perhaps before this test
+            records = {record.name: record for record in q4core.default_registry().records()}
+        assert records[module].state == "failed"
+        with pytest.raises(FailureError, match="raised at import"):
+            subject_for(find_target(module, profile="kernel"))
+        assert check_core(only=["EX-12"]).passed
+    finally:
+        monkeypatch.undo()
+        q4core.reset_registry()
 
 
 @pytest.mark.parametrize("fault", NUMERIC, ids=lambda fault: fault.name)
@@ -50,7 +92,21 @@ def test_faultless_function_passes_where_faults_are_caught() -> None:
         assert report.passed, report
 
 
+def test_a_right_gradient_of_the_backend_passes() -> None:
+    """A backend that declares input gradients and computes them right passes, and the case says that it was asked."""
+    report = run_cases(Differentiates("differentiates"), ["q4_0"], only=["EX-05/gradient"])
+    assert report.passed
+    assert all(result.message.startswith("by gradient") for result in report.results if result.outcome is Outcome.PASS)
+
+
 def test_zoo_is_large_enough() -> None:
     """At least 25 faults are planted, under names that differ."""
     names = [fault.name for fault in FAULTS] + [fault.name for fault in FUNCTION_FAULTS]
     assert len(names) == len(set(names)) >= 25
+
+
+@pytest.mark.parametrize("format_", ["mxfp4", "fp4", "nf4"])
+def test_a_right_quantiser_passes(format_: str) -> None:
+    """The reference's bytes, and unbiased rounding by chance, pass ten thousand calls and a statistical test."""
+    report = run_cases(ToyQuantiser(), [format_], only=["EX-13", "TC-18/quantiser"])
+    assert {result.outcome for result in report.results} == {Outcome.PASS}, str(report)

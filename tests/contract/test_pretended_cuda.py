@@ -24,8 +24,16 @@ NEEDS_MORE = {
     "quiet": "it has no streams, and no memory of its own",
     "stream": "as quiet",
     "kind": "as quiet",
+    "dispose": "as quiet",
+    "calls": "as quiet",
+    "train_through": "as gradient",
+    "opcheck": "as gradient",
+    "compile": "as gradient",
+    "elsewhere": "as state",
+    "last_page": "its memory is no page of the CPU's",
 }
 """Checks that need a real device."""
+ABOUT_QUANTISERS = {"native_quantiser", "quantise_calls", "ste_native", "stochastic"}
 EVERY = (*linear_cases(FORMATS), *backend_cases(FORMATS), *device_cases(FORMATS))
 CASES = [
     case
@@ -43,13 +51,14 @@ class _Twin:
     name = "twin"
     api_version = (1, 0)
 
-    def __init__(self) -> None:
+    def __init__(self, standing: q4.Standing = q4.Standing.COMPILED) -> None:
+        self._standing = standing
         self._reference = reference_backend()
         self.capabilities = attrs.evolve(self._reference.capabilities, devices={"cuda"})
 
     def check(self, request: q4.Request) -> q4.Verdict:
         paths = [
-            attrs.evolve(path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC)
+            attrs.evolve(path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC, standing=self._standing)
             for path in self._reference.check(request).paths
         ]
         return q4.Verdict.offer(paths, native_state="pretended")
@@ -69,8 +78,19 @@ def subject() -> Iterator[BackendSubject]:
 def test_case(case: Case, subject: BackendSubject) -> None:
     """The case ends as it does on the CPU, with every tensor of the layer on the device."""
     result = run_case(case, subject)
-    expected = Outcome.NOT_DECLARED if case.check == "native_quantiser" else Outcome.PASS
+    expected = Outcome.NOT_DECLARED if case.check in ABOUT_QUANTISERS else Outcome.PASS
     assert result.outcome is expected, result
+
+
+@pytest.mark.parametrize("standing", q4.Standing)
+def test_an_interpreted_path_is_no_proof_of_a_device(standing: q4.Standing) -> None:
+    """The kit fails a path that says of itself, on an accelerator, that it is interpreted; and no other one."""
+    case = next(case for case in CASES if case.check == "values")
+    with pretended_cuda():
+        result = run_case(case, BackendSubject(_Twin(standing), device=DEVICE))  # type: ignore[arg-type]  # as above
+    is_interpreted = standing is q4.Standing.INTERPRETED
+    assert result.outcome is (Outcome.FAIL if is_interpreted else Outcome.PASS), result
+    assert ("interpreted: twin" in result.message) is is_interpreted
 
 
 def test_the_pretended_device_mixes_with_nothing() -> None:

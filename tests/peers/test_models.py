@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # loading whole models, the libraries warn of each other
 ]
 
-MODELS = Path(__file__).parents[1] / "golden" / "models"
+MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
 DIALECTS = {
     "bitsandbytes-nf4": "bitsandbytes",
     "compressed-tensors-nvfp4": "compressed-tensors-nvfp4",

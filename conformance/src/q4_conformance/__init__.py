@@ -6,8 +6,9 @@ function, ``check_core()`` the core itself.
 
 from q4_conformance.cases import backend_cases, core_cases, device_cases, linear_cases
 from q4_conformance.judge import Verdict, judge, judge_noise
-from q4_conformance.oracle import Reference, exact_linear, exact_weight
+from q4_conformance.oracle import Reference, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.outcome import CaseResult, Outcome, Report
+from q4_conformance.reproducer import smaller_case
 from q4_conformance.runner import check_core, check_linear, run_case, run_cases
 from q4_conformance.table import Case
 from q4_conformance.weights import WeightRecipe
@@ -25,6 +26,7 @@ __all__ = [
     "check_linear",
     "core_cases",
     "device_cases",
+    "exact_input_gradient",
     "exact_linear",
     "exact_weight",
     "judge",
@@ -32,4 +34,5 @@ __all__ = [
     "linear_cases",
     "run_case",
     "run_cases",
+    "smaller_case",
 ]

@@ -1,11 +1,11 @@
 """The table of cases: data alone, which a run is counted against.
 
-Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``. Of the contract's cases, those of managed memory
-(TC-21, TC-22) stand in no table yet.
+Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``, or ``<contract>/<part>`` where no weight is judged.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -20,12 +20,24 @@ if TYPE_CHECKING:
 
     from q4core import Format
 
-__all__ = ["backend_cases", "cases_of", "core_cases", "device_cases", "linear_cases", "select_cases", "weight_recipes"]
+__all__ = [
+    "backend_cases",
+    "cases_of",
+    "core_cases",
+    "device_cases",
+    "dialect_cases",
+    "linear_cases",
+    "memory_cases",
+    "select_cases",
+    "weight_recipes",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
 _P = ActivationPrecision
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
+_ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
+"""Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
 
@@ -125,6 +137,13 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
             case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
             yield case
             yield attrs.evolve(case, dtype=torch.bfloat16)
+    if kind.name in {"nvfp4", "mxfp4"}:
+        text = "a static activation scale holds for FP4 activations, and changes no other path"
+        for scale, wish in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
+            static = attrs.evolve(base, activation_scale=scale)
+            case = Case(contract="TC-09", part="static", text=text, check="values", recipe=static, precision=wish)
+            yield attrs.evolve(case, rows=(1, 20))
+            yield attrs.evolve(case, dtype=torch.bfloat16)
     for contract, part, text in (
         ("TC-09", "bias", "the bias is added before the one rounding"),
         ("TC-09", "leading", "leading dimensions are kept, and M = 0 gives an empty result"),
@@ -154,6 +173,7 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
         ("EX-04", "threads", "threads", "threads that share a layer get the bits that one alone gets"),
         ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
         ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
+        ("EX-08", "last-page", "last_page", "nothing is read past the end of a buffer"),
         ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
     ):
         for dtype in (torch.float32, torch.bfloat16):
@@ -181,9 +201,28 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-14", "record", "record", "the record of what ran is true for every M"),
         ("EX-17", "undeclared", "undeclared", "what is not declared is refused by the core"),
         ("EX-19", "ranges", "ranges", "layers for few, all and some rows are right wherever they serve"),
+        ("TC-09", "prepare", "prepare_again", "preparing again gives the same layout and bits"),
+        ("TC-18", "calls", "calls", "10,000 calls: the same bits, memory flat"),
+        ("TC-18", "quantiser", "quantise_calls", "10,000 quantiser calls: the reference's bytes, memory flat"),
+        ("TC-19", "native", "ste_native", "linear_ste by the native quantiser has the analytic gradients"),
+        ("TC-20", "frozen", "train_through", "1,000 steps through a frozen layer: falling loss, memory flat"),
+        ("EX-07", "opcheck", "opcheck", "torch.library.opcheck passes"),
+        ("EX-07", "compile", "compile", "torch.compile(fullgraph=True) gives eager's bits"),
+        ("EX-12", "isolation", "isolation", "broken plugins beside it change nothing; a namesake stops it, told"),
+        ("EX-13", "stochastic", "stochastic", "stochastic rounding is unbiased"),
+        ("EX-15", "copies", "copies", "copied and moved layers give the same bits, codes and scales stay"),
+        ("EX-15", "elsewhere", "elsewhere", "a layer pickled to a new process gives the same bits there"),
     ):
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
         yield Case(contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows)
+    for dtype in _DTYPES:
+        text = "every dtype of x and y that is declared is served rightly"
+        yield Case(
+            contract="EX-02", part="dtypes", text=text, check="dtypes", recipe=base, profile="backend", dtype=dtype
+        )
+    text = "closing gives every byte back, and later use is an error"
+    held = attrs.evolve(base, n=1024, k=1024)
+    yield Case(contract="EX-09", part="dispose", text=text, check="dispose", recipe=held, profile="backend")
     large = attrs.evolve(base, n=2048, k=2048)
     text = "a path that says KERNEL makes no dense weight"
     yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend")
@@ -256,10 +295,57 @@ def core_cases() -> tuple[Case, ...]:
         ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients", False),
         ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat", True),
         ("TC-23", "activation", "prefer_activation", "PREFER_UNIFIED never copies an activation", False),
+        ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and told, and stops nobody", False),
     )
     return tuple(
         Case(contract=contract, part=part, text=text, check=name, profile="core", is_slow=is_slow)
         for contract, part, name, text, is_slow in rows
+    )
+
+
+def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern a dialect, for each format that it may hold."""
+    rows: Sequence[tuple[str, str, str, str]] = (
+        ("{detect}", "detect", "dialect_detect", "written layers are found, by their own keys alone"),
+        ("TC-03", "validate", "dialect_validate", "every damage is told by its key, all at once"),
+        ("EX-11", "golden", "dialect_golden", "golden layers give the package's numbers, and their own bytes again"),
+        ("EX-11", "round", "dialect_round", "written and read, a weight is the same, bit for bit"),
+        ("EX-11", "convert", "dialect_convert", "to other dialects of the format and back: the same bytes, or refused"),
+    )
+    text = "nothing foreign is claimed, and what is claimed is read right"
+    foreign = Case(contract="TC-03", part="foreign", text=text, check="dialect_foreign", profile="dialect")
+    cases = [foreign]
+    for item in formats:
+        kind = find_format(item)
+        detect = "TC-01" if kind.form is Form.CODEBOOK and kind.name in {"nf4", "fp4"} else "TC-02"
+        cases += [
+            Case(
+                contract=contract.format(detect=detect),
+                part=part,
+                text=text,
+                check=name,
+                profile="dialect",
+                format=kind.name,
+            )
+            for contract, part, name, text in rows
+        ]
+    return tuple(cases)
+
+
+def memory_cases() -> tuple[Case, ...]:
+    """Return the cases that concern a provider of managed memory."""
+    rows: Sequence[tuple[str, str, str, str]] = (
+        ("TC-07", "capability", "capability", "the provider says of each device whether, why, by which attributes"),
+        ("TC-07", "promoted", "prefer_provider", "PREFER_UNIFIED promotes or falls back with a reason, same numbers"),
+        ("TC-08", "refused", "require_provider", "REQUIRE_UNIFIED fails at once, naming the provider's attributes"),
+        ("TC-21", "convert", "convert_managed", "managed, data and shape kept, both views show the same bytes"),
+        ("TC-21", "empty", "managed_empty", "empty tensors never share bytes, and give them back"),
+        ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
+        ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
+    )
+    return tuple(
+        Case(contract=contract, part=part, text=text, check=name, profile="memory")
+        for contract, part, name, text in rows
     )
 
 

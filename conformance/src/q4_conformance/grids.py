@@ -7,6 +7,7 @@ blocks, so that quantisers of int8 per block and per row are both without loss, 
 | precision | values | in every block |
 |---|---|---|
 | w4a4 | E2M1 values, one power of two for all rows (a per-tensor global must not move a block's scale) | ±6 in 16 |
+|      | which, where the weight has a static activation scale, lies within reach of block scales over it | |
 | w4a8 | integers up to 127 | ±127 in 32 |
 | w4a16 | integers up to 255, exact in bfloat16 and float16, not in int8 | ±255 in 32 |
 | w4a32 | integers up to 65535 where x is float32, exact in neither 16-bit dtype | ±65535 in 32 |
@@ -14,6 +15,7 @@ blocks, so that quantisers of int8 per block and per row are both without loss, 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +33,8 @@ __all__ = ["draw_free", "draw_on_grid"]
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EXPONENTS = (-9, -5)
 """Powers of two that rows may have, both included: with values up to 255 and weights near 1, sums fit float16."""
+_E4M3_EXPONENTS = (-6, 8)
+"""Powers of two that are normal e4m3 numbers: what block scales over a static activation scale reach."""
 _WIDE_EXPONENTS = (-17, -13)
 
 
@@ -45,6 +49,14 @@ def _peaks(
         for start in range(0, columns, block):
             members = view[start : start + block]
             values[np.arange(rows), random.choice(members, size=rows)] = peak
+
+
+def _fp4_exponent(weight: PackedWeight | None, usual: int) -> int:
+    """Return the power of two for E2M1 values: the usual one, or the nearest that a static activation scale allows."""
+    if weight is None or weight.activation_scale is None:
+        return usual
+    above = math.ceil(math.log2(float(weight.activation_scale)))
+    return above + min(max(usual - above, _E4M3_EXPONENTS[0]), _E4M3_EXPONENTS[1])
 
 
 def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
@@ -65,7 +77,8 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
         columns: K.
         dtype: dtype of x.
         seed: Equal seeds give equal draws.
-        weight: Where it permutes its inputs, blocks in both orders have their peak; where it scales its input channels
+        weight: Where it has a static activation scale, w4a4 values lie on the grid of its next power of two. Where it
+            permutes its inputs, blocks in both orders have their peak; where it scales its input channels
             by powers of two, x is divided by these, so that the scaled input lies on the grid.
         shift: Further power of two for all values, where results would overflow.
 
@@ -80,7 +93,8 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
     block, peak = 32, 127.0
     if precision is Precision.W4A4:
         values = random.choice(_E2M1, size=(rows, columns))
-        block, peak, low = 16, 6.0, high
+        low = high = _fp4_exponent(weight, high + shift) - shift
+        block, peak = 16, 6.0
     else:
         if precision is Precision.W4A16 or (precision is Precision.W4A32 and dtype != torch.float32):
             peak = 255.0

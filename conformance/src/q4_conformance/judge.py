@@ -17,6 +17,10 @@ apart. A result that underflows is off by at most 2^-150, for the weight and the
 2^-149 times Σ (1 + |x|)(1 + |channel scale|) covers both. The one rounding to y's dtype costs half an ulp at the
 largest value that the rest of the bound allows. Nothing here was fitted to what passes.
 
+A function may claim that each weight passes r roundings to x's dtype, of unit roundoff v, before it is multiplied. Then
+the weights themselves may be off by ((1 + v)^r - 1) of their size, and r times half the dtype's smallest number where
+they are subnormal; Σ |x| of that, the *slack*, is added to the bound, with its own float32 roundings.
+
 **What the exact tier can't see.** An element whose exact value lies within its own bound would pass as zero. The
 verdict names such *blind* elements, and whoever runs a case draws again until each element has been seen.
 
@@ -38,6 +42,7 @@ import numpy as np
 import torch
 
 from q4_conformance.oracle import exact_linear, exact_weight
+from q4_conformance.overrides import bound_factor
 from q4core import Precision
 
 if TYPE_CHECKING:
@@ -128,7 +133,9 @@ def _half_ulp(value: NDArray[np.float64], dtype: torch.dtype) -> NDArray[np.floa
 def error_bound(reference: Reference, out_dtype: torch.dtype) -> NDArray[np.float64]:
     """Return the largest error that a float32 computation of ``reference`` can make, float64, shaped as its value."""
     spread = reference.steps * _UNIT_ROUNDOFF
-    accumulated = spread / (1 - spread) * reference.size + _UNDERFLOW * reference.underflow
+    growth = spread / (1 - spread)
+    accumulated = growth * reference.size + (1 + growth) * reference.slack + _UNDERFLOW * reference.underflow
+    accumulated *= bound_factor()  # 1, but where the subject's author declared more, with a reason
     return accumulated + _half_ulp(np.abs(reference.value) + accumulated, out_dtype)
 
 
@@ -218,6 +225,7 @@ def judge_noise(  # noqa: PLR0913  # the facts of one comparison
     *,
     out_dtype: torch.dtype,
     codebook: Sequence[float] | None = None,
+    roundings: int = 0,
 ) -> Verdict:
     """Judge the normalised mean square error for activations that a path may have to quantise.
 
@@ -228,8 +236,9 @@ def judge_noise(  # noqa: PLR0913  # the facts of one comparison
         precision: The path's precision, which says how coarse the quantiser may be.
         out_dtype: dtype that y must have.
         codebook: As in ``exact_weight``.
+        roundings: As in ``exact_linear``.
     """
-    reference = exact_linear(weight, x, codebook=codebook)
+    reference = exact_linear(weight, x, codebook=codebook, roundings=roundings)
     unfit = _unfit(y, reference.value.shape, out_dtype, None)
     if unfit is not None:
         return Verdict(fault=unfit[0], message=unfit[1], ratio=float("inf"), total=reference.value.size)

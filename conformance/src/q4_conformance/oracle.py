@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
+import torch
 
 from q4_conformance.decoding import as_float64, decode_codes, decode_scales
 from q4core import BlockOrder, Form
@@ -27,7 +28,6 @@ from q4core import BlockOrder, Form
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from q4core import PackedWeight
@@ -45,6 +45,12 @@ __all__ = [
 _SYMMETRIC_ZERO = 8
 _EXTRA_STEPS = 8
 """Roundings beside the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
+_ROUNDING = {
+    torch.float32: (2.0**-24, 2.0**-150),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float16: (2.0**-11, 2.0**-25),
+}
+"""What one rounding to a dtype may change: relative to the number, and absolute, where it is subnormal."""
 
 
 _twins: weakref.WeakKeyDictionary[PackedWeight, PackedWeight] = weakref.WeakKeyDictionary()
@@ -77,6 +83,7 @@ class Reference:
         underflow: float64 [..., 1]: the sum over k of (1 + |x|) (1 + |channel scale|), which bounds underflow.
         is_zero: bool [..., N]: every term is exactly zero, so that zero is the only right result.
         steps: Float32 roundings on the way of any term.
+        slack: float64 [..., N]: what weights that are rounded to fewer bits may add to the error; 0 where none are.
     """
 
     value: NDArray[np.float64]
@@ -84,6 +91,7 @@ class Reference:
     underflow: NDArray[np.float64]
     is_zero: NDArray[np.bool_]
     steps: int
+    slack: NDArray[np.float64] | float = 0.0
 
 
 def _per_element(values: NDArray[Any], weight: PackedWeight) -> NDArray[np.float64]:
@@ -191,12 +199,25 @@ def term_sizes(weight: PackedWeight, *, codebook: Sequence[float] | None = None)
     return _to_input_order(np.abs(product) + np.abs(added), weight) * np.abs(_channels(weight))
 
 
+def _slack(
+    sizes: NDArray[np.float64], terms: NDArray[np.float64], dtype: torch.dtype, roundings: int
+) -> NDArray[np.float64] | float:
+    """Return what ``roundings`` of each weight to ``dtype`` may change in ``sizes @ terms``."""
+    if not roundings:
+        return 0.0
+    relative, absolute = _ROUNDING[dtype]
+    tiny = roundings * absolute * sizes.sum(axis=-1, keepdims=True)
+    slack: NDArray[np.float64] = ((1 + relative) ** roundings - 1) * (sizes @ terms) + tiny
+    return slack
+
+
 def exact_linear(
     weight: PackedWeight,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     codebook: Sequence[float] | None = None,
+    roundings: int = 0,
 ) -> Reference:
     """Return the exact ``x @ wᵀ + bias``, with what the judge needs to bound a computed one.
 
@@ -205,6 +226,7 @@ def exact_linear(
         x: [..., K], any float dtype.
         bias: [N] or None.
         codebook: As in ``exact_weight``.
+        roundings: How often each weight is rounded to x's dtype on its way, where that is claimed.
     """
     values = as_float64(x)
     sizes = np.abs(values)
@@ -212,21 +234,23 @@ def exact_linear(
     value = values @ exact.dense.T
     is_zero = sizes @ exact.magnitudes.T == 0
     size = sizes @ exact.terms.T
+    slack = _slack(sizes, exact.terms.T, x.dtype, roundings)
     if bias is not None:
         value = value + as_float64(bias)
         size = size + np.abs(as_float64(bias))
         is_zero = is_zero & (as_float64(bias) == 0)
     underflow = ((1 + sizes) * (1 + np.abs(_channels(weight)))).sum(axis=-1, keepdims=True)
     steps = weight.in_features + _EXTRA_STEPS
-    return Reference(value=value, size=size, underflow=underflow, is_zero=is_zero, steps=steps)
+    return Reference(value=value, size=size, underflow=underflow, is_zero=is_zero, steps=steps, slack=slack)
 
 
-def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor) -> Reference:
+def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor, *, roundings: int = 0) -> Reference:
     """Return the exact ``grad @ w``, the gradient of a linear layer to its input, ready to be judged.
 
     Args:
         weight: The source weight [N, K].
         grad: [..., N], any float dtype.
+        roundings: As in ``exact_linear``.
     """
     values = as_float64(grad)
     sizes = np.abs(values)
@@ -238,4 +262,5 @@ def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor) -> Reference:
         underflow=((1 + sizes) * (1 + largest_channel)).sum(axis=-1, keepdims=True),
         is_zero=sizes @ exact.magnitudes == 0,
         steps=weight.out_features + _EXTRA_STEPS,
+        slack=_slack(sizes, exact.terms, grad.dtype, roundings),
     )

@@ -40,6 +40,10 @@ class NotTestableError(Exception):
     """Raised by a check where this machine lacks what the case needs."""
 
 
+def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
 @attrs.frozen(kw_only=True)
 class CaseResult:
     """How one case ended.
@@ -51,6 +55,9 @@ class CaseResult:
         message: Why, in a sentence; what was measured, where it passed.
         seconds: How long it took.
         is_fallback: It passed, but the reference computed instead of the subject.
+        paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it.
+        overrides: Why the judgement was other than the kit's own; see ``q4_conformance.overrides``.
+        reproducer: Where it failed: the smallest shape found that fails, its worst element, and what to type.
     """
 
     case: str
@@ -59,10 +66,14 @@ class CaseResult:
     message: str
     seconds: float = 0.0
     is_fallback: bool = False
+    paths: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    overrides: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    reproducer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
-        return attrs.asdict(self, recurse=False) | {"outcome": self.outcome.value}
+        values = attrs.asdict(self, recurse=False)
+        return values | {"outcome": self.outcome.value, "paths": [*self.paths], "overrides": [*self.overrides]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CaseResult:
@@ -70,12 +81,9 @@ class CaseResult:
         return cls(**values | {"outcome": Outcome(values["outcome"])})
 
     def __str__(self) -> str:
-        """Return one line."""
-        return f"{self.outcome.name:<12} {self.case}: {self.message}"
-
-
-def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(items)
+        """Return one line, and the reproducer below it."""
+        lines = [f"{self.outcome.name:<12} {self.case}: {self.message}", *self.reproducer.splitlines()]
+        return "\n    ".join(lines)
 
 
 @attrs.frozen(kw_only=True)

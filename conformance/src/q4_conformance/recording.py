@@ -15,7 +15,7 @@ from q4core import Q4FallbackWarning, Q4ProbeWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Recording", "recorded", "unique"]
+__all__ = ["Recording", "muted", "recorded", "unique"]
 
 _LOGGER = "q4core"
 _RECORDED = (Q4FallbackWarning, Q4ProbeWarning)
@@ -33,7 +33,7 @@ class Recording:
 
     Args:
         events: (name, fields) of every event.
-        warned: Every fallback or probe warning.
+        warned: Every warning of the recorded classes.
     """
 
     events: list[tuple[str, dict[str, Any]]] = attrs.field(factory=list)
@@ -60,8 +60,32 @@ class _Handler(logging.Handler):
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Record events and warnings inside the ``with`` block; other warnings are given again at its end."""
+def muted() -> Iterator[None]:
+    """Keep events and fallback and probe warnings from whoever runs a case; nothing is kept of what they said.
+
+    A case of ten thousand calls would otherwise find the memory that its own recording takes.
+    """
+    logger = logging.getLogger(_LOGGER)
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.CRITICAL)
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            for category in _RECORDED:
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+
+
+@contextlib.contextmanager
+def recorded(*further: type[Warning]) -> Iterator[Recording]:
+    """Record events and warnings inside the ``with`` block; other warnings are given again at its end.
+
+    Args:
+        *further: Classes of warnings to record beside those of fallbacks and probes.
+    """
     recording = Recording()
     logger = logging.getLogger(_LOGGER)
     handler, level, propagate = _Handler(recording), logger.level, logger.propagate
@@ -72,9 +96,10 @@ def recorded() -> Iterator[Recording]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             yield recording
-        recording.warned.extend(item for item in warned if issubclass(item.category, _RECORDED))
+        wanted: tuple[type[Warning], ...] = (*_RECORDED, *further)
+        recording.warned.extend(item for item in warned if issubclass(item.category, wanted))
         for item in warned:
-            if not issubclass(item.category, _RECORDED):
+            if not issubclass(item.category, wanted):
                 warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
     finally:
         logger.removeHandler(handler)

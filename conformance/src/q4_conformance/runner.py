@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance import checks
 from q4_conformance.cases import cases_of, core_cases, linear_cases, select_cases
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
-from q4_conformance.recording import recorded
+from q4_conformance.overrides import overrides_of, overriding
+from q4_conformance.recording import muted
+from q4_conformance.reproducer import with_reproducer
 from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
 from q4_conformance.table import CHECKS
-from q4core import BUILTIN_FORMATS, Precision
+from q4core import BUILTIN_FORMATS, PathKind, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
 
+    from q4_conformance.overrides import Override
     from q4_conformance.table import Case
     from q4core import Backend, Format
 
@@ -27,13 +30,18 @@ __all__ = ["check_core", "check_linear", "run_case", "run_cases"]
 _HELD = checks
 """Importing it fills ``CHECKS``."""
 _FRAMES = 3
+_REFERENCE_KIND = PathKind.REFERENCE.value
 
 
 def run_case(case: Case, subject: Any) -> CaseResult:
     """Run one case; every way of ending becomes a result."""
     started = time.perf_counter()
+    ran: set[str] = getattr(subject, "ran", set())
+    ran.clear()
+    overrides: tuple[Override, ...] = ()
     try:
-        with recorded():
+        overrides = overrides_of(getattr(subject, "backend", subject))
+        with overriding(overrides, case.id) as overrides, muted():
             message = CHECKS[case.check](case, subject)
         outcome = Outcome.PASS
     except FailureError as error:
@@ -47,21 +55,33 @@ def run_case(case: Case, subject: Any) -> CaseResult:
             f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
         )
         outcome, message = Outcome.FAIL, f"{type(error).__name__}: {error} (in {place})"
+    is_reference = getattr(subject, "name", None) == REFERENCE or any(f"|{_REFERENCE_KIND}|" in path for path in ran)
     return CaseResult(
         case=case.id,
         contract=case.contract,
         outcome=outcome,
         message=message,
         seconds=time.perf_counter() - started,
-        is_fallback=getattr(subject, "name", None) == REFERENCE,
+        is_fallback=outcome is Outcome.PASS and is_reference,
+        paths=sorted(ran),
+        overrides=[item.reason for item in overrides],
     )
 
 
-def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] | None) -> Report:
+def _run(
+    cases: tuple[Case, ...],
+    subject: Any,
+    name: str,
+    watch: Callable[[CaseResult], object] | None,
+    *,
+    reproduce: bool = True,
+) -> Report:
     expected = tuple(case.id for case in cases)
-    results = []
+    results: list[CaseResult] = []
     for case in cases:
         result = run_case(case, subject)
+        if reproduce and all(item.contract != case.contract or not item.reproducer for item in results):
+            result = with_reproducer(result, case, subject, run_case)  # the first failure of each contract case
         results.append(result)
         if watch is not None:
             watch(result)
@@ -94,12 +114,14 @@ def run_cases(
     return _run(cases, subject, subject.name, watch)
 
 
-def check_linear(
+def check_linear(  # noqa: PLR0913  # the facts of one run
     function: Callable[..., torch.Tensor],
     format: str | Format,  # noqa: A002  # what people call it
     *,
     only: Iterable[str] = (),
+    cases: Iterable[Case] | None = None,
     watch: Callable[[CaseResult], object] | None = None,
+    reproduce: bool = True,
     **claims: Any,
 ) -> Report:
     """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
@@ -108,13 +130,18 @@ def check_linear(
         function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None.
         format: The format to judge it on.
         only: As for ``run_cases``.
+        cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
+            the function takes.
         watch: As for ``run_cases``.
+        reproduce: Whether to look for the least that still fails. A function that may end the process would do so
+            during the search as well, so that whoever runs it in a process of its own may want none.
         **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
             ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
     """
     claims.setdefault("precision", Precision.W4A32)
     subject = FunctionSubject(function=function, **claims)
-    return _run(select_cases(linear_cases([format]), only), subject, subject.name, watch)
+    chosen = linear_cases([format]) if cases is None else tuple(cases)
+    return _run(select_cases(chosen, only), subject, subject.name, watch, reproduce=reproduce)
 
 
 def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:

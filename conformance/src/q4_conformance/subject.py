@@ -20,13 +20,14 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
+    Standing,
     default_registry,
     hookimpl,
     select,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
 
@@ -48,6 +49,11 @@ class Layer(Protocol):
         """Where x must be."""
         ...
 
+    @property
+    def roundings(self) -> int:
+        """How often each weight is rounded to x's dtype before it is multiplied, where that is claimed."""
+        ...
+
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
         ...
@@ -65,6 +71,7 @@ class Subject(Protocol):
     """Who is judged."""
 
     name: str
+    device: torch.device
 
     def layer(
         self,
@@ -122,15 +129,27 @@ class BackendLayer:
     session: Session
     """Kept, because its end would close the layer."""
     paths: Callable[[int], KernelPath]
+    ran: set[str] = attrs.field(factory=set)
+    """``name|kind|precision|standing`` of every path that the core says has run."""
 
     @property
     def device(self) -> torch.device:
         """Where x must be."""
         return self.module.device
 
+    @property
+    def roundings(self) -> int:
+        """A backend computes from the exact weight."""
+        return 0
+
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
         y: torch.Tensor = self.module(x, out=out)
+        record = self.module.diagnostics()
+        for segment, calls in zip(record.segments, record.calls, strict=True):
+            path = segment.path
+            if calls:
+                self.ran.add(f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}")
         return y
 
     def precision(self, rows: int) -> Precision:
@@ -150,6 +169,13 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
     """Raise ``NotTestableError`` where all reasons, and there are some, speak of hardware."""
     if reasons and all(reason.code.domain == "hardware" for reason in reasons):
         raise NotTestableError("; ".join(reason.message for reason in reasons))
+
+
+def _refuse_interpreted(record: Diagnostics) -> None:
+    """Raise ``FailureError`` where a path on an accelerator is interpreted: it says nothing about the device."""
+    names = {segment.path.name for segment in record.segments if segment.path.standing is Standing.INTERPRETED}
+    if names:
+        raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(sorted(names))}")
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -180,6 +206,7 @@ class BackendSubject:
         self.name = backend.name
         self.device = _with_index(torch.device(device))
         self.registry = make_registry(backend)
+        self.ran: set[str] = set()
 
     def config(self, **wishes: Any) -> SessionConfig:
         """Return a configuration that names this backend, with further wishes."""
@@ -227,10 +254,13 @@ class BackendSubject:
             own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
             _require_hardware(own)
             raise FailureError(f"declared, then refused: {error}") from error
-        served = module.diagnostics().backend
+        record = module.diagnostics()
+        served = record.backend
         if served != self.name:
             raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
-        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for)
+        if self.device.type != "cpu":
+            _refuse_interpreted(record)
+        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for, self.ran)
 
     def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
         """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""
@@ -238,7 +268,6 @@ class BackendSubject:
         source = weight.to(self.device)
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
-        source = source.repack(seen.backend_request.packing)
         return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
 
     def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
@@ -257,6 +286,7 @@ class FunctionLayer:
     activations: Precision
     approximate: tuple[float, ...] | None
     device: torch.device
+    roundings: int
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Call the function."""
@@ -288,6 +318,10 @@ class FunctionSubject:
         has_out: Whether it takes ``out=``.
         has_gradients: Whether gradients flow to x.
         device: Where x is.
+        has_bias: Whether it takes a bias.
+        roundings: By dtype of x, how often each weight is rounded to that dtype before it is multiplied; not at all
+            where nothing is said. A function that multiplies by a dense weight in x's dtype rounds once.
+        limit: Takes a weight and the dtype of x, and returns why the function does not claim to serve them, or None.
     """
 
     function: Callable[..., torch.Tensor]
@@ -298,6 +332,9 @@ class FunctionSubject:
     has_out: bool = False
     has_gradients: bool = False
     device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
+    has_bias: bool = True
+    roundings: Mapping[torch.dtype, int] = attrs.field(factory=dict)
+    limit: Callable[[PackedWeight, torch.dtype], str | None] | None = None
 
     def layer(
         self,
@@ -315,5 +352,11 @@ class FunctionSubject:
             raise NotDeclaredError(f"activation precision {precision.value!r} is not declared")
         if gradients and not self.has_gradients:
             raise NotDeclaredError("gradients are not declared")
+        if bias is not None and not self.has_bias:
+            raise NotDeclaredError("a bias is not declared")
+        reason = None if self.limit is None else self.limit(weight, dtype)
+        if reason is not None:
+            raise NotDeclaredError(reason)
         placed = weight.to(self.device)
-        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device)
+        roundings = self.roundings.get(dtype, 0)
+        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device, roundings)

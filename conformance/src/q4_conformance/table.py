@@ -33,12 +33,14 @@ class Case:
         part: Which part of it.
         text: What must hold.
         check: Name of the function in ``CHECKS`` that runs it.
-        profile: ``"linear"`` concerns functions and backends, ``"backend"`` backends, ``"core"`` nobody but the core.
+        profile: ``"linear"`` concerns functions and backends, ``"backend"`` backends, ``"memory"`` providers of
+            managed memory, ``"dialect"`` dialects, ``"core"`` nobody but the core.
         recipe: The weight.
         dtype: dtype of x.
         precision: To what precision the activations may be rounded.
         rows: Values of M.
         seeds: Seeds of the draws; further ones follow where an element was not seen.
+        format: Name of the format, where a case concerns one and has no weight of its own.
         is_slow: Whether it takes more than a few seconds.
     """
 
@@ -52,12 +54,13 @@ class Case:
     precision: ActivationPrecision = ActivationPrecision.EXACT
     rows: tuple[int, ...] = (1, 5)
     seeds: tuple[int, ...] = (11, 12, 13)
+    format: str = ""
     is_slow: bool = False
 
     @property
     def id(self) -> str:
         """Stable id: contract case, part, and what the case runs on."""
-        words = [self.contract, self.part]
+        words = [self.contract, self.part, *filter(None, [self.format])]
         if self.recipe is not None:
             dtype = str(self.dtype).removeprefix("torch.")
             words += [self.recipe.label, dtype, self.precision.value]

@@ -7,7 +7,9 @@ memory shows whole ones that native code makes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Allocations", "watch"]
+__all__ = ["Allocations", "trim", "watch"]
 
 _KIB = 1024
 _STATUS = Path("/proc/self/status")
@@ -79,14 +81,21 @@ def _status(field: str) -> int | None:
     return None
 
 
+def trim() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _reset_peak() -> bool:
     """Give freed memory back to the system and start the peak anew; say whether that worked."""
     if sys.platform != "linux":
         return False
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
         _CLEAR.write_text("5", encoding="ascii")
-    except (OSError, AttributeError):
+    except OSError:
         return False
     return True
 

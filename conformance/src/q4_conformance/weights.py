@@ -53,6 +53,7 @@ class WeightRecipe:
             scales, codes of negative zero.
         has_coarse_channels: Input channel scales are powers of two, so that activations on a grid exist.
         is_misaligned: The codes start at an odd byte of their storage.
+        activation_scale: The checkpoint's static activation scale; None for none.
     """
 
     format: Format = attrs.field(converter=_to_format)
@@ -67,6 +68,7 @@ class WeightRecipe:
     has_edges: bool = False
     has_coarse_channels: bool = False
     is_misaligned: bool = False
+    activation_scale: float | None = None
 
     @property
     def label(self) -> str:
@@ -76,6 +78,8 @@ class WeightRecipe:
         words += sorted(feature.value for feature in self.features)
         flags = ("is_grouped", "has_edges", "has_coarse_channels", "is_misaligned")
         words += [flag.split("_", 1)[1] for flag in flags if getattr(self, flag)]
+        if self.activation_scale is not None:
+            words.append(f"activation{self.activation_scale:.3g}")
         return "-".join([*words, f"s{self.seed}"])
 
     @property
@@ -153,4 +157,6 @@ class WeightRecipe:
             sides["input_channel_scale"] = torch.from_numpy(values).to(torch.float32)
         if Feature.INPUT_PERMUTATION in self.features:
             sides["input_permutation"] = torch.from_numpy(random.permutation(self.k))
+        if self.activation_scale is not None:
+            sides["activation_scale"] = torch.tensor(self.activation_scale, dtype=torch.float32)
         return sides

@@ -36,7 +36,12 @@ __all__ = [
 
 NATIVE_FOLDER = Path(__file__).with_name("native")
 BLACKWELL = Facts(
-    torch_cuda="13.0", is_cuda_available=True, driver=13000, triton="3.7.1", capability=lambda index: (12, 1)
+    torch_cuda="13.0",
+    is_cuda_available=True,
+    driver=13000,
+    triton="3.7.1",
+    capability=lambda index: (12, 1),
+    processors=lambda index: 48,
 )
 """A machine with a GB10."""
 _FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC")

@@ -10,10 +10,8 @@ from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
 
-FP4_CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision is ActivationPrecision.FP4]
-# A manifest can't say that w4a4 takes no float scales: the backend says it when asked, which the last test is about.
-PLAIN = [case for case in FP4_CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
-CASES = [case for case in FP4_CASES if case not in PLAIN]
+CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision is ActivationPrecision.FP4]
+PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
 # What the kit asks of every layer it asks at the default precision; here it is asked of w4a4 as well.
 DUTIES = [
     attrs.evolve(case, precision=ActivationPrecision.FP4)
@@ -38,14 +36,15 @@ def by_library() -> BackendSubject:
 
 def _run(case: Case, subject: BackendSubject) -> None:
     result = run_case(case, subject)
-    is_served = Feature.CUSTOM_CODEBOOK not in case.weight_recipe.features
+    recipe = case.weight_recipe
+    is_served = Feature.CUSTOM_CODEBOOK not in recipe.features and recipe.scale_kind is not ScaleKind.PLAIN
     assert result.outcome is (Outcome.PASS if is_served else Outcome.NOT_DECLARED), result
     assert not result.is_fallback
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_case(case: Case, by_driver: BackendSubject) -> None:
-    """The case passes by our kernels; another codebook is said not to be served."""
+    """The case passes by our kernels; other codebooks and float scales are declared not to be served."""
     _run(case, by_driver)
 
 
@@ -67,4 +66,11 @@ def test_float_scales_are_refused_with_their_reason(by_driver: BackendSubject) -
     config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, backend="nvfp4-native")
     with pytest.raises(BackendUnavailableError) as caught:
         Session(config, registry=by_driver.registry).linear(weight)
-    assert ReasonCode.FORMAT in {reason.code for item in caught.value.rejections for reason in item.reasons}
+    (rejection,) = caught.value.rejections
+    assert [reason.code for reason in rejection.reasons] == [ReasonCode.FORMAT]
+    assert "w4a4" in rejection.reasons[0].message
+
+
+def test_float_scales_are_cases_of_the_contract() -> None:
+    """The table has cases of float scales, which the manifest answers."""
+    assert PLAIN

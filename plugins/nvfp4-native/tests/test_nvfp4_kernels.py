@@ -267,7 +267,10 @@ def _draws(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "static"), [("nvfp4", None), ("nvfp4", 2.0**-9), ("nvfp4", 0.003), ("mxfp4", None)])
+@pytest.mark.parametrize(
+    ("kind", "static"),
+    [("nvfp4", static) for static in (None, 2.0**-20, 2.0**-9, 0.003, 0.0173, 37.5)] + [("mxfp4", None)],
+)
 def test_activations_are_rounded_as_said(dtype: torch.dtype, kind: str, static: float | None) -> None:
     """Codes, block scales and row scales are those of the rule, computed another way, to the bit."""
     given = None if static is None else torch.tensor([static])
@@ -281,6 +284,16 @@ def test_strides_and_addresses(kind: str) -> None:
     """Rows at any stride and address give the codes that packed rows give."""
     room = torch.randn(5, 301).to(torch.bfloat16)
     x = room[:, 1:298]
+    for got, wanted in zip(_quantize(x, kind), _quantize(x.contiguous(), kind), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_further_apart_than_2_31_elements(kind: str) -> None:
+    """A row's place is computed in 64 bits: two rows of one huge buffer, nearly none of it touched, are found."""
+    step = 2**31 + 24
+    x = torch.empty(step + 200, dtype=torch.bfloat16).as_strided((2, 200), (step, 1))
+    x.copy_(torch.randn(2, 200))
     for got, wanted in zip(_quantize(x, kind), _quantize(x.contiguous(), kind), strict=True):
         assert torch.equal(got, wanted)
 

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -26,6 +27,8 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
+    Standing,
+    dequantize,
     quantize,
 )
 
@@ -101,6 +104,46 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
 
 
+@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
+def test_a_path_says_whether_it_ran_on_hardware(
+    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernels are compiled, or measured where a record says so; other people's code claims no more than that."""
+    monkeypatch.setattr("q4_nvfp4_native.native.is_measured", lambda: is_measured)
+    verdict = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu")))
+    told = {path.name.removeprefix("native-fp4-"): path.standing for path in verdict.paths}
+    assert told == {"external-fp4": Standing.COMPILED, "m16": standing, "m64": standing, "m128": standing}
+    assert len({path.tier for path in verdict.paths}) == 1
+    assert "hardware" not in verdict.native_state
+    dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
+    assert {path.standing for path in dot.paths} == {Standing.COMPILED}
+
+
+def test_what_does_not_work_beside_what_does_is_withheld() -> None:
+    """With a complete library and no NVRTC, and the other way round, the engine that lacks something says what."""
+    library = emulated_library()
+    (own,) = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu"))).withheld
+    assert (own.name, own.precision) == ("native-fp4", Precision.W4A4)
+    assert [str(reason) for reason in own.reasons] == ["toolchain: no NVRTC in this test"]
+    verdict = Nvfp4Native(_facts(), emulated_tools(Path("/nowhere/a.so"), Path("/nowhere/b.so"))).check(_request())
+    (external,) = verdict.withheld
+    assert external.name == "external-fp4"
+    assert [reason.code for reason in external.reasons] == [ReasonCode.LIBRARY] * 2
+    assert {path.name for path in verdict.paths}.isdisjoint({"external-fp4"})
+
+
+@pytest.mark.parametrize("precision", [ActivationPrecision.AUTO, ActivationPrecision.EXACT])
+def test_the_weight_only_paths_say_why_there_are_no_fp4_ones(precision: ActivationPrecision) -> None:
+    """Nobody has to ask for FP4 to learn why a device without such tensor cores, or without NVRTC, has no path."""
+    backend = Nvfp4Native(_facts(90), emulated_tools())
+    (item,) = backend.check(_request(precision=precision)).withheld
+    assert (item.name, item.precision) == ("native-fp4", Precision.W4A4)
+    assert [reason.code for reason in item.reasons] == [ReasonCode.ARCH]
+    without = Nvfp4Native(_facts(), emulated_tools(driver=False)).check(_request(precision=precision))
+    assert [reason.code for item in without.withheld for reason in item.reasons] == [ReasonCode.TOOLCHAIN]
+    assert Nvfp4Native(_facts(), emulated_tools()).check(_request(precision=precision)).withheld == ()
+
+
 def test_dot_scaled_serves_where_it_is_native() -> None:
     """On sm_100 and sm_103 the path by Triton is offered where its text is native."""
     for arch in (100, 103):
@@ -114,6 +157,15 @@ def test_scales_and_machine_are_told_together() -> None:
     request = Request.for_weight(_weight().with_plain_scale(), device=CUDA, precision=ActivationPrecision.FP4)
     reasons = Nvfp4Native(_facts(90), emulated_tools()).check(request).reasons
     assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.ARCH]
+
+
+def test_float_scales_are_refused_for_fp4_alone() -> None:
+    """The manifest takes float scales for the weight-only kernels, and none for FP4 tensor cores."""
+    manifest = Nvfp4Native(_facts(), emulated_tools()).capabilities
+    request = Request.for_weight(_weight().with_plain_scale(), device=CUDA)
+    assert manifest.refusals(request) == ()
+    fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)
+    assert [reason.code for reason in manifest.refusals(fp4)] == [ReasonCode.FORMAT]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +248,20 @@ def test_each_tiling_serves_its_rows() -> None:
     assert ran == {"native-fp4-m16": 2, "native-fp4-m64": 3, "native-fp4-m128": 1}
 
 
+def test_input_gradients_of_the_fp4_layout_are_the_cores() -> None:
+    """The FP4 layout refuses input gradients as a matter of scheme, and the core's are exact."""
+    layer = Session(attrs.evolve(_config(), gradients=True), registry=make_registry(emulated_backend())).linear(
+        _weight()
+    )
+    record = layer.diagnostics()
+    assert (record.backend, record.gradients) == ("nvfp4-native", ())
+    assert [reason.code for reason in record.gradients_refused] == [ReasonCode.FEATURE]
+    x = torch.randn(3, 160, requires_grad=True)
+    layer(x).backward(torch.ones(3, layer.out_features))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, dequantize(_weight()).sum(0).expand(3, 160))
+
+
 @pytest.mark.parametrize("scale_kind", ["plain"])
 def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
     """A scale kind that the quantiser does not write, and a K that cuts a block, are refused together."""
@@ -225,7 +291,10 @@ import q4_nvfp4_native as plugin
 from q4_triton_kernels import Facts
 from q4core import ActivationPrecision, Request, quantize
 
-facts = Facts(torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None, capability=lambda _: (12, 1))
+facts = Facts(
+    torch_cuda="13.0", is_cuda_available=True, driver=13000, triton=None,
+    capability=lambda _: (12, 1), processors=lambda _: 48,
+)
 backend = plugin.Nvfp4Native(facts)
 request = Request.for_weight(quantize(torch.randn(8, 64), "nvfp4"), device="cuda:0")
 fp4 = attrs.evolve(request, precision=ActivationPrecision.FP4)

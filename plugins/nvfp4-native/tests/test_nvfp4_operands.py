@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -20,10 +21,12 @@ from q4core import (
     PackedWeight,
     PrepareContext,
     Prepared,
+    Q4FallbackWarning,
+    ReasonCode,
+    RefusedError,
     ScaleKind,
     Session,
     SessionConfig,
-    WeightError,
     dequantize,
     find_format,
     quantize,
@@ -75,41 +78,66 @@ def test_layers_of_one_shape_share_their_meta() -> None:
     assert "0x" not in repr(metas[0])
 
 
-def test_negative_zero_scales_are_refused() -> None:
-    """FP4 tensor cores read e4m3 scales without sign, so a scale byte with one is an error, not another number."""
+def _session(**wishes: Any) -> Session:
+    config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4, **wishes)
+    return Session(config, registry=make_registry(emulated_backend()))
+
+
+def _with_scale_byte(byte: int) -> PackedWeight:
     weight = quantize(torch.randn(4, 32), "nvfp4")
     stored = weight.scale.view(torch.uint8).clone()
-    stored[1, 1] = 0x80
-    with pytest.raises(WeightError) as caught:
-        prepare_operand(attrs.evolve(weight, scale=stored.view(weight.scale.dtype)), PrepareContext("cpu"))
-    assert caught.value.name == "e4m3 scales"
+    stored[1, 1] = byte
+    return attrs.evolve(weight, scale=stored.view(weight.scale.dtype))
 
 
-@pytest.mark.parametrize(
-    ("scale", "is_static"),
-    [(0.003, True), (2.0**-14, True), (8.0, True), (8.1, False), (2.0**-15.5, False), (2.0**-15, False)],
-)
-def test_static_scale_is_used_where_the_probe_can_prove_it(scale: float, is_static: bool) -> None:
-    """The checkpoint's scale is used in a range that holds the self-probe's activations; elsewhere each row's."""
-    weight = attrs.evolve(quantize(torch.randn(4, 32), "nvfp4"), activation_scale=torch.tensor(scale))
-    assert _prepared(weight).meta.has_static_scale is is_static
-    config = SessionConfig(
-        device="cpu", activation_precision=ActivationPrecision.FP4, compute_path=ComputePath.KERNEL_ONLY
-    )
-    layer = Session(config, registry=make_registry(emulated_backend())).linear(weight)
-    assert layer.diagnostics().backend == "nvfp4-native"
+@pytest.mark.parametrize("byte", [0x80, 0x90, 0x7F, 0xFF])
+def test_scales_with_a_sign_or_nan_are_refused(byte: int) -> None:
+    """FP4 tensor cores read e4m3 scales without sign, so such a byte is a `format` reason, not another number."""
+    with pytest.raises(RefusedError) as caught:
+        prepare_operand(_with_scale_byte(byte), PrepareContext("cpu"))
+    assert [reason.code for reason in caught.value.reasons] == [ReasonCode.FORMAT]
+    assert "e4m3 scales" in caught.value.reasons[0].message
+    assert caught.value.is_for_this_weight
 
 
-def test_static_scale_saturates_what_lies_above_it() -> None:
-    """Under a static scale g nothing above 2688 g (the next power of two) is reached; a row's own scale reaches it."""
+def test_the_next_backend_serves_a_negative_zero_scale_and_ours_the_next_weight() -> None:
+    """A negative zero is a legal scale: the reference serves that weight, and FP4 the others of its kind."""
+    session = _session(compute_path=ComputePath.KERNEL_OR_FALLBACK)
+    with pytest.warns(Q4FallbackWarning, match="e4m3 scales"):
+        odd = session.linear(_with_scale_byte(0x80)).diagnostics()
+    assert odd.backend == "dequant-fallback"
+    assert session.linear(quantize(torch.randn(4, 32), "nvfp4")).diagnostics().backend == "nvfp4-native"
+
+
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-20, 2.0**-15, 0.003, 0.0173, 8.1, 37.5, 2.0**100])
+def test_static_scale_is_used_whatever_its_size(scale: float) -> None:
+    """Activations are rounded under the checkpoint's scale: above 2688 of its next power of two they saturate."""
     plain = quantize(torch.eye(16), "nvfp4")
-    weight = attrs.evolve(plain, activation_scale=torch.tensor(2.0**-8))
-    config = SessionConfig(device="cpu", activation_precision=ActivationPrecision.FP4)
-    session = Session(config, registry=make_registry(emulated_backend()))
-    x = torch.full((1, 16), 21.0)  # 2688 / 128
+    weight = attrs.evolve(plain, activation_scale=torch.tensor(scale))
+    assert _prepared(weight).meta.has_static_scale
+    layer = _session(compute_path=ComputePath.KERNEL_ONLY).linear(weight)
+    assert layer.diagnostics().backend == "nvfp4-native"
+    power = 2.0 ** math.ceil(math.log2(scale))
     unit = dequantize(plain)[0, 0]
-    assert torch.equal(session.linear(weight)(x), torch.full((1, 16), 10.5) * unit)
-    assert torch.equal(session.linear(plain)(x), x * unit)
+    for size, kept in ((2688.0, 2688.0), (5376.0, 2688.0), (6.0, 6.0), (96.0, 96.0)):
+        x = torch.full((1, 16), size * power)
+        assert torch.equal(layer(x), torch.full((1, 16), kept * power) * unit), size
+    x = torch.full((1, 16), 21.0)
+    assert torch.equal(_session().linear(plain)(x), x * unit)  # a row's own scale reaches it
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_static_scale_that_is_none_is_refused(scale: float) -> None:
+    """Zero, negative and non-finite scales are a `format` reason; MXFP4, whose block scales need none, ignores them."""
+    for name in ("nvfp4", "mxfp4"):
+        weight = attrs.evolve(quantize(torch.randn(4, 32), name), activation_scale=torch.tensor(scale))
+        if name == "mxfp4":
+            assert not _prepared(weight).meta.has_static_scale
+            continue
+        with pytest.raises(RefusedError) as caught:
+            prepare_operand(weight, PrepareContext("cpu"))
+        assert [reason.code for reason in caught.value.reasons] == [ReasonCode.FORMAT]
+        assert "activation scale" in caught.value.reasons[0].message
 
 
 def test_saved_and_copied_layers_give_the_same_bits() -> None:

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from q4_conformance.subject import make_registry
 from q4_nvfp4_native import Nvfp4Native, quantize_packed, swizzle_scales
 from q4_nvfp4_native.quantizer import KINDS, quantize_parts
 from q4core import (
@@ -15,14 +16,16 @@ from q4core import (
     FormatError,
     InputError,
     PackedWeight,
+    Packing,
+    PathKind,
     ReasonCode,
     Request,
+    Rounding,
     ScaleKind,
     dequantize,
     quantize,
-    training,
+    quantizer,
 )
-from q4core.training import quantising
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -186,18 +189,33 @@ def test_what_does_not_fit_is_a_typed_error(dense: Any, choices: dict[str, Any],
         quantize_parts(dense, **choices)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_training_accepts_it(name: str) -> None:
-    """The comparison that q4core.training makes before it uses a native quantiser passes."""
-    backend = Nvfp4Native()
+@pytest.mark.parametrize(("name", "kind"), CHOICES, ids=IDS)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_the_core_proves_it(name: str, kind: ScaleKind, rounding: Rounding) -> None:
+    """The probe of the core passes to nearest and by chance; the quantiser is then what the public function uses."""
+    plugins = make_registry(Nvfp4Native())
     dense = torch.randn(8, 64)
-    request = quantising._quantize_request(BUILTIN_FORMATS[name], dense)
-    assert not backend.capabilities.refusals(request)
-    assert backend.check(request).paths
-    assert quantising._is_right(backend, request, dense)
-    assert torch.equal(
-        training.dequantize_packed(backend.quantize(dense, request)), training.dequantize_packed(quantize(dense, name))
-    )
+    request = quantizer.quantize_request(dense, name, scale_kind=kind)
+    found = quantizer.find_quantizer(plugins, request, rounding)
+    assert (found.backend.name, found.path.kind) == ("nvfp4-native", PathKind.QUANTIZE)
+    if rounding is Rounding.NEAREST:
+        _assert_same(found.quantize(dense, 0), quantize(dense, name, scale_kind=kind))
+        return
+    got = quantizer.quantize(dense, name, scale_kind=kind, rounding=rounding, seed=9, registry=plugins)
+    _assert_same(got, quantize_packed(dense, name, scale_kind=kind, stochastic=True, seed=9))
+
+
+def test_the_backend_leaves_finite_values_to_the_core() -> None:
+    """Asked through the contract, it looks at no value on the host."""
+    dense = torch.full((4, 32), torch.nan)
+    request = quantizer.quantize_request(dense, "nvfp4")
+    assert Nvfp4Native().quantize(dense, request).shape == (4, 32)
+
+
+def test_codes_in_another_order_are_refused() -> None:
+    """The quantiser writes the lower nibble first, and refuses by `format` to be asked for more."""
+    request = quantizer.quantize_request(torch.randn(4, 32), "nvfp4", packing=Packing.HIGH_FIRST)
+    assert [reason.code for reason in Nvfp4Native().check(request).reasons] == [ReasonCode.FORMAT]
 
 
 def test_request_for_other_scales_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from q4_conformance.subject import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
 from q4_nvfp4_native.scaled_dot import product
-from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, WeightSpec, error_bound, quantize
+from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, Standing, WeightSpec, error_bound, quantize
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -53,9 +54,11 @@ def test_case(case: Case, subject: BackendSubject) -> None:
 
 
 def test_paths_say_that_they_are_interpreted(subject: BackendSubject) -> None:
-    """What is loaded reads as the interpreter, never as a GPU."""
-    verdict = subject.backend.check(Request.for_weight(quantize(torch.randn(8, 64), "nvfp4")))
-    assert "interpreted" in verdict.native_state
+    """What is computed reads as the interpreter's, never as a GPU's; that of the quantiser, too."""
+    request = Request.for_weight(quantize(torch.randn(8, 64), "nvfp4"))
+    for asked in (request, attrs.evolve(request, op="quantize")):
+        paths = subject.backend.check(asked).paths
+        assert {path.standing for path in paths} == {Standing.INTERPRETED}
 
 
 @pytest.mark.parametrize(("rows", "columns", "in_features"), [(1, 1, 128), (130, 129, 256), (5, 70, 384)])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from triton_programs import Candidate, candidates
+from triton_programs import RECIPES, Candidate, candidates
 
 if TYPE_CHECKING:
     from q4_triton_kernels import Compiled
@@ -46,14 +46,25 @@ def _check(candidate: Candidate, *, may_spill: bool = False) -> Compiled:
         vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.ptx)
         of_x = program.constants["ROWS"] * (8 if program.signature["x_ptr"] == "*fp32" else 4)
         assert len(vectors) >= program.constants["R"] + of_x, "codes must be loaded 16 bytes at a time, as x is"
-    if candidate.kind == "gemm" and program.signature["x_ptr"] != "*fp32":
-        assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
+    if candidate.kind in {"gemm", "gradient"}:
+        if candidate.dtype is torch.float32:
+            assert "tf32" not in compiled.ptx
+        else:
+            assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
     return compiled
 
 
 MAIN = [item for arch in ARCHITECTURES for item in candidates(arch)]
 LIKE = [item for arch in ALIKE for item in candidates(arch) if arch == GB10 or (item.even and item.final)]
 OTHERS = [item for arch in (*ARCHITECTURES, *ALIKE) for item in candidates(arch, every=True)]
+
+
+def test_each_format_is_compiled_for_each_architecture_in_every_run() -> None:
+    """Whatever is left to the long run, no format and no architecture is left out of gemv or gemm."""
+    compiled = {(item.arch, item.kind, item.recipe) for item in (*MAIN, *LIKE)}
+    for arch in (*ARCHITECTURES, *ALIKE):
+        for recipe in RECIPES:
+            assert {(arch, "gemv", recipe), (arch, "gemm", recipe)} <= compiled
 
 
 @pytest.mark.parametrize("candidate", [*MAIN, *LIKE], ids=str)
@@ -83,10 +94,20 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
     found = len(_WGMMA.findall(ptx))
     assert found
     assert len(_FROM_REGISTERS.findall(ptx)) == found
-    # Sums of x (for offsets), and an x whose rows can't be loaded asynchronously, do go through shared memory.
-    if candidate.recipe != "q4_1" and candidate.even:
+    # Sums of x (for offsets and float zero points) do go through shared memory, and so does an x whose rows can't be
+    # loaded asynchronously.
+    if candidate.recipe not in {"q4_1", "int4_float_zero"} and candidate.even:
         last = [match.start() for match in _WGMMA.finditer(ptx)][-1]
         assert "st.shared" not in ptx[:last]
+
+
+@pytest.mark.parametrize("candidate", [item for item in MAIN if str(item).startswith("sm90-gradient")], ids=str)
+def test_hopper_feeds_gradients_from_registers(candidate: Candidate) -> None:
+    """On sm_90 each wgmma of an input gradient takes its weights from registers, all of their terms."""
+    ptx = candidate.program().compile().ptx
+    found = len(_WGMMA.findall(ptx))
+    assert len(_FROM_REGISTERS.findall(ptx)) == found
+    assert bool(found) is (candidate.dtype is not torch.float32)
 
 
 def test_a_table_is_read_once() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton_programs import RECIPES
 
-from q4_conformance import exact_linear, judge
+from q4_conformance import exact_input_gradient, exact_linear, judge
 from q4_triton_kernels import WeightOnlyBackend
 from q4_triton_kernels.kernels.decode import look_up, table_text
 from q4_triton_kernels.tables import entries_of, values_of
@@ -65,6 +66,26 @@ def test_every_path_computes(name: str, dtype: torch.dtype) -> None:
             verdict = judge(outs[0].cpu(), exact_linear(weight.to("cpu"), x, bias), out_dtype=dtype)
             assert verdict.passed, (path.name, rows, verdict)
             assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_gradient_computes(name: str, dtype: torch.dtype) -> None:
+    """The input gradient is within the float32 bound for rows in each tile's range, and gives the same bits twice."""
+    weight = RECIPES[name].build().to("cuda")
+    backend = Every()
+    request = Request.for_weight(weight, dtype=dtype, gradients=True)
+    prepared = backend.prepare(weight, request, PrepareContext("cuda"))
+    precision = Precision.W4A32 if dtype is torch.float32 else Precision.W4A16
+    (path,) = backend.check(attrs.evolve(request, op="input_gradient")).paths
+    for rows in (1, 7, 16, 17, 64, 65, 300):
+        grad = grid_activations(rows, weight.out_features, precision, dtype=dtype, seed=rows) / 16
+        outs = [torch.empty((rows, weight.in_features), dtype=dtype, device="cuda") for _ in range(2)]
+        for out in outs:
+            backend.input_gradient(prepared, grad.cuda(), out, path=path.name)
+        verdict = judge(outs[0].cpu(), exact_input_gradient(weight.to("cpu"), grad), out_dtype=dtype)
+        assert verdict.passed, (rows, verdict)
+        assert torch.equal(outs[0], outs[1])
 
 
 def test_a_graph_captures_each_path() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -10,9 +10,10 @@ import torch
 from triton_programs import RECIPES
 
 from q4_conformance import exact_linear, judge
-from q4_triton_kernels import Target, WeightMeta, prepare_weight
+from q4_triton_kernels import ARCHITECTURES, Target, WeightMeta, prepare_weight
 from q4_triton_kernels import plan as plans
-from q4_triton_kernels.configs import config_for
+from q4_triton_kernels import schedule as schedules
+from q4_triton_kernels.configs import GemmTile, GemvTile, config_for
 from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import Precision, PrepareContext, grid_activations
 
@@ -73,19 +74,42 @@ def test_dequant(name: str) -> None:
         _assert_right(RECIPES[name], torch.float16, "dequant", 11)
 
 
+@pytest.mark.parametrize("name", ["nf4", "q4_1", "nvfp4"])
+def test_dense_weights_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A weight that is too large to be dense at once is multiplied in pieces, each with its own bias and scales."""
+    made: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def watched(*arguments: Any, **named: Any) -> torch.Tensor:
+        place = empty(*arguments, **named)
+        made.append(place)
+        return place
+
+    monkeypatch.setattr(plans, "_DENSE_BYTES", 30_000)
+    monkeypatch.setattr(plans, "_DENSE_STEP", 16)
+    recipe = attrs.evolve(RECIPES[name], n=50, k=256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", watched)
+        _assert_right(recipe, torch.bfloat16, "dequant", 11, has_bias=True)
+    dense, sums = (place for place in made if place.ndim == 1 and place.numel() > 1)
+    assert (dense.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
+    assert dense.numel() < 50 * 256 * (1 if name == "nvfp4" else 2)
+    assert dense.nbytes + sums.nbytes <= 30_000
+
+
 @pytest.mark.parametrize("kind", ["gemv", "gemm"])
 @pytest.mark.parametrize("name", ["nf4", "int4_zero", "nvfp4"])
 def test_split_sums(monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     """A sum over K that is cut into parts is finished right, bias and global scale included, and in a fixed order."""
-    monkeypatch.setattr(plans, "_LEAST_SPAN", 1)
+    monkeypatch.setattr(schedules, "_LEAST_SPAN", 1)
+    for cache in (schedules._stretches, plans.plan_for):
+        cache.cache_clear()
     recipe = attrs.evolve(RECIPES[name], n=5, k=2304)
     weight = recipe.build()
     rows = 3 if kind == "gemv" else 12
     _, meta = prepare_weight(weight, PrepareContext("cpu"))
     plan = _plan(meta, torch.bfloat16)
-    tile = next(tile for tile in config_for(None).gemv if rows <= tile.rows) if kind == "gemv" else None
-    splits = plan._gemv_splits(tile)[0] if tile else plan._gemm_splits(config_for(None).gemm[plan.family][0], rows)[0]
-    assert splits > 1
+    assert plan.schedule.parts(plan.schedule.at(kind, rows), rows)[0] > 1
     _assert_right(recipe, torch.bfloat16, kind, rows, has_bias=True)
 
 
@@ -107,25 +131,38 @@ def test_block_sizes(block: int) -> None:
     _assert_right(recipe, torch.bfloat16, "dequant", 10)
 
 
-def test_the_configured_tiles_compute() -> None:
-    """The tiles of a real architecture give right numbers, not only the small ones of the interpreter."""
-    weight = attrs.evolve(RECIPES["nf4"], n=20, k=512).build()
+def _tiles(kind: str) -> list[tuple[str, GemvTile | GemmTile]]:
+    """Return every tile of every architecture once, as interpreted code sees it: warps and stages change nothing."""
+    found: dict[tuple[str, GemvTile | GemmTile], None] = {}
+    for arch in ARCHITECTURES:
+        config = config_for(arch)
+        families: dict[str, Any] = {"gemv": config.gemv} if kind == "gemv" else config.gemm
+        for family, items in families.items():
+            for tile in items:
+                plain = attrs.evolve(tile, warps=1, stages=1)
+                found[family, plain if isinstance(plain, GemvTile) else attrs.evolve(plain, m=None)] = None
+    return list(found)
+
+
+SEEN_BY = {"weights": ("nvfp4", torch.bfloat16), "blocks": ("nf4", torch.bfloat16), "wide": ("nf4", torch.float32)}
+
+
+@pytest.mark.parametrize(("family", "tile"), [*_tiles("gemv"), *_tiles("gemm")], ids=str)
+def test_the_configured_tiles_compute(family: str, tile: GemvTile | GemmTile) -> None:
+    """Each tile of a real architecture gives right numbers, not only the small ones of the interpreter."""
+    name, dtype = SEEN_BY.get(family, ("nf4", torch.bfloat16))
+    is_gemv = isinstance(tile, GemvTile)
+    rows, features = (tile.rows, tile.r + 3) if isinstance(tile, GemvTile) else (tile.bm + 3, tile.bn + 5)
+    weight = attrs.evolve(RECIPES[name], n=features, k=512).build()
     tensors, meta = prepare_weight(weight, PrepareContext("cpu"))
-    plan = _plan(meta, torch.bfloat16)
-    config = config_for(90)
-    x = grid_activations(4, 512, Precision.W4A16, dtype=torch.bfloat16) / 16
-    exact = exact_linear(weight, x)
-    for gemv in config.gemv[2:3]:
-        out = torch.empty((4, 20), dtype=torch.bfloat16)
-        program = plan.factory.gemv(gemv, even=True, final=True)
-        program.load()
-        route = plans._Route(program, True, -(-20 // gemv.r), 1, meta.row_bytes // 16)
-        plan._launch(route, torch.float32, tensors, x, out, None)
-        assert judge(out, exact, out_dtype=torch.bfloat16).passed
-    for gemm in config.gemm["blocks"]:
-        out = torch.empty((4, 20), dtype=torch.bfloat16)
-        program = plan.factory.gemm(gemm, even=True, final=True)
-        program.load()
-        route = plans._Route(program, True, 1, 1, meta.row_bytes // 64)
-        plan._launch(route, torch.bfloat16, tensors, x, out, None)
-        assert judge(out, exact, out_dtype=torch.bfloat16).passed
+    plan = _plan(meta, dtype)
+    precision = Precision.W4A32 if dtype is torch.float32 else Precision.W4A16
+    x = grid_activations(rows, 512, precision, dtype=dtype) / 16
+    make: Any = plan.factory.gemv if is_gemv else plan.factory.gemm
+    program = make(tile, even=True, final=True)
+    program.load()
+    span = meta.row_bytes // (16 if is_gemv else 64)
+    route = plans._Route(program, True, plan.schedule.blocks(tile, rows), 1, span)
+    out = torch.full((rows, features), torch.nan, dtype=dtype)
+    plan._launch(route, torch.float32 if is_gemv else dtype, tensors, x, out, None)
+    assert judge(out, exact_linear(weight, x), out_dtype=dtype).passed

@@ -10,8 +10,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton_programs import RECIPES, factory_for
 
-from q4_triton_kernels import Facts, WeightOnlyBackend, program
-from q4_triton_kernels.configs import config_for
+from q4_triton_kernels import Facts, Target, WeightOnlyBackend, program
 from q4core import BackendError, PrepareContext, ReasonCode, RefusedError, Request
 
 if TYPE_CHECKING:
@@ -53,9 +52,14 @@ def test_code_that_fails_is_a_reason(
 ) -> None:
     """``prepare`` refuses with a reason of the build, which names the kernel and holds the tool's own words."""
     monkeypatch.setattr(program, "compile_for", compiler)
-    monkeypatch.setattr("q4_triton_kernels.plan._processors", lambda device: 132)
+    monkeypatch.setattr(type(driver), "active", _Driver())
     facts = Facts(
-        torch_cuda="13.0", is_cuda_available=True, driver=13000, triton="3.7.1", capability=lambda index: (9, 0)
+        torch_cuda="13.0",
+        is_cuda_available=True,
+        driver=13000,
+        triton="3.7.1",
+        capability=lambda index: (9, 0),
+        processors=lambda index: 132,
     )
     backend = Plain(facts)
     weight = RECIPES["nf4"].build()
@@ -68,17 +72,6 @@ def test_code_that_fails_is_a_reason(
     assert all(word in reason.message for word in (*words, "gemv"))
 
 
-def test_every_tile_is_probed_at_both_its_ends() -> None:
-    """What is launched for other numbers of rows has not been proven by the ends of the path."""
-    for arch in (80, 90, 121):
-        config = config_for(arch)
-        assert config.gemv_ends == (1, 2, 3, 4, 5, 8)
-        for family, tiles in config.gemm.items():
-            ends = config.gemm_ends(family, 9)
-            assert len(ends) <= 8
-            assert {tile.m for tile in tiles if tile.m} | {9} | {tile.m + 1 for tile in tiles if tile.m} == set(ends)
-
-
 def test_a_launch_needs_loaded_code() -> None:
     """A program that was not loaded refuses to launch: nothing is compiled in a forward."""
     with pytest.raises(BackendError, match="loaded before the first launch"):
@@ -86,10 +79,15 @@ def test_a_launch_needs_loaded_code() -> None:
 
 
 class _Driver:
-    """A driver of one device with one stream."""
+    """A driver of several devices with one stream each."""
+
+    current = 3
 
     def get_current_device(self) -> int:
-        return 3
+        return self.current
+
+    def set_current_device(self, device: int) -> None:
+        self.current = device
 
     def get_current_stream(self, device: int) -> int:
         return 1000 + device
@@ -117,9 +115,29 @@ def test_a_launch_is_what_triton_would_launch(monkeypatch: pytest.MonkeyPatch) -
     """The installed Triton's own launch of compiled code passes the same arguments in the same order, hooks apart."""
     monkeypatch.setattr(type(driver), "active", _Driver())
     handle: Any = _Loaded()
-    program._launcher(handle, ("constant", 7))((5, 6, 1), 11, 22)
+    program._launcher(handle, ("constant", 7), 3)((5, 6, 1), 11, 22)
     CompiledKernel.__getitem__(handle, (5, 6, 1))(11, 22, "constant", 7)
     ours, theirs = handle.launches
     assert ours[:7] == theirs[:7] == (5, 6, 1, 1003, "function", "packed", None)
     assert ours[7:9] == (None, None)
     assert ours[9:] == theirs[9:] == (11, 22, "constant", 7)
+
+
+def test_code_is_loaded_onto_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of device 1 is loaded there and launched on its stream, whichever device was the current one."""
+    active = _Driver()
+    monkeypatch.setattr(type(driver), "active", active)
+    loaded_on: list[int] = []
+    handle: Any = _Loaded()
+    handle._init_handles = lambda: loaded_on.append(active.current)
+    compiled: Any = type("Compiled", (), {"handle": handle})
+    monkeypatch.setattr(program, "compile_for", lambda *_, **__: compiled)
+    own = program.Program(_named, {}, {}, (), Target(90), 4, 1, device=1)
+    own.load()
+    own((1, 1, 1))
+    assert (loaded_on, active.current) == ([1], 3)
+    assert handle.launches[0][3] == 1001
+
+
+def _named() -> None:
+    """Stand for a kernel."""

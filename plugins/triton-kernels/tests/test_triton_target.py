@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightOnlyBackend
-from q4core import ReasonCode, Request, find_format
+from q4_triton_kernels import backend as backend_module
+from q4_triton_kernels.configs import config_for
+from q4core import PathKind, ReasonCode, Request, Standing, Tier, find_format
 
 CUDA = torch.device("cuda", 0)
 GOOD: dict[str, Any] = {
@@ -18,6 +21,7 @@ GOOD: dict[str, Any] = {
     "triton": "3.7.1",
     "has_compiler": True,
     "capability": lambda index: (9, 0),
+    "processors": lambda index: 132,
 }
 
 
@@ -47,7 +51,7 @@ def _request(**facts: Any) -> Request:
 def test_each_architecture_of_the_list_is_served(arch: int) -> None:
     """A device on the list, with a driver, Triton and a compiler, gets all paths for every number of rows."""
     facts = Facts(**GOOD | {"capability": lambda index: divmod(arch, 10)})
-    assert facts.target(CUDA) == Target(arch)
+    assert facts.target(CUDA) == Target(arch, 132)
     verdict = Plain(facts).check(_request())
     assert not verdict.reasons
     assert all(any(path.covers(rows) for path in verdict.paths) for rows in (1, 8, 9, 128, 5000))
@@ -102,14 +106,39 @@ def test_block_sizes(block: int, k: int, is_served: bool) -> None:
 
 
 def test_the_interpreter_serves_the_cpu_and_says_so() -> None:
-    """Under TRITON_INTERPRET=1 the CPU is the device, and the state says ``interpreted``."""
+    """Under TRITON_INTERPRET=1 the CPU is the device, and every path is marked as interpreted."""
     backend = Plain(Facts(**GOOD | {"is_interpreted": True, "is_cuda_available": False, "driver": None}))
     assert backend.capabilities.devices == {"cpu"}
-    assert "interpreted" in backend.check(_request(device="cpu")).native_state
+    verdict = backend.check(_request(device="cpu"))
+    assert {path.standing for path in verdict.paths} == {Standing.INTERPRETED}
+    assert len(verdict.paths) == 3
     assert Plain(Facts(**GOOD)).capabilities.devices == {"cuda"}
 
 
-def test_unmeasured_configurations_claim_less() -> None:
-    """Where no configuration was measured, no path claims to be tuned."""
-    verdict = Plain(Facts(**GOOD)).check(_request())
-    assert all(path.tier < 30 for path in verdict.paths)
+@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
+def test_unmeasured_configurations_claim_less(
+    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no configuration was measured, no path claims to be tuned, or to have run."""
+    config = attrs.evolve(config_for(90), measured=is_measured, dequant_above={"blocks": 2048})
+    monkeypatch.setattr(backend_module, "config_for", lambda _: config)
+    paths = Plain(Facts(**GOOD)).check(_request()).paths
+    assert {path.standing for path in paths} == {standing}
+    assert all((path.tier >= 30) is is_measured for path in paths)
+
+
+def test_an_unmeasured_crossover_wins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense weights are preferred above an M that a record names, and without a record never."""
+    (path,) = [path for path in Plain(Facts(**GOOD)).check(_request()).paths if path.kind is PathKind.DEQUANT]
+    assert (path.m, path.tier) == ((9, None), Tier.DEQUANT_GEMM)
+    measured = attrs.evolve(config_for(90), measured=True, dequant_above={"blocks": 2048})
+    monkeypatch.setattr("q4_triton_kernels.backend.config_for", lambda arch: measured)
+    paths = {path.kind: path for path in Plain(Facts(**GOOD)).check(_request()).paths}
+    assert paths[PathKind.DEQUANT].m == (2049, None)
+    assert paths[PathKind.DEQUANT].tier > paths[PathKind.KERNEL].tier == Tier.TUNED
+
+
+def test_no_configuration_claims_what_it_has_not_measured() -> None:
+    """A crossover is data of a device that was measured."""
+    for arch in (*ARCHITECTURES, None):
+        assert config_for(arch).measured or not config_for(arch).dequant_above

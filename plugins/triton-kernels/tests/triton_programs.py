@@ -11,6 +11,7 @@ import torch
 from q4_conformance import WeightRecipe
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import Factory, Layout
+from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import WeightMeta
 from q4_triton_kernels.target import Target
 from q4core import Feature, ScaleKind
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from q4_triton_kernels.program import Program
 
-__all__ = ["Candidate", "candidates", "factory_for"]
+__all__ = ["RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
 
 RECIPES = {
     "nf4": WeightRecipe(format="nf4"),
@@ -41,7 +42,16 @@ _COMMON = {
     "blocks": (("nf4", torch.bfloat16), ("q4_1", torch.bfloat16), ("int4_zero", torch.float16)),
     "wide": (("nf4", torch.float32),),
 }
-"""What is compiled in every run: each path through the kernels, in one dtype."""
+"""What is compiled in every run: each path through the kernels in one dtype, and beside these each format once."""
+_COMMON_GRADIENTS = (
+    ("nvfp4", torch.bfloat16, (0, 1)),
+    ("nf4", torch.bfloat16, (0, 1)),
+    ("q4_1", torch.float16, (1,)),
+    ("nf4", torch.float32, (1,)),
+)
+"""The same of the input gradient, with the places of its tiles; Q4_1 in float16 needs most registers."""
+_OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
+"""Architectures of which more than two input gradients are compiled in every run."""
 
 
 @attrs.frozen
@@ -71,6 +81,9 @@ class Candidate:
             if not self.even:
                 cut = attrs.evolve(cut, r=max(1, cut.r // 2))  # as plans do
             return factory.gemv(cut, even=self.even, final=self.final)
+        if self.kind == "gradient":
+            code = gradient_of(self.recipe, self.dtype, self.arch).code
+            return code.program(config.gradient[code.family][self.place], even=self.even)
         if self.kind == "gemm":
             tile = config.gemm[factory.layout.family(self.dtype)][self.place]
             return factory.gemm(tile, even=self.even, final=self.final)
@@ -84,12 +97,21 @@ def factory_for(recipe: str, dtype: torch.dtype, arch: int | None) -> Factory:
     return Factory(Layout.of(meta), dtype, dtype, Target(arch))
 
 
+@functools.cache
+def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None) -> Gradient:
+    """Return the input gradient of a format for an architecture."""
+    meta = WeightMeta.of(RECIPES[recipe].build())
+    return gradient_for(meta, dtype, dtype, Target(arch), torch.device("cpu"), is_by_row=False)
+
+
 def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
     """Yield the programs of an architecture: those that each run compiles, or else all the others."""
     common = set(_common(arch))
-    if not every:
-        yield from sorted(common, key=str)
-        return
+    found = common if not every else set(_all(arch)) - common
+    yield from sorted(found, key=str)
+
+
+def _all(arch: int) -> Iterator[Candidate]:
     config = config_for(arch)
     for recipe in RECIPES:
         for dtype in _SHORT:
@@ -97,9 +119,10 @@ def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
             for kind, tiles in (("gemv", config.gemv), ("gemm", config.gemm[family])):
                 for place in range(len(tiles)):
                     for even, final in ((True, True), (True, False), (False, True), (False, False)):
-                        found = Candidate(arch, kind, recipe, dtype, place, even, final)
-                        if found not in common:
-                            yield found
+                        yield Candidate(arch, kind, recipe, dtype, place, even, final)
+            for place in range(len(gradient_of(recipe, dtype, arch).tiles)):
+                for even in (True, False):
+                    yield Candidate(arch, "gradient", recipe, dtype, place, even)
 
 
 def _common(arch: int) -> Iterator[Candidate]:
@@ -111,9 +134,15 @@ def _common(arch: int) -> Iterator[Candidate]:
         for recipe, dtype in _COMMON[family]:
             for place in range(len(tiles)):
                 yield Candidate(arch, "gemm", recipe, dtype, place)
+    for recipe in RECIPES:
+        yield Candidate(arch, "gemv", recipe, torch.bfloat16)
+        yield Candidate(arch, "gemm", recipe, torch.bfloat16)
     for even, final in ((False, True), (True, False)):
         yield Candidate(arch, "gemv", "nf4", torch.bfloat16, 0, even, final)
         yield Candidate(arch, "gemm", "nf4", torch.bfloat16, 0, even, final)
+    for recipe, dtype, places in _COMMON_GRADIENTS if arch in _OF_ITS_OWN else _COMMON_GRADIENTS[:2]:
+        for place in places if arch in _OF_ITS_OWN else (1,):
+            yield Candidate(arch, "gradient", recipe, dtype, place)
     yield Candidate(arch, "dense", "nvfp4", torch.bfloat16)
     yield Candidate(arch, "dense", "nf4", torch.bfloat16)
     yield Candidate(arch, "finish", "nvfp4", torch.bfloat16)

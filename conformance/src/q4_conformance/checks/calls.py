@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 import torch
 
 from q4_conformance.checks.values import draw, judge_call, make_bias
-from q4_conformance.outcome import NotDeclaredError
+from q4_conformance.oracle import as_given, judge_by
+from q4_conformance.outcome import NotDeclaredError, NotTestableError
+from q4_conformance.pages import on_last_page
 from q4_conformance.table import check, expect
 from q4core import InputError
 
@@ -39,22 +42,25 @@ def check_leading(case: Case, subject: Subject) -> str:
 
 @check("strided")
 def check_strided(case: Case, subject: Subject) -> str:
-    """Inputs that are not contiguous, or start at an odd place, are refused by a typed error or computed right."""
+    """Inputs that are not contiguous, or start at an odd place, are refused by a typed error or computed right.
+
+    Beside every input stands NaN, so that a read past its end shows even where it is multiplied by zero.
+    """
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     inputs = weight.in_features
     seen = []
     for rows in case.rows:
         x = draw(case, layer, weight, rows, case.seeds[0])
-        wide = torch.zeros(rows, inputs + 3, dtype=x.dtype, device=x.device)
+        wide = torch.full((rows, inputs + 3), torch.nan, dtype=x.dtype, device=x.device)
         wide[:, 1 : inputs + 1] = x
-        gaps = torch.zeros(rows, inputs, 2, dtype=x.dtype, device=x.device)
+        gaps = torch.full((rows, inputs, 2), torch.nan, dtype=x.dtype, device=x.device)
         gaps[..., 0] = x
         views = {
             "a slice of wider rows": wide[:, 1 : inputs + 1],
             "a transposed copy": x.T.contiguous().T,
             "every second element": gaps[..., 0],
-            "every second row": torch.stack((x, torch.zeros_like(x)), dim=1)[:, 0],
+            "every second row": torch.stack((x, torch.full_like(x, torch.nan)), dim=1)[:, 0],
             "one row, expanded": x[:1].expand(rows, inputs),
         }
         for name, view in views.items():
@@ -142,10 +148,13 @@ def check_unmodified(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
     for rows in case.rows:
         source = draw(case, layer, weight, rows, case.seeds[0])
-        guarded, x = _guarded(source)
-        kept = guarded.clone()
+        guarded, x = _guarded(source, torch.nan)
+        kept = guarded.clone().view(torch.uint8)
         y = layer(x)
-        expect(torch.equal(guarded, kept), f"M = {rows}: the input, or what stands beside it, was written")
+        expect(
+            torch.equal(guarded.view(torch.uint8), kept),
+            f"M = {rows}: the input, or what stands beside it, was written",
+        )
         _expect_kept(weight, before)
         judge_call(layer, weight, source, y, bias)
         if getattr(subject, "has_out", True):
@@ -161,15 +170,39 @@ def check_unmodified(case: Case, subject: Subject) -> str:
     return "x, bias, weight and the bytes beside"
 
 
+@check("last_page")
+def check_last_page(case: Case, subject: Subject) -> str:
+    """Input, bias and every tensor of the weight end where readable memory ends: a read past an end kills the process.
+
+    Where the subject's own copy lies is the subject's; what it is given is looked at here.
+    """
+    if subject.device.type != "cpu":
+        raise NotTestableError("only the CPU's memory can be made unreadable page by page")
+    weight = case.weight()
+    fields: dict[str, Any] = {name: on_last_page(tensor) for name, tensor in weight.tensors()}
+    placed = attrs.evolve(weight, **fields)
+    judge_by(placed, as_given(weight))
+    bias = on_last_page(make_bias(case, weight))
+    layer = subject.layer(placed, bias, dtype=case.dtype, precision=case.precision)
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        out = on_last_page(torch.empty(rows, weight.out_features, dtype=case.dtype))
+        if getattr(subject, "has_out", True):
+            y = layer(on_last_page(x), out=out)
+            judge_call(layer, weight, x, y, bias)
+        judge_call(layer, weight, x, layer(on_last_page(x)), bias)
+    return f"{len(fields)} tensors of the weight, x, bias and out="
+
+
 def _expect_kept(weight: PackedWeight, before: dict[str, torch.Tensor]) -> None:
     for name, tensor in weight.tensors():
         same = torch.equal(tensor.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8))
         expect(same, f"the caller's weight was written: {name}")
 
 
-def _guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _guarded(tensor: torch.Tensor, canary: float = _CANARY) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a flat area with a canary at both ends, and the tensor's copy in its middle."""
-    area = torch.full((tensor.numel() + 2 * _GUARD,), _CANARY, dtype=tensor.dtype, device=tensor.device)
+    area = torch.full((tensor.numel() + 2 * _GUARD,), canary, dtype=tensor.dtype, device=tensor.device)
     middle = area[_GUARD : _GUARD + tensor.numel()].view(tensor.shape)
     middle.copy_(tensor)
     return area, middle

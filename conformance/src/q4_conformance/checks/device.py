@@ -69,12 +69,13 @@ def check_native_quantiser(case: Case, subject: BackendSubject) -> str:
             subject.require_hardware(request)
             quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
             got = quantize(master.to(subject.device), request)
-            _expect_same(got, wanted, f"{name}, {dtype}")
+            expect_same_bytes(got, wanted, f"{name}, {dtype}")
             count += 1
     return f"{count} weights"
 
 
-def _expect_same(got: object, wanted: PackedWeight, what: str) -> None:
+def expect_same_bytes(got: object, wanted: PackedWeight, what: str) -> None:
+    """Raise ``FailureError`` where a quantiser's result is not the reference's, byte for byte."""
     if not isinstance(got, PackedWeight):
         raise FailureError(f"{what}: {type(got).__name__} instead of a PackedWeight")
     expect(WeightSpec.of(got) == WeightSpec.of(wanted), f"{what}: layout {WeightSpec.of(got)}")

@@ -14,6 +14,7 @@ from q4_conformance.judge import judge
 from q4_conformance.oracle import Reference, exact_weight
 from q4_conformance.outcome import FailureError
 from q4_conformance.table import check, expect
+from q4_conformance.watch import trim
 from q4core import BUILTIN_FORMATS, dequantize, quantize, training
 
 if TYPE_CHECKING:
@@ -24,9 +25,20 @@ if TYPE_CHECKING:
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
-_CALLS = 10_000
-_STEPS = 1_000
+CALLS = 10_000
+STEPS = 1_000
+_CPU = torch.device("cpu")
 _STATM = Path("/proc/self/statm")
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the memory that this process holds: tensors on a CUDA device, else what is resident."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    trim()
+    return resident_bytes()
 
 
 def resident_bytes() -> int:
@@ -43,7 +55,7 @@ def resident_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute with one thread: over tensors this small, more only wait for one another, long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,7 +70,7 @@ def _bits(weight: PackedWeight) -> bytes:
 
 
 @check("quantise_often")
-@_one_thread()
+@one_thread()
 def check_quantise_often(case: Case, subject: object) -> str:
     """10,000 quantise and dequantise calls: finite, the same bits each time, and memory stays where it was."""
     del case, subject
@@ -74,18 +86,18 @@ def check_quantise_often(case: Case, subject: object) -> str:
         expected[name] = (_bits(weight), values)
     size = max(len(bits) for bits, _ in expected.values())
     start = 0
-    for call in range(_CALLS):
-        if call == _CALLS // 10:
-            start = resident_bytes()
+    for call in range(CALLS):
+        if call == CALLS // 10:
+            start = held_bytes(_CPU)
         name = names[call % len(names)]
         bits, values = expected[name]
         weight = quantize(dense, name)
         expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
         expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
-    grown = resident_bytes() - start
-    limit = size * (_CALLS - _CALLS // 10) // 10  # a tenth of one lost packed weight per call
+    grown = held_bytes(_CPU) - start
+    limit = size * (CALLS - CALLS // 10) // 10  # a tenth of one lost packed weight per call
     expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
-    return f"{_CALLS} calls over {len(names)} formats, memory grew by {grown} bytes"
+    return f"{CALLS} calls over {len(names)} formats, memory grew by {grown} bytes"
 
 
 def _product(
@@ -103,35 +115,43 @@ def _product(
 def check_ste_gradients(case: Case, subject: object) -> str:
     """``linear_ste``: forward is the quantised weight's, gradients are finite, not zero, and the analytic ones."""
     del case, subject
-    generator = torch.Generator().manual_seed(19)
     for name in sorted(BUILTIN_FORMATS):
-        master = (torch.randn(24, 128, generator=generator) * 0.2).requires_grad_()
-        x = torch.randn(5, 128, generator=generator).requires_grad_()
-        bias = torch.randn(24, generator=generator).requires_grad_()
-        grad = torch.randn(5, 24, generator=generator)
-        dense = exact_weight(quantize(master.detach(), name))
-        seen = training.ste_weight(master, name)
-        expect(torch.equal(seen.detach(), torch.from_numpy(dense).to(torch.float32)), f"{name}: another weight")
-        y = training.linear_ste(x, master, bias, format=name)
-        y.backward(grad)
-        inputs, outer = (item.detach().to(torch.float64).numpy() for item in (x, grad))
-        analytic = {
-            "y": (y.detach(), _product(inputs, dense.T, bias.detach().to(torch.float64).numpy())),
-            "x": (x.grad, _product(outer, dense)),
-            "master": (master.grad, _product(outer.T, inputs)),
-            "bias": (bias.grad, _product(np.ones((1, 5)), outer)),
-        }
-        for what, (got, reference) in analytic.items():
-            if got is None:
-                raise FailureError(f"{name}: no gradient of {what}")
-            verdict = judge(got.reshape(reference.value.shape), reference, out_dtype=torch.float32)
-            expect(verdict.passed, f"{name}, {what}: {verdict}")
-            expect(bool(got.any()), f"{name}: the gradient of {what} is zero")
+        judge_ste(name, torch.device("cpu"))
     return f"{len(BUILTIN_FORMATS)} formats: y, x, master, bias"
 
 
+def judge_ste(name: str, device: torch.device) -> None:
+    """Judge ``linear_ste`` in one format on one device.
+
+    Raises:
+        FailureError: Its forward is not the quantised weight's, or a gradient is not the analytic one.
+    """
+    generator = torch.Generator().manual_seed(19)
+    draws = (torch.randn(*shape, generator=generator) for shape in ((24, 128), (5, 128), (24,)))
+    master, x, bias = (item.mul(0.2).to(device).requires_grad_() for item in draws)
+    grad = torch.randn(5, 24, generator=generator).to(device)
+    dense = exact_weight(quantize(master.detach().cpu(), name))
+    seen = training.ste_weight(master, name)
+    expect(torch.equal(seen.detach().cpu(), torch.from_numpy(dense).to(torch.float32)), f"{name}: another weight")
+    y = training.linear_ste(x, master, bias, format=name)
+    y.backward(grad)
+    inputs, outer, added = (item.detach().to("cpu", torch.float64).numpy() for item in (x, grad, bias))
+    analytic = {
+        "y": (y.detach(), _product(inputs, dense.T, added)),
+        "x": (x.grad, _product(outer, dense)),
+        "master": (master.grad, _product(outer.T, inputs)),
+        "bias": (bias.grad, _product(np.ones((1, 5)), outer)),
+    }
+    for what, (got, reference) in analytic.items():
+        if got is None:
+            raise FailureError(f"{name}: no gradient of {what}")
+        verdict = judge(got.reshape(reference.value.shape), reference, out_dtype=torch.float32)
+        expect(verdict.passed, f"{name}, {what}: {verdict}")
+        expect(bool(got.any()), f"{name}: the gradient of {what} is zero")
+
+
 @check("train_long")
-@_one_thread()
+@one_thread()
 def check_train_long(case: Case, subject: object) -> str:
     """1,000 steps of a plain training loop: no crash, finite gradients, a falling loss, flat memory."""
     del case, subject
@@ -143,9 +163,9 @@ def check_train_long(case: Case, subject: object) -> str:
     bias = torch.nn.Parameter(torch.zeros(16))
     optimiser = torch.optim.Adam([first, second, bias], lr=3e-3)
     losses, start = [], 0
-    for step in range(_STEPS):
-        if step == _STEPS // 10:
-            start = resident_bytes()
+    for step in range(STEPS):
+        if step == STEPS // 10:
+            start = held_bytes(_CPU)
         hidden = torch.relu(training.linear_ste(x, first, format="nvfp4"))
         loss = torch.nn.functional.mse_loss(training.linear_ste(hidden, second, bias, format="nf4"), target)
         optimiser.zero_grad()
@@ -155,9 +175,9 @@ def check_train_long(case: Case, subject: object) -> str:
             expect(grad is not None and bool(torch.isfinite(grad).all()), f"step {step}: gradient of {name}")
         optimiser.step()
         losses.append(float(loss.detach()))
-    grown = resident_bytes() - start
+    grown = held_bytes(_CPU) - start
     dense = first.numel() * first.element_size()
-    limit = dense * (_STEPS - _STEPS // 10) // 10  # a tenth of one lost dense weight per step
+    limit = dense * (STEPS - STEPS // 10) // 10  # a tenth of one lost dense weight per step
     expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
     head, tail = sum(losses[:50]) / 50, sum(losses[-50:]) / 50
     expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")

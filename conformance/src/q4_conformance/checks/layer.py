@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
+DENSE_ELEMENTS = 1 / 2
+"""The share of a weight's elements that a path of kind KERNEL may make as floating-point numbers in one call."""
 _NAME = "model.layers.7.mlp.up_proj"
 
 
@@ -118,7 +120,7 @@ def check_refusals(case: Case, subject: BackendSubject) -> str:
     return f"{count} refusals"
 
 
-def _same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
+def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
     """Return in what two weights differ, or None."""
     if not np.array_equal(decode_codes(got), decode_codes(weight)):
         return "codes"
@@ -150,9 +152,10 @@ def check_export(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     got = layer.module.packed_weight()
-    difference = _same_weight(got, as_given(weight))
+    difference = same_weight(got, as_given(weight))
     expect(difference is None, f"the exported weight differs in its {difference}")
-    declared = weight.scale_kind in subject.backend.capabilities.scale_kinds
+    request = subject.request(weight, dtype=case.dtype, precision=case.precision)
+    declared = weight.scale_kind in subject.backend.capabilities.readable_kinds(request)
     expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")
     has = "exports" if callable(getattr(subject.backend, "export", None)) else "keeps its source"
     if weight.blocks is BlockOrder.FLAT:
@@ -263,7 +266,7 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         used = watch(call, layer.device)
         judge_call(layer, weight, x, out)
         # A copy of x in float32, and partial results, are legitimate; half the weight's elements are not.
-        most = outputs * inputs // 2 + 4 * rows * (inputs + outputs)
+        most = int(outputs * inputs * DENSE_ELEMENTS) + 4 * rows * (inputs + outputs)
         what = f"{segment.path.name}, M = {rows}"
         expect(used.float_elements <= most, f"{what}: {used.float_elements} floating-point elements were made")
         if used.peak_bytes is not None:

@@ -1,123 +1,125 @@
-"""Check of mutable tensors: threads race, and one order of events explains all that they saw."""
+"""Check of mutable tensors: threads race, every operation is recorded, and one order of them must explain it all."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
+from q4_conformance.history import Recorder, violations
 from q4_conformance.outcome import FailureError
 from q4_conformance.table import check, expect
 from q4core import MutableMode, MutableTensor, WriteConflictError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
     from q4_conformance.table import Case
 
-
-@attrs.frozen
-class _Operation:
-    """A read or a write: the version that it saw or made, and when it began and ended."""
-
-    version: int
-    began: int
-    ended: int
-
+__all__ = ["judge_race"]
 
 _WRITERS, _READERS, _UPDATES = 3, 4, 200
+_SHAPE = (4096,)
+_SHOWN = 3
 
 
-def _race(  # noqa: C901  # two kinds of thread and their start and end
-    mode: MutableMode,
-) -> tuple[list[_Operation], list[list[_Operation]], list[str], int]:
-    """Let writers add one to every element while readers look; every element is always the version."""
-    state = MutableTensor(torch.zeros(4096, dtype=torch.int64), mode=mode)
-    writes: list[_Operation] = []
-    reads: list[list[_Operation]] = [[] for _ in range(_READERS)]
+def _content(tensor: torch.Tensor) -> Hashable:
+    """Return all that a tensor holds: one number, or every different one where an update was seen half done."""
+    values = torch.unique(tensor)
+    return int(values[0]) if values.numel() == 1 else tuple(values.tolist())
+
+
+def _run(workers: Iterable[Callable[[], None]], readers: Iterable[Callable[[], None]], done: threading.Event) -> None:
+    """Run writers and readers together until the writers have ended.
+
+    Raises:
+        FailureError: One of them raised.
+    """
     problems: list[str] = []
-    start, done = threading.Barrier(_WRITERS + _READERS), threading.Event()
 
-    def write() -> None:
-        start.wait()
-        for _ in range(_UPDATES):
-            began = time.perf_counter_ns()
-            with state.write(wait=True) as tensor:
-                made = int(tensor[0]) + 1
-                tensor.add_(1)
-            writes.append(_Operation(made, began, time.perf_counter_ns()))
-
-    def read(own: list[_Operation]) -> None:
-        start.wait()
-        while not done.is_set():
-            began = time.perf_counter_ns()
-            with state.read() as view:
-                low, high, version = int(view.tensor.min()), int(view.tensor.max()), view.version
-            own.append(_Operation(version, began, time.perf_counter_ns()))
-            if not low == high == version:
-                problems.append(f"version {version} holds {low} … {high}")
-            time.sleep(0)
-
-    def guarded(function: object, *arguments: object) -> None:
+    def guarded(function: Callable[[], None]) -> None:
         try:
-            function(*arguments)  # type: ignore[operator]
+            function()
         except BaseException as error:  # noqa: BLE001  # a thread's failure is the case's
             problems.append(f"{type(error).__name__}: {error}")
-            start.abort()
+            done.set()
 
-    writers = [threading.Thread(target=guarded, args=(write,)) for _ in range(_WRITERS)]
-    readers = [threading.Thread(target=guarded, args=(read, own)) for own in reads]
-    for thread in (*writers, *readers):
+    writing = [threading.Thread(target=guarded, args=(item,)) for item in workers]
+    reading = [threading.Thread(target=guarded, args=(item,)) for item in readers]
+    for thread in (*writing, *reading):
         thread.start()
-    for thread in writers:
+    for thread in writing:
         thread.join()
     done.set()
-    for thread in readers:
+    for thread in reading:
         thread.join()
-    return writes, reads, problems, state.version
+    expect(not problems, "; ".join(problems[:_SHOWN]))
 
 
-def _order_faults(writes: list[_Operation], reads: list[_Operation]) -> list[str]:
-    """Return where an operation that ended before another began saw or made a later version."""
-    faults = []
-    operations = [(item, True) for item in writes] + [(item, False) for item in reads]
-    operations.sort(key=lambda pair: pair[0].began)
-    ends = sorted(operations, key=lambda pair: pair[0].ended)
-    newest, index = -1, 0
-    for item, is_write in operations:
-        while index < len(ends) and ends[index][0].ended < item.began:
-            newest = max(newest, ends[index][0].version)
-            index += 1
-        least = newest + 1 if is_write else newest
-        if item.version < least:
-            faults.append(f"version {item.version} after version {newest} had ended")
-    return faults
+def judge_race(make: Callable[[torch.Tensor, MutableMode], Any], mode: MutableMode) -> int:
+    """Let writers and readers race on one tensor, and judge the recorded history; return how many reads there were.
+
+    Each writer writes a number that nobody else does, so that a read tells whose update it saw, and whether all of it.
+
+    Args:
+        make: Gives the tensor under judgement, for its first content and a mode.
+        mode: How an update and its readers are kept apart.
+
+    Raises:
+        FailureError: No one order explains what was seen; or an update was lost, or nothing was seen to change.
+    """
+    state = make(torch.zeros(_SHAPE, dtype=torch.int64), mode)
+    recorder = Recorder()
+    start, done = threading.Barrier(_WRITERS + _READERS), threading.Event()
+
+    def writer(index: int) -> Callable[[], None]:
+        def write() -> None:
+            start.wait()
+            for turn in range(_UPDATES):
+                mark = 1 + index + _WRITERS * turn
+                with recorder.record("write") as seen:
+                    with state.write(wait=True) as tensor:
+                        tensor.fill_(mark)
+                        seen["version"] = _made(state)
+                    seen["value"] = mark
+
+        return write
+
+    def read() -> None:
+        start.wait()
+        while not done.is_set():
+            with recorder.record("read") as seen, state.read() as view:
+                seen["version"], seen["value"] = view.version, _content(view.tensor)
+            time.sleep(0)
+
+    _run([writer(index) for index in range(_WRITERS)], [read] * _READERS, done)
+    history = recorder.operations
+    reads = [item for item in history if item.kind == "read"]
+    faults = violations(history, 0)
+    expect(not faults, f"{mode.value}: no order explains {'; '.join(faults[:_SHOWN])}")
+    total = _WRITERS * _UPDATES
+    expect(state.version == total, f"{mode.value}: version {state.version} after {total} updates")
+    expect(len({item.version for item in reads}) > 1, f"{mode.value}: the readers saw nothing change")
+    return len(reads)
+
+
+def _made(state: Any) -> int:
+    """Return the version that the update under way will make."""
+    version: int = state.version
+    return version + 1
 
 
 @check("mutable_race")
 def check_mutable_race(case: Case, subject: object) -> str:
     """Threads race on one tensor, in both modes: no torn read, versions only grow, one order explains everything."""
     del case, subject
-    seen = 0
+    reads = 0
     for mode in MutableMode:
-        writes, reads, problems, version = _race(mode)
-        where = mode.value
-        expect(not problems, f"{where}: {problems[:3]}")
-        total = _WRITERS * _UPDATES
-        expect(version == total, f"{where}: version {version} after {total} updates")
-        made = sorted(item.version for item in writes)
-        expect(made == list(range(1, total + 1)), f"{where}: an update was lost or made twice")
-        for own in reads:
-            order = [item.version for item in own]
-            expect(order == sorted(order), f"{where}: a reader saw versions go back")
-        looked = [item for own in reads for item in own]
-        faults = _order_faults(writes, looked)
-        expect(not faults, f"{where}: no order explains {faults[:3]}")
-        expect(len({item.version for item in looked}) > 1, f"{where}: the readers saw nothing change")
-        seen += len(looked)
+        reads += judge_race(lambda tensor, wanted: MutableTensor(tensor, mode=wanted), mode)
         _check_one_writer(mode)
-    return f"{2 * _WRITERS * _UPDATES} updates, {seen} reads"
+    return f"{2 * _WRITERS * _UPDATES} updates, {reads} reads"
 
 
 def _check_one_writer(mode: MutableMode) -> None:

@@ -10,6 +10,7 @@ from q4_conformance.grids import draw_free, draw_on_grid
 from q4_conformance.judge import judge, judge_noise
 from q4_conformance.oracle import exact_input_gradient, exact_linear
 from q4_conformance.outcome import FailureError
+from q4_conformance.subject import BackendLayer, BackendSubject
 from q4_conformance.table import check, expect
 from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
@@ -52,7 +53,7 @@ def judge_call(
     Raises:
         FailureError: It is wrong.
     """
-    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]))
+    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]), roundings=layer.roundings)
     verdict = judge(y, reference, out_dtype=x.dtype, device=layer.device)
     if not verdict.passed:
         raise FailureError(f"M = {x.shape[0]}: {verdict}")
@@ -123,9 +124,10 @@ def check_awkward(case: Case, subject: Subject) -> str:
 
 @check("gradient")
 def check_gradient(case: Case, subject: Subject) -> str:
-    """The gradient to the input is there and exact: grad @ w, by the oracle's weight."""
+    """The gradient to the input is there and exact: grad @ w, by the oracle's weight; a declared one is what ran."""
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
+    whose = _whose_gradient(layer, subject)
     worst = 0.0
     for rows in case.rows:
         x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
@@ -136,11 +138,27 @@ def check_gradient(case: Case, subject: Subject) -> str:
         y.backward(grad.to(layer.device))
         if x.grad is None:
             raise FailureError(f"M = {rows}: no gradient arrived")
-        reference = exact_input_gradient(weight, grad)
+        reference = exact_input_gradient(weight, grad, roundings=layer.roundings)
         verdict = judge(x.grad, reference, out_dtype=case.dtype, device=layer.device)
         expect(verdict.passed, f"M = {rows}, gradient: {verdict}")
         worst = max(worst, verdict.ratio)
-    return f"worst error {worst:.3g} of its bound"
+    return f"{whose}; worst error {worst:.3g} of its bound"
+
+
+def _whose_gradient(layer: Layer, subject: Subject) -> str:
+    """Return who computes the gradient.
+
+    Raises:
+        FailureError: The backend declares that it does, and was found broken.
+    """
+    if not isinstance(subject, BackendSubject) or not isinstance(layer, BackendLayer):
+        return "by the function"
+    record = layer.diagnostics()
+    broken = [reason for reason in record.gradients_refused if reason.code.domain == "build"]
+    expect(not broken, f"the input gradient was declared, then left to the core: {'; '.join(map(str, broken))}")
+    if record.gradients:
+        return f"by {', '.join(segment.path.name for segment in record.gradients)}"
+    return "; ".join(["by the core", *map(str, record.gradients_refused)])
 
 
 @check("non_finite")
@@ -156,7 +174,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
             finite = int(torch.isfinite(y[1]).sum())
             expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")
             others = [row for row in range(rows) if row != 1]
-            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows))
+            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows), roundings=layer.roundings)
             verdict = judge(y[others], reference, out_dtype=case.dtype)
             expect(verdict.passed, f"M = {rows}, rows beside {value}: {verdict}")
     return "NaN and both infinities"
@@ -173,7 +191,9 @@ def check_noise(case: Case, subject: Subject) -> str:
             x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
             codebook = layer.codebook(rows)
             precision = layer.precision(rows)
-            verdict = judge_noise(layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook)
+            verdict = judge_noise(
+                layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook, roundings=layer.roundings
+            )
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)
     return f"worst mean square error {worst:.3g} of what is allowed"

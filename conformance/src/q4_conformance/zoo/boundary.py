@@ -7,19 +7,31 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 from q4_conformance.subject import make_registry
 from q4_conformance.weights import WeightRecipe
 from q4_conformance.zoo.numbers import Spoils, SwappedNibbles
 from q4_conformance.zoo.toy import ToyKernel
-from q4core import ActivationPrecision, PackedWeight, Prepared, Session, SessionConfig
+from q4core import (
+    ActivationPrecision,
+    KernelPath,
+    PackedWeight,
+    PathKind,
+    Precision,
+    Prepared,
+    Session,
+    SessionConfig,
+    Tier,
+    Verdict,
+    dequantize,
+)
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
-    from q4core import PrepareContext, Request, Verdict
+    from q4core import PrepareContext, Request
 
 
 class WrongExport(ToyKernel):
@@ -39,6 +51,44 @@ class WrongExportLater(ToyKernel):
         weight = super().export(prepared, rows)
         self._exports += 1
         return weight if self._exports <= 2 else attrs.evolve(weight, scale=weight.scale * 0.5)  # noqa: PLR2004  # as it says
+
+
+class Differentiates(ToyKernel):
+    """Computes input gradients, right."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, ops={"linear", "input_gradient"})
+
+    def check(self, request: Request) -> Verdict:
+        if request.op == "linear":
+            return super().check(request)
+        exact = Precision.W4A32 if request.out_dtype == torch.float32 else Precision.W4A16
+        path = KernelPath("gradient", (1, None), PathKind.KERNEL, exact, Tier.GENERIC)
+        return Verdict.offer([path], native_state="numpy")
+
+    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+        del path
+        out.copy_(grad.to(torch.float32) @ dequantize(self.weight(prepared), torch.float32))
+
+
+class WrongOwnGradient(Differentiates):
+    """Computes input gradients of which the last column is zero."""
+
+    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+        super().input_gradient(prepared, grad, out, path=path)
+        out[:, -1] = 0
+
+
+class WrongOwnGradientLater(Differentiates):
+    """Computes the same, once the self-probe has seen three right ones."""
+
+    _gradients = 0
+
+    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+        super().input_gradient(prepared, grad, out, path=path)
+        self._gradients += 1
+        if self._gradients > 3:  # noqa: PLR2004  # as it says
+            out[:, -1] = 0
 
 
 class ExportsSortedRows(ToyKernel):

@@ -9,39 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from q4_conformance.zoo import boundary, conduct, numbers
+from q4_conformance.zoo.fault import Fault
+from q4_conformance.zoo.long_lives import LIFE_FAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from q4_conformance.zoo.toy import ToyKernel
 
-__all__ = ["FAULTS", "Fault", "crashing", "hanging", "talking"]
-
-
-@attrs.frozen(kw_only=True)
-class Fault:
-    """One planted fault.
-
-    Args:
-        name: Its name, and its backend's.
-        make: Returns the backend.
-        format: The format on which it shows.
-        caught_by: How the id of the case starts that is meant to catch it.
-        says: A part of that case's message.
-        passes_probe: Whether the core's self-probe lets it through, so that the case itself must see it.
-        is_numeric: Whether it also shows in a bare function, without the core.
-    """
-
-    name: str
-    make: Callable[[str], ToyKernel]
-    format: str
-    caught_by: str
-    says: str
-    passes_probe: bool = True
-    is_numeric: bool = True
+__all__ = ["FAULTS", "crashing", "hanging", "talking"]
 
 
 def crashing() -> ToyKernel:
@@ -61,7 +36,7 @@ def hanging() -> ToyKernel:
 
 _SEEN_BY_PROBE: dict[str, Any] = {"passes_probe": False, "says": "probe_failed"}
 _WITH_CORE: dict[str, Any] = {"is_numeric": False}
-FAULTS: tuple[Fault, ...] = tuple(
+_IN_ONE_CALL: tuple[Fault, ...] = tuple(
     Fault(name=f"fault-{name}", make=make, format=format_, caught_by=case, **facts)
     for name, make, format_, case, facts in (
         (
@@ -198,6 +173,20 @@ FAULTS: tuple[Fault, ...] = tuple(
             "EX-05/gradient/q4_0-plain-half_split32-48x256b32-s0/float32/exact",
             {"says": "gradient: ", **_WITH_CORE},
         ),
+        (
+            "wrong-own-gradient",
+            boundary.WrongOwnGradient,
+            "q4_0",
+            "EX-05/gradient",
+            {**_SEEN_BY_PROBE, **_WITH_CORE},
+        ),
+        (
+            "wrong-own-gradient-later",
+            boundary.WrongOwnGradientLater,
+            "q4_0",
+            "EX-05/gradient/q4_0-plain-half_split32-48x256b32-s0/float32/exact",
+            {"says": "gradient: ", **_WITH_CORE},
+        ),
         ("wrong-export", boundary.WrongExport, "q4_0", "EX-16/export", {**_SEEN_BY_PROBE, **_WITH_CORE}),
         ("wrong-export-later", boundary.WrongExportLater, "q4_0", "EX-16/export", {"says": "its scales", **_WITH_CORE}),
         ("exports-sorted-rows", boundary.ExportsSortedRows, "q4_0", "EX-16/export", {**_SEEN_BY_PROBE, **_WITH_CORE}),
@@ -320,3 +309,5 @@ FAULTS: tuple[Fault, ...] = tuple(
         ),
     )
 )
+
+FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *LIFE_FAULTS)

@@ -99,14 +99,16 @@ class CpuNative:
         if reasons:
             return Verdict.refuse(reasons, native_state=f"loaded ({told})")
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
+        standing = self._chosen.standing
         paths = [
-            KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC) for name, rows in self._ranges(_EXACT).items()
+            KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC, standing=standing)
+            for name, rows in self._ranges(_EXACT).items()
         ]
         values = None
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             values = table_of(request.format.codebook).values
         paths += [
-            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values)
+            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values, standing=standing)
             for name, rows in self._ranges(_A8).items()
         ]
         return Verdict.offer(paths, native_state=f"loaded ({told})")

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING
 import attrs
 
 from q4_nvfp4_native.native import Native, Tools
-from q4_nvfp4_native.operands import OperandMeta, export_operand, prepare_operand
+from q4_nvfp4_native.operands import BYTE_KINDS, OperandMeta, export_operand, prepare_operand
 from q4_nvfp4_native.quantizer import KINDS, quantize_packed
 from q4_triton_kernels import WeightOnlyBackend
 from q4core import (
     ActivationPrecision,
     KernelPath,
     PackedWeight,
-    PathKind,
+    Packing,
     Precision,
     PrepareContext,
     Prepared,
     Reason,
     ReasonCode,
     Request,
+    Rounding,
     ScaleKind,
-    Tier,
+    Standing,
     Verdict,
 )
 
@@ -60,16 +61,27 @@ class Nvfp4Native(WeightOnlyBackend):
             devices=own.devices | set(devices),
             precisions=own.precisions | {Precision.W4A4},
             ops=own.ops | {"quantize"},
+            precision_scale_kinds={Precision.W4A4: BYTE_KINDS},
+            roundings=Rounding,
         )
         self.native = Native(self.facts, tools or Tools())
 
     def check(self, request: Request) -> Verdict:
-        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or the weight-only paths."""
+        """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or weight-only paths or gradients.
+
+        Beside weight-only paths it is told why the FP4 paths could not be offered.
+        """
         if request.op == "quantize":
             return self._check_quantize(request)
+        if request.precision is ActivationPrecision.FP4 and request.op == "input_gradient":
+            message = "the layout of the FP4 paths has no input gradient"
+            return Verdict.refuse([Reason(ReasonCode.FEATURE, message)], native_state="no input gradient")
         if request.precision is ActivationPrecision.FP4:
             return self.native.check(request)
-        return super().check(request)
+        verdict = super().check(request)
+        if not verdict.paths or request.op == "input_gradient":
+            return verdict
+        return attrs.evolve(verdict, withheld=self.native.withheld(request))
 
     def _check_quantize(self, request: Request) -> Verdict:
         target = self.target(request.device)
@@ -77,12 +89,16 @@ class Nvfp4Native(WeightOnlyBackend):
         if request.scale_kind not in KINDS[request.format.name]:
             message = f"the quantiser writes no {request.scale_kind.value} scales"
             reasons.append(Reason(ReasonCode.FORMAT, message))
+        if request.packing != Packing.LOW_FIRST:
+            message = f"the quantiser writes low_first codes, not {request.packing}"
+            reasons.append(Reason(ReasonCode.FORMAT, message))
         if request.in_features % request.block_size:
             message = f"K must be a multiple of {request.block_size}, got {request.in_features}"
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
-        path = KernelPath("quantize", (1, None), PathKind.KERNEL, Precision.W4A16, Tier.GENERIC)
+        standing = Standing.COMPILED if isinstance(target, tuple) else target.standing
+        path = KernelPath.quantizer("quantize", standing=standing)
         return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
@@ -114,6 +130,15 @@ class Nvfp4Native(WeightOnlyBackend):
         else:
             super().linear(prepared, x, out, bias=bias, path=path)
 
-    def quantize(self, dense: torch.Tensor, request: Request) -> PackedWeight:
-        """Quantise on the device; the bytes equal the reference codec's on the CPU."""
-        return quantize_packed(dense, request.format, scale_kind=request.scale_kind)
+    def quantize(
+        self,
+        dense: torch.Tensor,
+        request: Request,
+        *,
+        rounding: Rounding = Rounding.NEAREST,
+        seed: int = 0,
+    ) -> PackedWeight:
+        """Quantise finite values on the device; to nearest the bytes equal the reference codec's on the CPU."""
+        chance = rounding is Rounding.STOCHASTIC
+        kind, scale_kind = request.format, request.scale_kind
+        return quantize_packed(dense, kind, scale_kind=scale_kind, stochastic=chance, seed=seed, is_finite=True)

@@ -20,7 +20,19 @@ from q4_nvfp4_native.configurations import configurations, is_measured, rows_ser
 from q4_nvfp4_native.driver import find_driver
 from q4_nvfp4_native.library import find_library
 from q4_nvfp4_native.operands import BYTE_KINDS
-from q4core import BackendError, KernelPath, PathKind, Precision, Reason, ReasonCode, RefusedError, Tier, Verdict
+from q4core import (
+    BackendError,
+    KernelPath,
+    PathKind,
+    Precision,
+    Reason,
+    ReasonCode,
+    RefusedError,
+    Standing,
+    Tier,
+    Verdict,
+    Withheld,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,10 +105,16 @@ class Native:
             served = ", ".join(f"sm_{item}" for item in FP4_ARCHITECTURES)
             message = f"the device is sm_{arch}, which has no FP4 tensor cores; {served} have"
             return Verdict.refuse([*reasons, Reason(ReasonCode.ARCH, message)], native_state=f"sm_{arch}")
-        paths, more, states = self._engines(request, arch)
+        paths, withheld, states = self._engines(request, arch)
         if paths and not reasons:
-            return Verdict.offer(paths, native_state="; ".join(states))
+            return Verdict.offer(paths, native_state="; ".join(states), withheld=withheld)
+        more = [reason for item in withheld for reason in item.reasons]
         return Verdict.refuse([*reasons, *more], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
+
+    def withheld(self, request: Request) -> tuple[Withheld, ...]:
+        """Return which FP4 paths could not be offered for a weight if they were asked for, and why."""
+        verdict = self.check(request)
+        return verdict.withheld if verdict.paths else (Withheld(NATIVE, Precision.W4A4, verdict.reasons),)
 
     def _arch(self, device: torch.device) -> int | tuple[Reason, ...]:
         target = self._facts.target(torch.device("cuda", _index(device)))
@@ -104,35 +122,38 @@ class Native:
             return target
         return 0 if target.arch is None else target.arch
 
-    def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Reason], list[str]]:
-        """Return the paths, why some engines offer none, and what is loaded."""
+    def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Withheld], list[str]]:
+        """Return the paths, which engines offer none and why, and what is loaded."""
         paths: list[KernelPath] = []
-        reasons: list[Reason] = []
+        withheld: list[Withheld] = []
         states: list[str] = []
         name = request.format.name
         if name == "nvfp4":
             if self.search.library is not None:
                 paths.append(_path(EXTERNAL, (1, None)))
                 states.append(self.search.state)
-            reasons += [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
+            elif self.search.problems:
+                told = [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
+                withheld.append(Withheld(EXTERNAL, Precision.W4A4, told))
+        own = NATIVE if arch in NATIVE_ARCHITECTURES else DOT
         problem = self._tools.nvrtc_problem(arch)
         fault = self._faults.get((_index(request.device), name))
         if problem is not None:
-            reasons.append(Reason(ReasonCode.TOOLCHAIN, problem))
+            withheld.append(_toolchain(own, problem))
         elif fault is not None:
-            reasons.append(fault)
+            withheld.append(Withheld(own, Precision.W4A4, [fault]))
         elif arch in NATIVE_ARCHITECTURES:
-            paths += [_path(f"{NATIVE}-{tile}", rows) for tile, rows in rows_served(arch).items()]
-            measured = "" if is_measured() else ", not yet run on hardware"
-            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a{measured}")
+            standing = Standing.MEASURED if is_measured() else Standing.COMPILED
+            paths += [_path(f"{NATIVE}-{tile}", rows, standing) for tile, rows in rows_served(arch).items()]
+            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a")
         else:
             dot = self._tools.dot_problem(arch, name)
             if dot is None:
                 paths.append(_path(DOT, (1, None)))
-                states.append(f"tl.dot_scaled for sm_{arch}, not yet run on hardware")
+                states.append(f"tl.dot_scaled for sm_{arch}")
             else:
-                reasons.append(Reason(ReasonCode.TOOLCHAIN, dot))
-        return paths, reasons, states
+                withheld.append(_toolchain(own, dot))
+        return paths, withheld, states
 
     def load(self, request: Request) -> None:
         """Compile and load every kernel that the request's paths launch.
@@ -241,5 +262,11 @@ def _index(device: torch.device) -> int:
     return int(index)
 
 
-def _path(name: str, rows: tuple[int, int | None]) -> KernelPath:
-    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, Tier.NATIVE)
+def _toolchain(name: str, problem: str) -> Withheld:
+    return Withheld(name, Precision.W4A4, [Reason(ReasonCode.TOOLCHAIN, problem)])
+
+
+def _path(name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED) -> KernelPath:
+    # One tier for all, so that an external library, which comes first by name, is used first.
+    tier = Tier.TUNED if is_measured() else Tier.GENERIC
+    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier, standing=standing)

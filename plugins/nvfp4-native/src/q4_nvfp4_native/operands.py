@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core import NibbleOrder, PackedWeight, Packing, ScaleKind, WeightError, WeightSpec, pack_codes, unpack_codes
+from q4core import (
+    NibbleOrder,
+    PackedWeight,
+    Packing,
+    Reason,
+    ReasonCode,
+    RefusedError,
+    ScaleKind,
+    WeightSpec,
+    pack_codes,
+    unpack_codes,
+)
 
 if TYPE_CHECKING:
     from q4core import PrepareContext, Prepared
@@ -27,11 +38,9 @@ __all__ = ["BYTE_KINDS", "STEP", "OperandMeta", "export_operand", "prepare_opera
 STEP = 128
 """In-features that a kernel takes at a time."""
 BYTE_KINDS = frozenset({ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
-_STATIC_POWERS = (-14, 3)
-"""Static activation scales, as powers of two, under which activations of the size that the self-probe draws (up to
-6/64) are kept exactly; beyond them each row gets its own scale."""
 _OWN = frozenset({"qdata", "scale", "global_scale"})
-_SIGN = 0x80
+_LARGEST_BYTE = 0x7E
+"""Above it stand e4m3's NaN and every byte with a sign."""
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -61,13 +70,22 @@ class OperandMeta:
 
 
 def _is_static(weight: PackedWeight) -> bool:
-    if weight.activation_scale is None or weight.scale_kind is ScaleKind.E8M0 or weight.activation_scale.numel() != 1:
-        return False
-    scale = float(weight.activation_scale)
-    if not (math.isfinite(scale) and scale > 0):
-        return False
-    low, high = _STATIC_POWERS
-    return low <= math.ceil(math.log2(scale)) <= high
+    """Return whether activations are rounded under the checkpoint's scale; e8m0 block scales need none."""
+    return weight.activation_scale is not None and weight.scale_kind is not ScaleKind.E8M0
+
+
+def _refusals(weight: PackedWeight) -> list[Reason]:
+    """Return for which of its numbers FP4 tensor cores can't read a weight."""
+    reasons = []
+    if weight.scale_kind is not ScaleKind.E8M0 and int(weight.scale.view(torch.uint8).max()) > _LARGEST_BYTE:
+        rule = "e4m3 scales must be numbers without sign: FP4 tensor cores read no other"
+        reasons.append(Reason(ReasonCode.FORMAT, f"{weight.label('scale')}: {rule}"))
+    if weight.activation_scale is not None and _is_static(weight):
+        scale = float(weight.activation_scale)
+        if not (math.isfinite(scale) and scale > 0):
+            rule = f"the static activation scale must be finite and positive, got {scale}"
+            reasons.append(Reason(ReasonCode.FORMAT, f"{weight.label('activation_scale')}: {rule}"))
+    return reasons
 
 
 def prepare_operand(weight: PackedWeight, context: PrepareContext) -> tuple[tuple[torch.Tensor, ...], OperandMeta]:
@@ -78,8 +96,11 @@ def prepare_operand(weight: PackedWeight, context: PrepareContext) -> tuple[tupl
         context: Where tensors are allocated, each written once.
 
     Raises:
-        WeightError: An e4m3 scale is a negative zero.
+        RefusedError: An e4m3 scale is NaN or has a sign, or the static activation scale is no scale.
     """
+    reasons = _refusals(weight)
+    if reasons:
+        raise RefusedError(reasons, is_for_this_weight=True)
     meta = OperandMeta(
         spec=WeightSpec.of(weight),
         scale_dtype=weight.scale.dtype,
@@ -94,8 +115,6 @@ def prepare_operand(weight: PackedWeight, context: PrepareContext) -> tuple[tupl
     rows, columns = weight.shape
     codes = torch.nn.functional.pad(weight.codes(), (0, meta.padded - columns))
     scales = weight.scale.view(torch.uint8)
-    if weight.scale_kind is not ScaleKind.E8M0 and bool((scales & _SIGN).any()):
-        raise WeightError(weight.label("scale"), name="e4m3 scales", rule="without sign: FP4 tensor cores read none")
     scales = torch.nn.functional.pad(scales, (0, meta.padded // weight.block_size - scales.shape[1]))
     tensors = [
         keep(pack_codes(codes, Packing.LOW_FIRST), (rows, meta.padded // 2), torch.uint8),

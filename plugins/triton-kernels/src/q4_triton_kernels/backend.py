@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import family_for
-from q4_triton_kernels.layout import block_problem, export_weight, prepare_weight
+from q4_triton_kernels.gradient import gradient_for, has_row_globals
+from q4_triton_kernels.layout import block_problem, export_weight, half_of, prepare_weight
 from q4_triton_kernels.plan import plan_for
+from q4_triton_kernels.schedule import gradient_schedule_for, schedule_for
 from q4_triton_kernels.target import Facts, Target, machine_facts
 from q4core import (
     BackendError,
@@ -27,12 +30,15 @@ from q4core import (
     Request,
     ScaleKind,
     Segment,
+    Standing,
     Tier,
     Verdict,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from q4_triton_kernels.gradient import Gradient
 
 __all__ = ["WeightOnlyBackend", "weight_only_capabilities"]
 
@@ -64,6 +70,7 @@ def weight_only_capabilities(
             Feature.ROW_GLOBAL_SCALE,
             Feature.GRADIENTS,
         },
+        ops={"linear", "input_gradient"},
     )
 
 
@@ -97,7 +104,7 @@ class WeightOnlyBackend:
         return found
 
     def check(self, request: Request) -> Verdict:
-        """Offer the weight-only paths, or say what is missing."""
+        """Offer the weight-only paths, or those of input gradients; or say what is missing."""
         target = self.target(request.device)
         reasons = [] if isinstance(target, Target) else [*target]
         problem = block_problem(request.block_size, request.in_features)
@@ -105,7 +112,8 @@ class WeightOnlyBackend:
             reasons.append(Reason(ReasonCode.SHAPE, problem))
         if reasons or not isinstance(target, Target):
             return Verdict.refuse(reasons, native_state="not usable" if not isinstance(target, Target) else str(target))
-        return Verdict.offer(self.paths(request, target), native_state=f"Triton {self.facts.triton} ({target})")
+        paths = self.gradient_paths(request, target) if request.op == "input_gradient" else self.paths(request, target)
+        return Verdict.offer(paths, native_state=f"Triton {self.facts.triton} ({target})")
 
     def paths(self, request: Request, target: Target) -> list[KernelPath]:
         """Return the weight-only paths for a request that can be served on a target."""
@@ -114,31 +122,53 @@ class WeightOnlyBackend:
         is_wide = request.dtype is torch.float32
         precision = Precision.W4A32 if is_wide else Precision.W4A16
         tier = Tier.TUNED if config.measured else Tier.GENERIC
+        standing = Standing.MEASURED if config.measured else target.standing
+        half = half_of(request.block_size, request.in_features)
+        shape = (request.out_features, request.in_features, half, target.processors)
+        schedule = schedule_for(target.arch, family, *shape)
         paths = [
             KernelPath(
-                f"gemv_{precision.value}",
-                (1, _GEMV_ROWS),
+                f"{kind}_{precision.value}",
+                rows,
                 PathKind.KERNEL,
                 precision,
                 tier,
-                probe_rows=config.gemv_ends,
-            ),
-            KernelPath(
-                f"gemm_{precision.value}",
-                (_GEMV_ROWS + 1, None),
-                PathKind.KERNEL,
-                precision,
-                tier,
-                probe_rows=config.gemm_ends(family, _GEMV_ROWS + 1),
-            ),
+                standing=standing,
+                probe_rows=schedule.probe_rows(kind),
+                variant=schedule.variant(kind),
+            )
+            for kind, rows in (("gemv", (1, _GEMV_ROWS)), ("gemm", (_GEMV_ROWS + 1, None)))
         ]
         if family == "weights" or request.dtype is torch.bfloat16:
-            above = config.dequant_above[family]
-            # One above the kernel's, because from there on the record says that it is faster.
-            paths.append(
-                KernelPath(f"dequant_{precision.value}", (above + 1, None), PathKind.DEQUANT, precision, tier + 1)
-            )
+            above = config.dequant_above.get(family)
+            # Without a record it is offered, so that it can be measured, and claims nothing; with one it is preferred
+            # from that M on.
+            low, claimed = (_GEMV_ROWS + 1, Tier.DEQUANT_GEMM) if above is None else (above + 1, tier + 1)
+            name, rows = f"dequant_{precision.value}", (low, None)
+            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, claimed, standing=standing))
         return paths
+
+    def gradient_paths(self, request: Request, target: Target) -> list[KernelPath]:
+        """Return the paths of the input gradient for a request that can be served on a target."""
+        precision = Precision.W4A32 if request.out_dtype is torch.float32 else Precision.W4A16
+        family = family_for(attrs.evolve(request, dtype=request.out_dtype))
+        if family == "weights" and Feature.ROW_GLOBAL_SCALE in request.features:
+            family = "blocks"
+        schedule = gradient_schedule_for(
+            target.arch, family, request.out_features, request.in_features, target.processors
+        )
+        return [
+            KernelPath(
+                f"gradient_{precision.value}",
+                (1, None),
+                PathKind.KERNEL,
+                precision,
+                Tier.GENERIC,  # what is measured of an architecture is linear alone, so far
+                standing=target.standing,
+                probe_rows=schedule.probe_rows("gradient"),
+                variant=schedule.variant("gradient"),
+            )
+        ]
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
@@ -157,6 +187,13 @@ class WeightOnlyBackend:
         try:
             for segment in served:
                 plan.load(frozenset({segment.path.name.partition("_")[0]}), (segment.low, segment.high))
+            gradients = [item.m for item in context.gradient_paths]
+            if request.gradients and not context.paths:
+                gradients = [request.m]
+            for m in gradients:
+                self._gradient(Prepared(tensors, meta), request.out_dtype, request.dtype, target, request.device).load(
+                    m
+                )
         except BackendError as error:
             raise RefusedError([Reason(ReasonCode.TOOLCHAIN, str(error))]) from error
         return Prepared(tensors, meta)
@@ -175,11 +212,7 @@ class WeightOnlyBackend:
         path: str,
     ) -> None:
         """Launch the kernels of a path on the current stream."""
-        target = self.target(x.device)
-        if not isinstance(target, Target):
-            raise BackendError(
-                f"{self.name}: {path}", name="device", rule="one that check allowed", value=str(x.device)
-            )
+        target = self._served_target(x.device, path)
         plan = plan_for(prepared.meta, x.dtype, out.dtype, target, x.device)
         if path.startswith("gemv"):
             plan.gemv(prepared.tensors, x, out, bias)
@@ -187,6 +220,24 @@ class WeightOnlyBackend:
             plan.gemm(prepared.tensors, x, out, bias)
         else:
             plan.dequant(prepared.tensors, x, out, bias)
+
+    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+        """Launch the kernels of an input gradient on the current stream."""
+        target = self._served_target(grad.device, path)
+        self._gradient(prepared, grad.dtype, out.dtype, target, grad.device)(prepared.tensors, grad, out)
+
+    @staticmethod
+    def _gradient(
+        prepared: Prepared, dtype: torch.dtype, out_dtype: torch.dtype, target: Target, device: torch.device
+    ) -> Gradient:
+        is_by_row = has_row_globals(prepared.meta, prepared.tensors)
+        return gradient_for(prepared.meta, dtype, out_dtype, target, device, is_by_row=is_by_row)
+
+    def _served_target(self, device: torch.device, path: str) -> Target:
+        target = self.target(device)
+        if not isinstance(target, Target):
+            raise BackendError(f"{self.name}: {path}", name="device", rule="one that check allowed", value=str(device))
+        return target
 
 
 def _within(path: tuple[int, int | None], asked: tuple[int, int | None]) -> tuple[int, int | None]:

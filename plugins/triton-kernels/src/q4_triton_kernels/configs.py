@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Config", "GemmTile", "GemvTile", "config_for"]
 
@@ -46,7 +43,10 @@ class Config:
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
-        dequant_above: Family → the M above which dense weights and a library GEMM are faster.
+        gradient: Family → tiles of the input gradient by rising M; there ``bn`` is the out-features of one step of the
+            sum, and in-features are not cut by data. Its family ``blocks`` cuts weights into three bfloat16.
+        dequant_above: Family → the M above which dense weights and a library GEMM were measured to be faster; a family
+            that is missing has no such record.
         dense_rows: Out-features per program of the kernel that makes weights dense.
         dense_warps: Its warps.
         finish_rows: Rows of y per program of the kernel that finishes sums.
@@ -57,31 +57,13 @@ class Config:
     measured: bool
     gemv: tuple[GemvTile, ...]
     gemm: dict[str, tuple[GemmTile, ...]]
+    gradient: dict[str, tuple[GemmTile, ...]]
     dequant_above: dict[str, int]
     dense_rows: int
     dense_warps: int
     finish_rows: int
     finish_columns: int
     finish_warps: int
-
-    @property
-    def gemv_ends(self) -> tuple[int, ...]:
-        """Lowest and highest number of rows of each gemv, in rising order."""
-        return _ends((tile.rows for tile in self.gemv), 1)
-
-    def gemm_ends(self, family: str, low: int) -> tuple[int, ...]:
-        """Return lowest and highest number of rows of each tile that serves ``low`` rows or more."""
-        return _ends((tile.m for tile in self.gemm[family]), low)
-
-
-def _ends(lasts: Iterable[int | None], low: int) -> tuple[int, ...]:
-    found = set()
-    for last in lasts:
-        found.add(low)
-        if last is not None and last >= low:
-            found.add(last)
-            low = last + 1
-    return tuple(sorted(found))
 
 
 @functools.cache
@@ -91,6 +73,10 @@ def _table() -> dict[str, Any]:
     return found
 
 
+def _tiles(facts: dict[str, Any]) -> dict[str, tuple[GemmTile, ...]]:
+    return {family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts.items()}
+
+
 @functools.cache
 def config_for(arch: int | None) -> Config:
     """Return the configurations of an architecture of the list; None is the interpreter."""
@@ -98,7 +84,8 @@ def config_for(arch: int | None) -> Config:
     return Config(
         measured=facts["measured"],
         gemv=tuple(GemvTile(**tile) for tile in facts["gemv"]),
-        gemm={family: tuple(GemmTile(**tile) for tile in tiles) for family, tiles in facts["gemm"].items()},
+        gemm=_tiles(facts["gemm"]),
+        gradient=_tiles(facts["gradient"]),
         dequant_above=facts["dequant_above"],
         dense_rows=facts["dense"]["r"],
         dense_warps=facts["dense"]["warps"],

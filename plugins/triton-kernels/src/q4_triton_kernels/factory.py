@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from q4_triton_kernels.configs import Config, GemmTile, GemvTile, config_for
+from q4_triton_kernels.layout import has_regular_blocks
 from q4_triton_kernels.program import TYPES, Program
 from q4_triton_kernels.tables import code_base, codes_kind, entries_of, is_e2m1, pair_factor, values_of
 from q4core import Feature, ScaleKind
@@ -35,7 +36,7 @@ class Layout:
 
     Args:
         half: Codes in half a group.
-        block: In-features per scale; 0 where one scale holds for the whole row.
+        block: In-features per scale; 0 where one scale holds for the whole row and is of no regular size.
         codes: The kernels' CODES.
         base: The kernels' BASE.
         scale: The kernels' SCALE.
@@ -66,7 +67,7 @@ class Layout:
         scale = _SCALES.get(spec.scale_kind, _E4M3)
         return cls(
             half=meta.half,
-            block=0 if spec.block_size >= spec.in_features else spec.block_size,
+            block=spec.block_size if has_regular_blocks(spec.block_size) else 0,
             codes=codes_kind(spec),
             base=code_base(spec) or 0,
             scale=scale,
@@ -132,6 +133,7 @@ class Factory:
     dtype: torch.dtype
     out_dtype: torch.dtype
     target: Target
+    device: int | None = None
     _made: dict[Any, Program] = attrs.field(factory=dict)
 
     @property
@@ -143,7 +145,7 @@ class Factory:
         x, out = TYPES[self.dtype], TYPES[self.out_dtype]
         pointers = {
             "x_ptr": f"*{x}",
-            "x_stride": "i32",
+            "x_stride": "i64",
             "q_ptr": "*u8",
             "s_ptr": f"*{self.layout.scale_type}",
             "z_ptr": f"*{self.layout.second_type}",
@@ -261,7 +263,7 @@ class Factory:
 
         out = f"*{TYPES[self.out_dtype]}"
         signature = {"part_ptr": "*fp32", "g_ptr": "*fp32", "bias_ptr": out, "out_ptr": out}
-        signature |= dict.fromkeys(("M", "N", "slabs", "g_stride", "has_bias"), "i32")
+        signature |= dict.fromkeys(("M", "N", "slabs", "g_stride", "out_stride", "has_bias"), "i32")
         constants = {"BM": self.config.finish_rows, "BN": self.config.finish_columns, "GLOBAL": self.layout.globals}
         return self._program(finish, signature, constants, (self.config.finish_warps, 1), even=False)
 
@@ -275,4 +277,4 @@ class Factory:
     ) -> Program:
         hints = ("q_ptr", "row_bytes", *(("x_ptr", "x_stride") if even else ()))
         aligned = tuple(name for name in hints if name in signature)
-        return Program(kernel, signature, constants, aligned, self.target, *tile)
+        return Program(kernel, signature, constants, aligned, self.target, *tile, device=self.device)

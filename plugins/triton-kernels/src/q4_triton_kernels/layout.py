@@ -25,7 +25,16 @@ from q4core import NibbleOrder, PackedWeight, Packing, ScaleKind, WeightSpec, pa
 if TYPE_CHECKING:
     from q4core import PrepareContext, Prepared
 
-__all__ = ["STEP", "WeightMeta", "block_problem", "export_weight", "half_of", "prepare_weight"]
+__all__ = [
+    "STEP",
+    "WeightMeta",
+    "block_problem",
+    "export_weight",
+    "half_of",
+    "has_regular_blocks",
+    "padded_row_bytes",
+    "prepare_weight",
+]
 
 STEP = 128
 """In-features that a kernel takes at a time; rows are padded to a multiple of it."""
@@ -64,7 +73,7 @@ class WeightMeta:
             second_dtype=None if second is None else second.dtype,
             global_dtype=None if weight.global_scale is None else weight.global_scale.dtype,
             half=half_of(weight.block_size, weight.in_features),
-            row_bytes=-(-weight.in_features // STEP) * STEP // 2,
+            row_bytes=padded_row_bytes(weight.in_features),
         )
 
     @property
@@ -73,22 +82,29 @@ class WeightMeta:
         return next((field for field in ("offset", "zero") if field in self.spec.fields), None)
 
     @property
-    def block(self) -> int:
-        """In-features per scale, as kernels see it: a block that holds the whole row is as long as the padded row."""
-        whole = 2 * self.row_bytes
-        return whole if self.spec.block_size >= self.spec.in_features else self.spec.block_size
-
-    @property
     def blocks(self) -> int:
         """Scales per row."""
         return -(-self.spec.in_features // self.spec.block_size)
 
 
+def padded_row_bytes(in_features: int) -> int:
+    """Return the bytes of a row of codes, filled up to whole steps."""
+    return -(-in_features // STEP) * STEP // 2
+
+
+def has_regular_blocks(block_size: int) -> bool:
+    """Return whether the kernels take blocks of this size whatever K is.
+
+    Such a block is treated alike where it holds the whole row, so that one block size means one program.
+    """
+    return block_size % _HALVES[-1] == 0
+
+
 def half_of(block_size: int, in_features: int) -> int:
     """Return H for a block size; 0 where the kernels can't take the block size."""
-    if block_size >= in_features:
-        return _HALVES[0]
-    return next((half for half in _HALVES if block_size % half == 0), 0)
+    if has_regular_blocks(block_size):
+        return next(half for half in _HALVES if block_size % half == 0)
+    return _HALVES[0] if block_size >= in_features else 0
 
 
 def block_problem(block_size: int, in_features: int) -> str | None:

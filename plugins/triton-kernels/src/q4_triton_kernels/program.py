@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from q4_triton_kernels.ahead import Compiled, compile_for
 from q4core import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from q4_triton_kernels.target import Target
 
@@ -44,6 +45,7 @@ class Program:
         target: What runs it.
         warps: Warps per block.
         stages: Depth of the software pipeline.
+        device: Index of the device that the code is loaded onto; the current one where it is loaded unless told.
     """
 
     kernel: Any
@@ -53,6 +55,7 @@ class Program:
     target: Target
     warps: int
     stages: int
+    device: int | None = attrs.field(default=None, kw_only=True)
     _launch: Callable[..., Any] | None = None
 
     @property
@@ -73,7 +76,7 @@ class Program:
         )
 
     def load(self) -> None:
-        """Compile the kernel and load its code onto the current device, once.
+        """Compile the kernel and load its code onto the device, once.
 
         Raises:
             BackendError: Either fails.
@@ -90,13 +93,29 @@ class Program:
             rule = f"compiled by the installed Triton for {self.target}"
             raise BackendError(what, name="source", rule=rule, value=f"{type(error).__name__}: {error}") from error
         try:
-            handle._init_handles()  # noqa: SLF001  # what its first launch would do
+            with self._current_device() as device:
+                handle._init_handles()  # noqa: SLF001  # what its first launch would do
         except Exception as error:
             rule = f"loaded by the driver on {self.target}"
             raise BackendError(
                 what, name="machine code", rule=rule, value=f"{type(error).__name__}: {error}"
             ) from error
-        self._launch = _launcher(handle, tuple(self.constants.values()))
+        self._launch = _launcher(handle, tuple(self.constants.values()), device)
+
+    @contextlib.contextmanager
+    def _current_device(self) -> Iterator[int]:
+        """Make the device the current one, and give its index."""
+        from triton.runtime.driver import driver  # noqa: PLC0415  # may be missing
+
+        before = driver.active.get_current_device()
+        device = before if self.device is None else self.device
+        if device != before:
+            driver.active.set_current_device(device)
+        try:
+            yield device
+        finally:
+            if device != before:
+                driver.active.set_current_device(before)
 
     def _interpret(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         with _INTERPRETER:
@@ -115,8 +134,8 @@ class Program:
         self._launch(grid, *arguments)
 
 
-def _launcher(handle: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return what launches loaded code on torch's current stream.
+def _launcher(handle: Any, constants: tuple[Any, ...], device: int) -> Callable[..., Any]:
+    """Return what launches loaded code on torch's current stream of a device, which must be the current one.
 
     It calls what Triton's own ``handle[grid](...)`` calls, without making a function for each launch. Hooks of Triton's
     profilers are left out.
@@ -124,9 +143,7 @@ def _launcher(handle: Any, constants: tuple[Any, ...]) -> Callable[..., Any]:
     from triton.runtime.driver import driver  # noqa: PLC0415  # may be missing
 
     run, function, packed = handle.run, handle.function, handle.packed_metadata
-    active = driver.active
-    device = active.get_current_device()
-    stream_of = active.get_current_stream
+    stream_of = driver.active.get_current_stream
 
     def launch(grid: tuple[int, int, int], *arguments: Any) -> None:
         run(*grid, stream_of(device), function, packed, None, None, None, *arguments, *constants)

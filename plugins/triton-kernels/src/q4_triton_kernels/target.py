@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core import Reason, ReasonCode
+from q4core import Reason, ReasonCode, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +23,8 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
 LOWEST_TRITON = (3, 6)
 """The oldest Triton that the kernels were compiled with."""
 _COMPILERS = ("gcc", "clang", "cc")
+_INTERPRETED_PROCESSORS = 8
+"""So few that small weights show sums that are cut and sums that are not."""
 _CUDA_MAJOR = 1000  # of the driver's version number: 13020 is 13.2
 
 
@@ -32,18 +34,29 @@ class Target:
 
     Args:
         arch: Compute capability × 10, such as 90; None in Triton's interpreter.
+        processors: Multiprocessors of the device, by which sums are cut.
     """
 
     arch: int | None
+    processors: int = _INTERPRETED_PROCESSORS
 
     @property
     def is_interpreted(self) -> bool:
         """Whether Triton's interpreter computes, on CPU tensors."""
         return self.arch is None
 
+    @property
+    def standing(self) -> Standing:
+        """How far kernels are proven here that nobody has measured here."""
+        return Standing.INTERPRETED if self.is_interpreted else Standing.COMPILED
+
     def __str__(self) -> str:
         """Return ``sm_90`` and the like, or ``interpreted``."""
         return "interpreted" if self.arch is None else f"sm_{self.arch}"
+
+
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @attrs.frozen(kw_only=True)
@@ -58,6 +71,7 @@ class Facts:
         is_interpreted: Whether ``TRITON_INTERPRET=1`` holds, so that kernels compute on CPU tensors.
         has_compiler: Whether there is a C compiler, which Triton builds its launcher with.
         capability: Returns the compute capability of a device by its index.
+        processors: Returns how many multiprocessors a device has, by its index.
     """
 
     torch_cuda: str | None
@@ -67,6 +81,7 @@ class Facts:
     is_interpreted: bool = False
     has_compiler: bool = True
     capability: Callable[[int], tuple[int, int]] = attrs.field(default=torch.cuda.get_device_capability, repr=False)
+    processors: Callable[[int], int] = attrs.field(default=_processors, repr=False)
 
     def target(self, device: torch.device) -> Target | tuple[Reason, ...]:
         """Return what runs kernels on a device, or all the reasons why nothing does.
@@ -86,16 +101,13 @@ class Facts:
             reasons.append(Reason(ReasonCode.TOOLCHAIN, message))
         if not self.is_cuda_available:
             return tuple(reasons)
-        arch = self._arch(device)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        major, minor = self.capability(index)
+        arch = 10 * major + minor
         if arch not in ARCHITECTURES:
             served = ", ".join(f"sm_{item}" for item in ARCHITECTURES)
             reasons.append(Reason(ReasonCode.ARCH, f"the device is sm_{arch}; the kernels are made for {served}"))
-        return tuple(reasons) or Target(arch)
-
-    def _arch(self, device: torch.device) -> int:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        major, minor = self.capability(index)
-        return 10 * major + minor
+        return tuple(reasons) or Target(arch, self.processors(index))
 
     def _toolchain(self) -> list[Reason]:
         lowest = ".".join(map(str, LOWEST_TRITON))

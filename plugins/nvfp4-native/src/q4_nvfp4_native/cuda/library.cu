@@ -2,6 +2,9 @@
 //
 //   nvcc -shared -Xcompiler -fPIC,-fvisibility=hidden -std=c++17 -O3 -fmad=false
 //     -gencode arch=compute_120a,code=sm_120a -gencode arch=compute_121a,code=sm_121a -o libNVFP4.so library.cu
+//
+// It needs the runtime API of CUDA 13: there cudaMemAdvise and cudaMemPrefetchAsync take a cudaMemLocation. The library
+// brings that runtime with it, which in turn asks for a driver of CUDA 13.
 #include "NVFP4.h"
 #include "kernels.cuh"
 
@@ -19,6 +22,10 @@ int32_t launch(void (*kernel)(Call), int64 blocks, int threads, int shared_bytes
 
 #else
 
+#if CUDART_VERSION < 13000
+#error "libNVFP4 needs CUDA 13: older runtimes know no cudaMemLocation in cudaMemAdvise and cudaMemPrefetchAsync"
+#endif
+
 template <typename Call>
 int32_t launch(void (*kernel)(Call), int64 blocks, int threads, int shared_bytes, void* stream, const Call& call) {
     constexpr int without_asking = 49152;
@@ -27,8 +34,11 @@ int32_t launch(void (*kernel)(Call), int64 blocks, int threads, int shared_bytes
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
         if (error != cudaSuccess) return error;
     }
-    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(call);
-    return cudaGetLastError();
+    // The launch's own status: cudaGetLastError() would give, and clear, what another call has left there.
+    void* arguments[] = {const_cast<Call*>(&call)};
+    const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(threads));
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, arguments, shared_bytes,
+                            static_cast<cudaStream_t>(stream));
 }
 
 #endif

@@ -46,10 +46,13 @@ def dense(
 
 @triton.jit
 def finish(
-    part_ptr, g_ptr, bias_ptr, out_ptr, M, N, slabs, g_stride, has_bias,
+    part_ptr, g_ptr, bias_ptr, out_ptr, M, N, slabs, g_stride, out_stride, has_bias,
     BM: tl.constexpr, BN: tl.constexpr, GLOBAL: tl.constexpr,
 ):  # fmt: skip
-    """Sum slabs [slabs, M, N] of float32 in their order, apply the global scale, add the bias, round once."""
+    """Sum slabs [slabs, M, N] of float32 in their order, apply the global scale, add the bias, round once.
+
+    y is [M, N] with rows ``out_stride`` apart.
+    """
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     valid = (m < M)[:, None] & (n < N)[None, :]
@@ -61,4 +64,6 @@ def finish(
         factor = tl.load(g_ptr + n * g_stride, mask=n < N, other=1.0)[None, :]
         y = y * factor if GLOBAL == 1 else y / factor
     y += widen(tl.load(bias_ptr + n, mask=(n < N) & (has_bias != 0), other=0.0))[None, :]
-    tl.store(out_ptr + place, narrow(y, out_ptr.dtype.element_ty), mask=valid)
+    tl.store(
+        out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :], narrow(y, out_ptr.dtype.element_ty), mask=valid
+    )

@@ -7,7 +7,8 @@ import random
 from typing import TYPE_CHECKING, Literal
 
 import pytest
-from linearizability import Operation, violations
+
+from q4_conformance.history import Operation, violations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

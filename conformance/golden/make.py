@@ -3,8 +3,8 @@
 Nothing here imports q4core. Run from the repository's root, in an environment that has the packages (see
 ``tests/peers/README.md``)::
 
-    python tests/golden/make.py            # write tests/golden
-    python tests/golden/make.py --check    # fail unless what is there is what the packages give today
+    python conformance/golden/make.py            # write the kit's golden files
+    python conformance/golden/make.py --check    # fail unless what is there is what the packages give today
 
 Each case is one safetensors file ``<dialect>/<case>.safetensors`` with the stored tensors under their names on disk for
 the module ``proj``, the library's results as ``expected.<dtype>`` and the dense weight as ``source``.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
-HERE = Path(__file__).parent
+GOLDEN = Path(__file__).parents[1] / "src" / "q4_conformance" / "golden"
 MAKERS = (from_bitsandbytes, from_torchao, from_modelopt, from_compressed_tensors, from_gguf)
 
 
@@ -135,9 +135,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the golden files with public packages.")
     parser.add_argument("--check", action="store_true", help="compare with what is there instead of writing")
     if not parser.parse_args().check:
-        print(f"{make(HERE)} cases")
+        print(f"{make(GOLDEN)} cases")
         return 0
-    problems = check(HERE)
+    problems = check(GOLDEN)
     print("\n".join(problems) or "all as made today")
     return 1 if problems else 0
 

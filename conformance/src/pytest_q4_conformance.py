@@ -1,0 +1,253 @@
+"""The pytest side of the kit: a test with the argument ``q4_case`` runs once for each case of the contract.
+
+    @pytest.mark.q4_conformance("my-backend")
+    def test_conformance(q4_case):
+        q4_case.check()
+
+Cases run in processes of their own, so that a crash or a hang is one failed test. What is not declared, or can't be
+tested here, is counted under its own name and never as passed. ``--q4-report DIR`` writes the report, and a certificate
+where every case of the target ran.
+
+pytest imports this module in every run, so it imports the kit only where a test asks for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from q4_conformance import CaseResult
+    from q4_conformance.isolated import Run
+    from q4_conformance.profiles import Target
+
+__all__ = ["CaseFailed", "CaseOfTarget"]
+
+MARK = "q4_conformance"
+FIXTURE = "q4_case"
+_RUNS = pytest.StashKey["dict[Target, _Run]"]()
+_RESULT = pytest.StashKey["CaseResult"]()
+_UNJUDGED = {"not_declared": ("not declared", "-"), "not_testable": ("not testable", "?")}
+"""Outcome → what pytest calls it, in words and as one sign."""
+
+
+class CaseFailed(Exception):  # noqa: N818  # not an error of the program: a verdict
+    """A case ended as FAIL, CRASH or TIMEOUT."""
+
+
+class _Unjudged(Exception):  # noqa: N818  # as above
+    """A case ended as NOT_DECLARED or NOT_TESTABLE."""
+
+
+class CaseOfTarget:
+    """One case of one target; the value of the fixture ``q4_case``."""
+
+    def __init__(self, run: _Run, case: str, item: pytest.Item) -> None:
+        self.id = case
+        self._run = run
+        self._item = item
+
+    def check(self) -> None:
+        """Wait for the case's result.
+
+        Raises:
+            CaseFailed: What must hold does not; the message has the reason.
+        """
+        result = self._run.result(self.id)
+        self._item.stash[_RESULT] = result
+        if result.outcome.value in _UNJUDGED:
+            raise _Unjudged(result.message)
+        if result.outcome.value != "pass":
+            raise CaseFailed(str(result))
+
+
+class _Run:
+    """The chosen cases of one target, run in processes of their own from the first that is asked for."""
+
+    def __init__(self, target: Target, claims: dict[str, Any], every: list[str]) -> None:
+        self.target = target
+        self.claims = claims
+        self.every = every
+        self.chosen: list[str] = []
+        self.results: dict[str, CaseResult] = {}
+        self.done: Run | None = None
+        """The whole, once it has ended."""
+        self._told: queue.Queue[CaseResult | BaseException | Run] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def result(self, case: str) -> CaseResult:
+        """Return the result of a case, as soon as there is one."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"conformance of {self.target.name}", daemon=True)
+            self._thread.start()
+        while case not in self.results:
+            self._take()
+        return self.results[case]
+
+    def finish(self) -> Run | None:
+        """Return the whole run, or None where nothing was asked for."""
+        while self._thread is not None and self.done is None:
+            self._take()
+        return self.done
+
+    def _take(self) -> None:
+        from q4_conformance import CaseResult  # noqa: PLC0415  # see the module's docstring
+
+        told = self._told.get()
+        if isinstance(told, BaseException):
+            self._told.put(told)  # for whoever asks next
+            raise told
+        if isinstance(told, CaseResult):
+            self.results[told.case] = told
+        else:
+            self.done = told
+            self._told.put(LookupError(f"the run of {self.target.name} has ended"))
+
+    def _work(self) -> None:
+        from q4_conformance.isolated import Query, run_target  # noqa: PLC0415  # see the module's docstring
+
+        only = () if set(self.chosen) == set(self.every) else tuple(self.chosen)
+        try:
+            query = Query(name=self.target.name, only=only, **self.claims)
+            self._told.put(run_target(query, watch=self._told.put))
+        except BaseException as error:  # noqa: BLE001  # told to the test that waits
+            self._told.put(error)
+
+
+def _run_of(metafunc: pytest.Metafunc) -> _Run:
+    from q4_conformance.profiles import cases_for, find_target  # noqa: PLC0415  # see the module's docstring
+
+    mark = metafunc.definition.get_closest_marker(MARK)
+    name = metafunc.function.__name__
+    if mark is None or len(mark.args) != 1:
+        raise pytest.UsageError(
+            f"{name}: the argument {FIXTURE} needs @pytest.mark.{MARK}(NAME), with the name of an installed backend"
+        )
+    claims: dict[str, Any] = {key: tuple(value) if key == "formats" else value for key, value in mark.kwargs.items()}
+    try:
+        target = find_target(mark.args[0], **claims)
+    except (LookupError, ValueError, TypeError) as error:
+        raise pytest.UsageError(f"{name}: {error}") from error
+    known = metafunc.config.stash[_RUNS]
+    if target not in known:
+        known[target] = _Run(target, claims, [case.id for case in cases_for(target)])
+    return known[target]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--q4-report``."""
+    group = parser.getgroup("q4core conformance")
+    group.addoption("--q4-report", metavar="DIR", type=Path, help="write the kit's report, and certificate, there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Announce the mark."""
+    config.addinivalue_line("markers", f"{MARK}(name, *, profile, formats, device): whose cases {FIXTURE} runs")
+    config.stash[_RUNS] = {}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test with ``q4_case`` every case that concerns its target."""
+    if FIXTURE not in metafunc.fixturenames:
+        return
+    run = _run_of(metafunc)
+    metafunc.parametrize(FIXTURE, [(run, case) for case in run.every], ids=run.every, indirect=True)
+
+
+@pytest.fixture
+def q4_case(request: pytest.FixtureRequest) -> CaseOfTarget:
+    """One case of the target that the test's mark names."""
+    run, case = request.param
+    return CaseOfTarget(run, case, request.node)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note which cases were chosen, in the order of the tests."""
+    for item in session.items:
+        run, case = _param(item)
+        if run is not None:
+            run.chosen.append(case)
+
+
+def _param(item: pytest.Item) -> tuple[_Run | None, str]:
+    spec = getattr(item, "callspec", None)
+    run, case = spec.params.get(FIXTURE, (None, "")) if spec is not None else (None, "")
+    return run, case
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say a verdict in its own words instead of a traceback."""
+    report = yield
+    if call.excinfo is None:
+        return report
+    if isinstance(call.excinfo.value, CaseFailed):
+        report.longrepr = str(call.excinfo.value)
+    elif isinstance(call.excinfo.value, _Unjudged):
+        report.outcome = "skipped"  # of pytest's three the only one that says neither right nor wrong, in JUnit too
+        path, line, _ = item.location
+        report.longrepr = (path, (line or 0) + 1, f"{item.stash[_RESULT].outcome.value}: {call.excinfo.value}")
+        report.user_properties.append((FIXTURE, item.stash[_RESULT].outcome.value))
+    return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    """Count what was not judged under its own name."""
+    outcome = dict(getattr(report, "user_properties", ())).get(FIXTURE)
+    if outcome not in _UNJUDGED:
+        return None
+    words, sign = _UNJUDGED[outcome]
+    return words, sign, words.upper()
+
+
+def _reports(runs: Iterable[_Run]) -> Generator[tuple[_Run, Any]]:
+    from q4_conformance import Report  # noqa: PLC0415  # see the module's docstring
+
+    for run in runs:
+        if run.chosen:
+            yield run, Report(subject=run.target.name, expected=run.chosen, results=run.results.values())
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run in which a target passed no case: nothing was shown."""
+    if exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
+        return
+    if any(not report.passed for _, report in _reports(session.config.stash[_RUNS].values())):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say for each target how its cases ended, and whether they are all there are; write the reports."""
+    config = terminalreporter.config
+    if config.option.collectonly:
+        return
+    runs = list(_reports(config.stash[_RUNS].values()))
+    for run, report in runs:
+        terminalreporter.section(f"conformance of {run.target.name} on {run.target.device}")
+        terminalreporter.line(str(report).splitlines()[-1])
+        if len(run.chosen) < len(run.every):
+            terminalreporter.line(f"{len(run.chosen)} of {len(run.every)} cases were chosen: no certificate")
+        folder: Path | None = config.getoption("--q4-report")
+        if folder is not None:
+            words = ["pytest", *map(str, config.invocation_params.args)]
+            for path in _write(run, folder / run.target.name if len(runs) > 1 else folder, words):
+                terminalreporter.line(f"written: {path}")
+
+
+def _write(run: _Run, folder: Path, command: list[str]) -> tuple[Path, ...]:
+    """Write what a run showed, where it came to its end."""
+    from q4_conformance.certificate import make_certificate  # noqa: PLC0415  # see the module's docstring
+    from q4_conformance.writing import write_files  # noqa: PLC0415  # as above
+
+    if len(run.results) < len(run.chosen):
+        return ()
+    done = run.finish()
+    return () if done is None else write_files(folder, make_certificate(done, command))

@@ -1,0 +1,288 @@
+"""Checks of a dialect: it finds its own and nothing else, tells everything that is wrong, and keeps every byte."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.checks.layer import same_weight
+from q4_conformance.dialect_subject import DialectSubject, samples
+from q4_conformance.golden_vectors import Vector, golden_vectors
+from q4_conformance.oracle import exact_weight
+from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.table import check, expect
+from q4core import Catalogue, dialects
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from q4_conformance.table import Case
+    from q4core import LayerSchema, PackedWeight, WrittenLayer
+
+_MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
+_DENSE = {"model.norm.weight": torch.ones(16), "model.embed.weight": torch.zeros(4, 16)}
+_MISSING, _SHORT, _EMPTY = "missing", "one row short", "empty"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _same_layer(got: WrittenLayer, wanted: Mapping[str, torch.Tensor]) -> str | None:
+    """Return in what the tensors of a written layer differ from those that are wanted, or None."""
+    if set(got.tensors) != set(wanted):
+        return f"keys {sorted(set(got.tensors) ^ set(wanted))}"
+    for key, tensor in wanted.items():
+        ours = got.tensors[key]
+        if (ours.dtype, ours.shape) != (tensor.dtype, tensor.shape):
+            return f"{key}: {ours.dtype} {list(ours.shape)}, not {tensor.dtype} {list(tensor.shape)}"
+        if _bits(ours) != _bits(tensor):
+            return f"bytes of {key}"
+    return None
+
+
+@check("dialect_detect")
+def check_detect(case: Case, subject: DialectSubject) -> str:
+    """Written layers are found, with data and without, by their own keys alone; dense tensors are left."""
+    kind, seen = case.format, []
+    for name, weight, _ in subject.written(kind):
+        layers = {module: subject.dialect.write(module, weight) for module in _MODULES}
+        full = subject.catalogue(layers, _DENSE)
+        tensors = {key: item for layer in layers.values() for key, item in layer.tensors.items()} | _DENSE
+        bare = Catalogue({key: item.to("meta") for key, item in tensors.items()}, metadata=full.metadata)
+        for catalogue, how in ((full, "with data"), (bare, "from names and shapes")):
+            what = f"{name}, {how}"
+            found = {layer.module: layer for layer in subject.find(catalogue)}
+            expect(set(found) == set(_MODULES), f"{what}: found {sorted(found)}")
+            for module, layer in found.items():
+                _expect_layer(subject, layer, layers[module], catalogue, f"{what}, {module}")
+                expect(layer.format == kind or how != "with data", f"{what}, {module}: format {layer.format!r}")
+                expect(layer.shape in {weight.shape, None}, f"{what}, {module}: shape {layer.shape}")
+                expect(layer.block_size in {weight.block_size, None}, f"{what}, {module}: block {layer.block_size}")
+        seen.append(name)
+    return f"{len(_MODULES)} layers each: {'; '.join(seen)}"
+
+
+def _expect_layer(
+    subject: DialectSubject, layer: LayerSchema, written: WrittenLayer, catalogue: Catalogue, what: str
+) -> None:
+    expect(layer.dialect == subject.name, f"{what}: dialect {layer.dialect!r}")
+    expect(set(layer.keys.values()) == set(written.tensors), f"{what}: keys {sorted(layer.keys.values())}")
+    expect("qdata" in layer.keys, f"{what}: no role 'qdata' among {sorted(layer.keys)}")
+    problems = subject.problems(layer, catalogue)
+    expect(not problems, f"{what}: problems of a layer that is right: {[str(item) for item in problems]}")
+
+
+def _damages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    """Yield (what, key, what stands there now; None for nothing) for each way in which a tensor can be wrong."""
+    for key, tensor in tensors.items():
+        yield _MISSING, key, None
+        if tensor.numel() < 2:  # noqa: PLR2004  # a scalar has no shape to lose
+            continue
+        yield _SHORT, key, tensor[:-1]
+        yield _EMPTY, key, tensor[:0]
+        yield "of two ranks more", key, tensor[None, None]
+        yield "a scalar", key, torch.zeros((), dtype=tensor.dtype)
+        other = torch.int64 if tensor.dtype != torch.int64 else torch.float32
+        yield f"of dtype {other}", key, torch.zeros(tensor.shape, dtype=other)
+
+
+_Look = tuple[list["LayerSchema"], dict[str, str]]
+
+
+def _look(subject: DialectSubject, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> _Look:
+    """Return the layers that are found, and key → code of each problem that is told of them."""
+    catalogue = Catalogue(tensors, metadata=metadata)
+    layers = subject.find(catalogue)
+    return layers, {item.key: item.code for layer in layers for item in subject.problems(layer, catalogue)}
+
+
+@check("dialect_validate")
+def check_validate(case: Case, subject: DialectSubject) -> str:
+    """Missing, short, misshapen and mistyped tensors are told by their keys, all at once; nothing is guessed."""
+    count = 0
+    for name, weight, layer in subject.written(case.format):
+        metadata = subject.dialect.merge_metadata({"proj": layer}, ())
+        tensors = dict(layer.tensors)
+        damaged: dict[str, dict[str, torch.Tensor | None]] = {}
+        for way, key, value in _damages(tensors):
+            layers, told = _look(subject, _with(tensors, {key: value}), metadata)
+            # One row less may be a smaller layer, and as right as the whole one.
+            is_smaller = way == _SHORT and all(item.shape not in {None, weight.shape} for item in layers)
+            expect(told or not layers or is_smaller, f"{name}: {key} is {way}, and nothing is told of the layer")
+            is_same = [set(item.keys.values()) for item in layers] == [set(tensors)]
+            if key in told and is_same:
+                damaged.setdefault(way, {})[key] = value
+            count += 1
+        for changes in _together(damaged):
+            layers, told = _look(subject, _with(tensors, changes), metadata)
+            untold = sorted(set(changes) - set(told))
+            expect(not layers or not untold, f"{name}: of {sorted(changes)} at once, {untold} is not told")
+            count += 1
+        unknown = tensors | {"proj.weight_scale_of_tomorrow": torch.ones(3)}
+        layers, told = _look(subject, unknown, metadata)
+        expect(told or not layers, f"{name}: a scale key that nobody knows is passed over")
+        count += 1
+    return f"{count} damages"
+
+
+def _together(damaged: Mapping[str, Mapping[str, torch.Tensor | None]]) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Yield changes of several tensors at once, each of which is told where it is the only one."""
+    for way, changes in damaged.items():
+        if way not in {_MISSING, _SHORT, _EMPTY}:  # with all of these nothing is left to measure against
+            yield dict(changes)
+    for gone, nothing in damaged.get(_MISSING, {}).items():
+        for way, changes in damaged.items():
+            for key, value in changes.items():
+                if key != gone and way not in {_MISSING, _SHORT, _EMPTY}:
+                    yield {gone: nothing, key: value}
+
+
+def _with(tensors: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    both = {**tensors, **changes}
+    return {key: tensor for key, tensor in both.items() if tensor is not None}
+
+
+_HOSTILE: dict[str, Any] = {
+    "scalars": {"proj.weight": torch.tensor(1.0), "proj.weight_scale": torch.tensor(1.0)},
+    "no elements": {"proj.weight": torch.zeros(0, 0, dtype=torch.uint8), "proj.absmax": torch.zeros(0)},
+    "seven dimensions": {"proj.weight": torch.zeros(1, 1, 1, 1, 1, 1, 2, dtype=torch.uint8)},
+    "names of dots": {".": torch.zeros(2), "..": torch.zeros(2), "": torch.zeros(2), "a..weight": torch.zeros(2, 2)},
+    "huge": {"proj.weight": torch.empty(1 << 40, 1 << 20, dtype=torch.uint8, device="meta")},
+}
+
+
+@check("dialect_foreign")
+def check_foreign(case: Case, subject: DialectSubject) -> str:
+    """Nothing is claimed of dense models, other layers' tensors and rubbish; what is claimed is read right."""
+    del case
+    dense = {"a.weight": torch.zeros(8, 8), "a.bias": torch.zeros(8), "b.running_mean": torch.zeros(8), **_DENSE}
+    for name, tensors in {"a dense model": dense, "bytes": {"a.weight": torch.zeros(8, 8, dtype=torch.uint8)}}.items():
+        claimed = [layer.module for layer in subject.find(Catalogue(tensors))]
+        expect(not claimed, f"{name}: claims {claimed}")
+    for name, tensors in _HOSTILE.items():
+        catalogue = Catalogue(tensors)
+        for layer in subject.find(catalogue):
+            problems = subject.problems(layer, catalogue)
+            expect(problems, f"{name}: {layer.module!r} is called right")
+    claims = 0
+    for vector in golden_vectors():
+        claims += _expect_right_or_unclaimed(subject, vector)
+    return f"{claims} of {len(golden_vectors())} golden layers claimed, and read right"
+
+
+def _expect_right_or_unclaimed(subject: DialectSubject, vector: Vector) -> bool:
+    """Judge what is read of a golden layer, where the dialect claims it without a problem; return whether it does."""
+    catalogue = Catalogue(vector.stored, metadata=vector.metadata, config=vector.config)
+    for layer in subject.find(catalogue):
+        if subject.problems(layer, catalogue):
+            continue
+        wrong = _wrongly_read(subject.read(layer, vector.stored), vector)
+        shared = subject.dialect.shares_keys and not layer.named
+        expect(wrong is None or shared, f"{vector.name}: is claimed, and {wrong}")
+        return wrong is None
+    return False
+
+
+def _wrongly_read(weight: PackedWeight, vector: Vector) -> str | None:
+    """Return what is wrong with a golden layer as it was read, by the package's own float32, or None."""
+    facts = vector.facts
+    if (weight.format.name, weight.shape) != (facts["format"], (facts["n"], facts["k"])):
+        return f"read as {weight.format.name} {list(weight.shape)}"
+    if weight.block_size != facts["block"]:
+        return f"read with blocks of {weight.block_size}, not {facts['block']}"
+    expected = vector.expected
+    exact = torch.from_numpy(exact_weight(weight)).to(expected.dtype)
+    if vector.facts["drops_negative_zero"]:
+        exact, expected = exact + 0.0, expected + 0.0
+    if expected.dtype is not torch.float32:  # rounded twice by the package, perhaps
+        near = torch.isclose(exact.float(), expected.float(), rtol=2.0**-7, atol=0.0, equal_nan=True)
+        return None if bool(near.all()) else f"{int((~near).sum())} values are not the package's"
+    same = (exact == expected) | (exact.isnan() & expected.isnan())
+    return None if bool(same.all()) else f"{int((~same).sum())} values are not the package's"
+
+
+@check("dialect_golden")
+def check_golden(case: Case, subject: DialectSubject) -> str:
+    """Golden layers of this dialect are read to the package's numbers, and written again byte for byte."""
+    subject.require_declared(case.format)
+    seen = []
+    for vector in golden_vectors():
+        if vector.facts["format"] != case.format:
+            continue
+        catalogue = Catalogue(vector.stored, metadata=vector.metadata, config=vector.config)
+        for layer in subject.find(catalogue):
+            if subject.problems(layer, catalogue) or (subject.dialect.shares_keys and not layer.named):
+                continue
+            weight = subject.read(layer, vector.stored)
+            wrong = _wrongly_read(weight, vector)
+            expect(wrong is None, f"{vector.name}: {wrong}")
+            again = subject.write("proj", weight)
+            if again is None:
+                raise FailureError(f"{vector.name}: what was read in this dialect is not written in it")
+            own = {key: vector.stored[key] for key in layer.keys.values()}
+            difference = _same_layer(again, own)
+            expect(difference is None, f"{vector.name}: written again, other {difference}")
+            seen.append(vector.name)
+    if not seen:
+        raise NotDeclaredError(f"no golden layer of format {case.format!r} is in this dialect for certain")
+    return ", ".join(seen)
+
+
+@check("dialect_round")
+def check_round(case: Case, subject: DialectSubject) -> str:
+    """Written and read, a weight is the same, bit for bit, and written once more gives the same bytes."""
+    written = subject.written(case.format)
+    for name, weight, layer in written:
+        back = _read_back(subject, layer, name)
+        difference = same_weight(back, weight)
+        expect(difference is None, f"{name}: written and read, it differs in its {difference}")
+        again = subject.write("proj", back)
+        if again is None:
+            raise FailureError(f"{name}: what was read in this dialect is not written in it")
+        other = _same_layer(again, layer.tensors)
+        expect(other is None, f"{name}: written again, other {other}")
+    return "; ".join(name for name, _, _ in written)
+
+
+def _read_back(subject: DialectSubject, layer: WrittenLayer, what: str) -> PackedWeight:
+    catalogue = subject.catalogue({"proj": layer}, {})
+    found = subject.find(catalogue)
+    if len(found) != 1:
+        raise FailureError(f"{what}: {len(found)} layers are found where one was written")
+    problems = subject.problems(found[0], catalogue)
+    expect(not problems, f"{what}: problems of what was just written: {[str(item) for item in problems]}")
+    return subject.read(found[0], layer.tensors)
+
+
+@check("dialect_convert")
+def check_convert(case: Case, subject: DialectSubject) -> str:
+    """From every other dialect of the format and back: the same codes and scale bytes, or a refusal."""
+    subject.require_declared(case.format)
+    ways = []
+    for other in dialects():
+        if other.name == subject.name or case.format not in other.formats:
+            continue
+        theirs = DialectSubject(other)
+        for name, weight in samples(case.format):
+            first = theirs.write("proj", weight)
+            if first is None:
+                continue
+            here = subject.write("proj", _read_back(theirs, first, f"{other.name}, {name}"))
+            if here is None:
+                continue
+            what = f"{name} from {other.name}"
+            back = _read_back(subject, here, what)
+            difference = same_weight(back, weight)
+            expect(difference is None, f"{what}: differs in its {difference}")
+            again = theirs.write("proj", back)
+            if again is None:
+                raise FailureError(f"{what}: refused on the way back")
+            difference = same_weight(_read_back(theirs, again, f"{what} and back"), weight)
+            expect(difference is None, f"{what} and back: differs in its {difference}")
+            ways.append(what)
+    if not ways:
+        raise NotDeclaredError(f"no other dialect here exchanges weights of format {case.format!r} with it")
+    return "; ".join(ways)

@@ -1,0 +1,180 @@
+"""Checks of a layer's life: prepared again, copied, moved, sent to another process, and let go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4_conformance.checks.endurance import held_bytes
+from q4_conformance.checks.layer import same_weight
+from q4_conformance.checks.values import draw, judge_call, make_bias
+from q4_conformance.elsewhere import call_elsewhere
+from q4_conformance.lent import lent
+from q4_conformance.oracle import as_given
+from q4_conformance.outcome import FailureError
+from q4_conformance.table import check, expect
+from q4core import ActivationPrecision, BackendUnavailableError, LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_conformance.subject import BackendLayer, BackendSubject
+    from q4_conformance.table import Case
+    from q4core import PackedWeight, Q4Linear
+
+LOST_LAYERS = 1 / 4
+"""The share of what was prepared that may stay behind per layer."""
+_LIVES = 12
+_WARM_LIVES = 3
+
+
+@check("prepare_again")
+def check_prepare_again(case: Case, subject: BackendSubject) -> str:
+    """Preparing a weight twice gives the same layout and bits, and neither that nor another weight moves the first."""
+    weight = case.weight()
+    request = subject.request(weight, dtype=case.dtype, precision=ActivationPrecision.EXACT)
+    subject.require_declared(request)
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    first = subject.prepare(weight, request)
+    results = {}
+    for segment in layer.diagnostics().segments:
+        x = draw(case, layer, weight, segment.low, case.seeds[0])
+        out = torch.empty(segment.low, weight.out_features, dtype=case.dtype, device=subject.device)
+        subject.backend.linear(first, x, out, bias=None, path=segment.path.name)
+        judge_call(layer, weight, x, out)
+        results[segment] = (x, out)
+    second = subject.prepare(weight, request)
+    forms = [[(tensor.dtype, tensor.shape) for tensor in item.tensors] for item in (first, second)]
+    expect(forms[0] == forms[1], f"prepared again, the tensors are {forms[1]}, were {forms[0]}")
+    same = first.meta == second.meta and repr(first.meta) == repr(second.meta)
+    expect(same, f"prepared again, meta is {second.meta!r}, was {first.meta!r}")
+    other = attrs.evolve(case.weight_recipe, seed=977).build()
+    kept = subject.prepare(other, subject.request(other, dtype=case.dtype, precision=ActivationPrecision.EXACT))
+    expect(kept.meta == first.meta, f"another weight of the same form has the meta {kept.meta!r}, not {first.meta!r}")
+    for which, prepared in (("second", second), ("first", first)):
+        for segment, (x, y) in results.items():
+            out = torch.full_like(y, torch.nan)
+            subject.backend.linear(prepared, x, out, bias=None, path=segment.path.name)
+            expect(torch.equal(out, y), f"{segment.path.name}: other bits from what was prepared {which}")
+    return f"{len(results)} paths, prepared twice"
+
+
+def _expect_refused(what: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except LifecycleError:
+        return
+    except Exception as error:
+        raise FailureError(f"{what} raised {type(error).__name__} instead of LifecycleError: {error}") from error
+    raise FailureError(f"{what} was served after the end")
+
+
+@check("dispose")
+def check_dispose(case: Case, subject: BackendSubject) -> str:
+    """Closed sessions give every byte back, and whatever is used afterwards is a ``LifecycleError``."""
+    weight = case.weight()
+    request = subject.request(weight, dtype=case.dtype, precision=case.precision)
+    subject.require_declared(request)
+    size, start = 0, 0
+    for life in range(_WARM_LIVES + _LIVES):
+        if life == _WARM_LIVES:
+            start = held_bytes(subject.device)
+        layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+        x = torch.zeros(1, weight.in_features, dtype=case.dtype, device=layer.device)
+        layer.module(x)
+        size = max(size, layer.diagnostics().prepared_bytes)
+        if life % 2:
+            layer.session.close()  # the others go with their last reference
+            _expect_closed(layer, weight, x)
+        del layer
+    grown = held_bytes(subject.device) - start
+    limit = _LIVES * size * LOST_LAYERS
+    expect(grown < limit, f"{grown} bytes stayed after {_LIVES} layers of {size} bytes each, {limit:.0f} at most")
+    return f"{_LIVES} layers of {size} bytes each, {grown} bytes stayed"
+
+
+def _expect_closed(layer: BackendLayer, weight: PackedWeight, x: torch.Tensor) -> None:
+    left = [name for name, _ in layer.module.named_buffers()]
+    expect(not left, f"a closed layer still has the buffers {left}")
+    _expect_refused("a call", lambda: layer.module(x))
+    _expect_refused("the layer's weight", layer.module.packed_weight)
+    _expect_refused("the layer's state", layer.module.state_dict)
+    _expect_refused("a new layer", lambda: layer.session.linear(weight))
+    layer.session.close()
+    layer.module.close()
+
+
+def _expect_twin(
+    what: str, module: Q4Linear, weight: PackedWeight, calls: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    difference = same_weight(module.packed_weight(), as_given(weight))
+    expect(difference is None, f"the {what} layer's weight differs in its {difference}")
+    for x, y in calls:
+        expect(torch.equal(module(x), y), f"M = {x.shape[0]}: other bits from the {what} layer")
+
+
+@check("copies")
+def check_copies(case: Case, subject: BackendSubject) -> str:
+    """Copied, deeply copied and moved, a layer gives the same bits, or in another dtype right ones; codes stay."""
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    with lent(subject.backend):
+        layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+        draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows]
+        calls = [(x, layer(x).clone()) for x in draws]
+        for x, y in calls:
+            judge_call(layer, weight, x, y, bias)
+        deep = copy.deepcopy(layer.module)
+        _expect_twin("deeply copied", deep, weight, calls)
+        _expect_twin("copied", copy.copy(layer.module), weight, calls)
+        _expect_twin("moved", deep.to(subject.device), weight, calls)
+        seen = [
+            _cast(case, subject, weight, bias, deep, dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.float32)
+            if dtype != case.dtype
+        ]
+        _expect_twin("first", layer.module, weight, calls)
+        layer.session.close()
+        _expect_twin("deeply copied, once the first was closed", copy.deepcopy(deep.to(case.dtype)), weight, calls)
+    return f"copied, deeply copied, moved; {', '.join(seen)}"
+
+
+def _cast(  # noqa: PLR0913  # the facts of one cast
+    case: Case, subject: BackendSubject, weight: PackedWeight, bias: torch.Tensor, module: Q4Linear, dtype: torch.dtype
+) -> str:
+    """Take a layer to another dtype and back: codes and scales keep their bytes, and results are right."""
+    twin = copy.deepcopy(module)
+    try:
+        twin.to(dtype)
+    except BackendUnavailableError as error:
+        expect(dtype not in subject.backend.capabilities.dtypes, f".to({dtype}) was refused: {error}")
+        return f"{dtype} refused"
+    difference = same_weight(twin.packed_weight(), as_given(weight))
+    expect(difference is None, f".to({dtype}) changed the weight's {difference}")
+    plain = subject.layer(weight, bias.to(dtype), dtype=dtype, precision=case.precision)
+    generator = torch.Generator().manual_seed(case.seeds[0])
+    x = torch.randn(3, weight.in_features, generator=generator).to(subject.device, dtype)
+    expect(torch.equal(twin(x), plain(x)), f".to({dtype}) gives other bits than a layer made so")
+    return f"{dtype} right"
+
+
+@check("elsewhere")
+def check_elsewhere(case: Case, subject: BackendSubject) -> str:
+    """Pickled to a new process, a layer holds the same weight there and gives the same bits."""
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    with lent(subject.backend):
+        layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+        x = draw(case, layer, weight, max(case.rows), case.seeds[0])
+        y = layer(x)
+        judge_call(layer, weight, x, y, bias)
+    gc.collect()
+    got, there = call_elsewhere(subject.backend, layer.module, x)
+    difference = same_weight(got, as_given(weight))
+    expect(difference is None, f"in the other process the weight differs in its {difference}")
+    expect(torch.equal(there, y.cpu()), "other bits from the other process")
+    return "the same weight and bits in a new process"

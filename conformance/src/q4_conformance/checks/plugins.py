@@ -1,0 +1,155 @@
+"""Checks that plugins are kept apart: one that is broken is told of, and takes nothing from the others."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.outcome import FailureError
+from q4_conformance.proxies import Proxy
+from q4_conformance.recording import recorded, unique
+from q4_conformance.subject import REFERENCE, BackendLayer, plugin_of, reference_backend
+from q4_conformance.table import check, expect
+from q4_conformance.weights import WeightRecipe
+from q4core import (
+    API_VERSION,
+    Backend,
+    BackendUnavailableError,
+    Q4PluginWarning,
+    Registry,
+    Session,
+    SessionConfig,
+    UnknownBackendError,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from q4_conformance.subject import BackendSubject
+    from q4_conformance.table import Case
+    from q4core import PluginRecord
+
+_RAISING = "q4_conformance.zoo.raising"
+"""A module that raises when it is imported."""
+
+
+class _Named(Proxy):
+    """A backend under another name."""
+
+    def __init__(self, backend: Backend, name: str, api_version: tuple[int, int] = API_VERSION) -> None:
+        super().__init__(backend)
+        self.name = name
+        self.api_version = api_version
+
+
+def _raising_plugin() -> types.SimpleNamespace:
+    @hookimpl
+    def q4_backends() -> list[Backend]:
+        raise OSError("libmissing.so.7: cannot open shared object file")
+
+    return types.SimpleNamespace(q4_backends=q4_backends)
+
+
+def _strange_plugin() -> types.SimpleNamespace:
+    @hookimpl
+    def q4_backends() -> list[Any]:
+        return [object(), None, types.SimpleNamespace(name="half", api_version=API_VERSION)]
+
+    return types.SimpleNamespace(q4_backends=q4_backends)
+
+
+def _broken_neighbours(backend: Backend) -> list[tuple[str, object]]:
+    """Return plugins that are each broken in their own way."""
+    major, minor = API_VERSION
+    return [
+        ("raises-when-asked", _raising_plugin()),
+        ("brings-strangers", _strange_plugin()),
+        ("next-major", plugin_of(_Named(backend, "of-next-major", (major + 1, 0)))),
+        ("newer-minor", plugin_of(_Named(backend, "of-newer-minor", (major, minor + 1)))),
+        ("no-version", plugin_of(_Named(backend, "of-no-version", None))),  # type: ignore[arg-type]  # as a stranger may
+        ("first-namesake", plugin_of(_Named(backend, "namesake"))),
+        ("second-namesake", plugin_of(_Named(backend, "namesake"))),
+    ]
+
+
+_TOLD = {
+    "raises-when-asked": "libmissing.so.7",
+    "brings-strangers": "name",
+    "next-major": "api_version",
+    "newer-minor": "api_version",
+    "no-version": "api_version",
+    "first-namesake": "duplicate",
+    "second-namesake": "duplicate",
+}
+"""Plugin → what its record must speak of."""
+
+
+def _expect_told(records: dict[str, PluginRecord]) -> None:
+    for name, word in _TOLD.items():
+        told = "; ".join(records[name].errors)
+        expect(word in told, f"the record of plugin {name!r} does not speak of {word!r}: {told!r}")
+
+
+@check("isolation")
+def check_isolation(case: Case, subject: BackendSubject) -> str:
+    """Beside broken plugins the backend serves as it does alone; twice under one name, it does not serve at all."""
+    weight = case.weight()
+    subject.require_declared(subject.request(weight, dtype=case.dtype, precision=case.precision))
+    own = [(f"plugin of {subject.name}", plugin_of(subject.backend))]
+    if subject.name != REFERENCE:
+        own.append((REFERENCE, plugin_of(reference_backend())))
+    alone = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    with recorded(Q4PluginWarning):
+        registry = Registry([*_broken_neighbours(subject.backend), *own])
+        config = subject.config(compute_dtype=case.dtype, activation_precision=case.precision)
+        session = Session(config, registry=registry)
+        module = session.linear(weight)
+        expect(module.diagnostics().backend == subject.name, f"{module.diagnostics().backend!r} serves")
+        layer = BackendLayer(module, session, alone.paths)
+        for rows in case.rows:
+            x = draw(case, layer, weight, rows, case.seeds[0])
+            y = layer(x)
+            judge_call(layer, weight, x, y)
+            expect(y.equal(alone(x)), f"M = {rows}: other bits beside broken plugins")
+        _expect_told({record.name: record for record in registry.records()})
+        twice = Registry([*own, ("second plugin", plugin_of(subject.backend))])
+        try:
+            Session(config, registry=twice).linear(weight)
+        except (UnknownBackendError, BackendUnavailableError) as error:
+            expect("duplicate" in str(error), f"the error does not speak of the duplicate name: {error}")
+        else:
+            raise FailureError("a backend served although its name is taken twice")
+    return f"{len(_TOLD)} broken neighbours, and a namesake"
+
+
+@check("core_isolation")
+def check_core_isolation(case: Case, subject: object) -> str:
+    """Import error, wrong API version, duplicate name: each is recorded and told, and the reference serves."""
+    del case, subject
+    reference = reference_backend()
+    weight = attrs.evolve(WeightRecipe(format="nf4").build(), name=unique("proj"))
+    with recorded(Q4PluginWarning) as recording:
+        given = Registry([*_broken_neighbours(reference), (REFERENCE, plugin_of(reference))])
+        _expect_serves(given, weight)
+        _expect_told({record.name: record for record in given.records()})
+        refused = {item.name: str(item.reason) for item in given.refused_backends()}
+        for name in ("of-next-major", "of-newer-minor", "namesake"):
+            expect(name in refused, f"{name!r} is not among the refused backends: {refused}")
+        by_module = Registry(environment={"Q4_PLUGIN_MODULES": f"{_RAISING},no_such_module_of_anyone"})
+        _expect_serves(by_module, weight)
+    records = {record.name: record for record in by_module.records()}
+    for name, word in ((_RAISING, "raised at import"), ("no_such_module_of_anyone", "ModuleNotFoundError")):
+        expect(records[name].state == "failed", f"{name}: state {records[name].state!r}")
+        expect(any(word in error for error in records[name].errors), f"{name}: {records[name].errors}")
+        expect(any(item.plugin == name for item in by_module.refused_backends()), f"{name} is not among the rejections")
+    told = {fields["plugin"] for fields in recording.named("q4.plugin")}
+    missing = {*_TOLD, _RAISING} - told
+    expect(not missing, f"no event q4.plugin speaks of {sorted(missing)}")
+    return f"{len(_TOLD)} broken plugins given, 2 broken modules"
+
+
+def _expect_serves(registry: Registry, weight: Any) -> None:
+    layer = Session(SessionConfig(device="cpu", backend=REFERENCE), registry=registry).linear(weight)
+    expect(layer.diagnostics().backend == REFERENCE, f"{layer.diagnostics().backend!r} serves")

@@ -1,0 +1,124 @@
+"""Checks of a backend over many calls: the same bits each time, memory where it was, and a loss that falls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_conformance.checks.device import expect_same_bytes
+from q4_conformance.checks.endurance import CALLS, STEPS, held_bytes, judge_ste, one_thread
+from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.lent import lent
+from q4_conformance.outcome import NotDeclaredError, NotTestableError
+from q4_conformance.table import check, expect
+from q4core import Feature, Request
+from q4core import quantize as quantize_ref
+
+if TYPE_CHECKING:
+    from q4_conformance.subject import BackendSubject
+    from q4_conformance.table import Case
+
+LOST_RESULTS = 1 / 2
+"""The share of a result that may stay behind per call."""
+_WARM = 10
+"""One call in so many warms up, before memory is looked at."""
+
+
+@check("calls")
+@one_thread()
+def check_calls(case: Case, subject: BackendSubject) -> str:
+    """10,000 calls of one layer: the same bits each time, and memory stays where it was."""
+    weight = case.weight()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    calls = [(x, layer(x).clone()) for x in (draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows)]
+    for x, y in calls:
+        judge_call(layer, weight, x, y)
+    start = 0
+    for call in range(CALLS):
+        if call == CALLS // _WARM:
+            start = held_bytes(subject.device)
+        x, y = calls[call % len(calls)]
+        expect(torch.equal(layer.module(x), y), f"call {call}, M = {x.shape[0]}: other bits")
+    grown = held_bytes(subject.device) - start
+    least = min(y.nbytes for _, y in calls)
+    limit = least * (CALLS - CALLS // _WARM) * LOST_RESULTS
+    expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
+    return f"{CALLS} calls, memory grew by {grown} bytes"
+
+
+@check("quantise_calls")
+@one_thread()
+def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
+    """10,000 calls of a backend's quantiser: the reference's bytes each time, and memory stays where it was."""
+    if "quantize" not in subject.backend.capabilities.ops:
+        raise NotDeclaredError("the op 'quantize' is not declared")
+    kind = case.weight_recipe.format
+    dense = torch.randn(4, 4 * kind.block_size, generator=torch.Generator().manual_seed(18)) * 0.1
+    wanted = quantize_ref(dense, kind.name)
+    rows, columns = dense.shape
+    request = Request.for_weight(wanted, device=subject.device, dtype=dense.dtype)
+    request = attrs.evolve(request, op="quantize", out_features=rows, in_features=columns)
+    subject.require_declared(request)
+    subject.require_hardware(request)
+    quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+    master, start, size = dense.to(subject.device), 0, sum(item.nbytes for _, item in wanted.tensors())
+    for call in range(CALLS):
+        if call == CALLS // _WARM:
+            start = held_bytes(subject.device)
+        expect_same_bytes(quantize(master, request), wanted, f"call {call}")
+    grown = held_bytes(subject.device) - start
+    limit = size * (CALLS - CALLS // _WARM) * LOST_RESULTS
+    expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
+    return f"{CALLS} calls, memory grew by {grown} bytes"
+
+
+@check("ste_native")
+def check_ste_native(case: Case, subject: BackendSubject) -> str:
+    """``linear_ste`` through the backend's own quantiser has the reference's weight and the analytic gradients."""
+    if "quantize" not in subject.backend.capabilities.ops:
+        raise NotDeclaredError("the op 'quantize' is not declared")
+    if subject.device.type == "cpu":
+        raise NotTestableError("on the CPU the core quantises masters by the reference; no other device is asked for")
+    with lent(subject.backend):
+        judge_ste(case.weight_recipe.format.name, subject.device)
+    return "y, x, master, bias"
+
+
+@check("train_through")
+@one_thread()
+def check_train_through(case: Case, subject: BackendSubject) -> str:
+    """1,000 steps of a plain training loop through a frozen layer: finite gradients, a falling loss, flat memory."""
+    weight = case.weight()
+    if Feature.GRADIENTS not in subject.backend.capabilities.features:
+        raise NotDeclaredError("feature 'gradients' is not declared")
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
+    generator = torch.Generator().manual_seed(20)
+    x = torch.randn(16, 8, generator=generator)
+    target = torch.tanh(x @ torch.randn(8, 4, generator=generator) / 3).to(subject.device)
+    before = torch.nn.Parameter((torch.randn(weight.in_features, 8, generator=generator) / 3).to(subject.device))
+    after = torch.nn.Parameter((torch.randn(4, weight.out_features, generator=generator) / 9).to(subject.device))
+    optimiser = torch.optim.Adam([before, after], lr=1e-2)
+    x = x.to(subject.device)
+    losses, start = [], 0
+    for step in range(STEPS):
+        if step == STEPS // _WARM:
+            start = held_bytes(subject.device)
+        hidden = layer.module(torch.tanh(x @ before.T).to(case.dtype)).to(torch.float32)
+        loss = torch.nn.functional.mse_loss(hidden @ after.T, target)
+        optimiser.zero_grad()
+        loss.backward()
+        for name, parameter in (("before", before), ("after", after)):
+            grad = parameter.grad
+            right = grad is not None and bool(torch.isfinite(grad).all())
+            expect(right, f"step {step}: the gradient of what stands {name} the layer is not finite")
+        expect(bool(before.grad.any()), f"step {step}: no gradient came through the layer")  # type: ignore[union-attr]  # above
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    grown = held_bytes(subject.device) - start
+    limit = x.shape[0] * weight.in_features * 4 * (STEPS - STEPS // _WARM) * LOST_RESULTS  # of a gradient
+    expect(grown < limit, f"memory grew by {grown} bytes in {STEPS} steps, {limit:.0f} at most")
+    head, tail = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
+    expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
+    return f"loss {head:.4g} to {tail:.4g}, memory grew by {grown} bytes"

@@ -1,0 +1,92 @@
+"""Checks of a layer under torch's own tools: the registered op's schema and fakes, and a whole graph."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from q4_conformance.checks.values import draw, judge_call, make_bias
+from q4_conformance.outcome import FailureError
+from q4_conformance.table import check, expect
+from q4core import Feature
+
+if TYPE_CHECKING:
+    from q4_conformance.subject import BackendLayer, BackendSubject
+    from q4_conformance.table import Case
+    from q4core import PackedWeight
+
+
+class _Calls(TorchDispatchMode):
+    """Keeps the calls of q4core's registered ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func.namespace == "q4core":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@check("opcheck")
+def check_op(case: Case, subject: BackendSubject) -> str:
+    """The op that the layer calls has a true schema, a fake that tells the form, and derivatives that trace."""
+    weight = case.weight()
+    has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
+    layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
+    x = draw(case, layer, weight, max(case.rows), case.seeds[0])
+    with _Calls() as calls, torch.no_grad():
+        layer(x)
+    expect(calls.seen, "the layer called no registered op under a dispatch mode")
+    for func, arguments in calls.seen:
+        for requires_grad in {False, has_gradients}:
+            own = (arguments[0].detach().clone().requires_grad_(requires_grad), *arguments[1:])
+            try:
+                torch.library.opcheck(func, own)
+            except Exception as error:
+                raise FailureError(f"opcheck of {func} (requires_grad={requires_grad}): {error}") from error
+    return ", ".join(str(func) for func, _ in calls.seen)
+
+
+@check("compile")
+def check_compile(case: Case, subject: BackendSubject) -> str:
+    """Compiled into one whole graph, the layer gives eager's bits, its gradients too, and is still counted."""
+    weight = case.weight()
+    has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
+    layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses old parts of torch
+            _compare(case, layer, weight, has_gradients=has_gradients)
+    except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:  # noqa: SLF001  # torch's only name for it
+        raise FailureError(f"torch.compile(fullgraph=True): {type(error).__name__}: {error}") from error
+    finally:
+        torch.compiler.reset()
+    return f"whole graph, M = {', '.join(map(str, case.rows))}" + (", with gradients" if has_gradients else "")
+
+
+def _compare(case: Case, layer: BackendLayer, weight: PackedWeight, *, has_gradients: bool) -> None:
+    """Call the layer compiled and as it is, and compare bits, counters and gradients."""
+    torch.compiler.reset()
+    compiled = torch.compile(layer.module, fullgraph=True)
+    for rows in case.rows:
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        expected = layer(x)
+        judge_call(layer, weight, x, expected, layer.module.bias)
+        before = sum(layer.diagnostics().calls)
+        y = compiled(x)
+        expect(torch.equal(y, expected), f"M = {rows}: the compiled layer gives other bits")
+        expect(sum(layer.diagnostics().calls) == before + 1, f"M = {rows}: the compiled call was not counted")
+        if has_gradients:
+            grads = []
+            for call in (layer, compiled):
+                leaf = x.detach().clone().requires_grad_()
+                call(leaf).sum().backward()
+                grads.append(leaf.grad)
+            same = grads[0] is not None and grads[1] is not None and torch.equal(grads[0], grads[1])
+            expect(same, f"M = {rows}: the compiled layer gives another gradient")

@@ -1,0 +1,148 @@
+"""What runs in a process of its own: ``python -m q4_conformance.child``. It talks with ``process.Child`` alone.
+
+Before a plugin is loaded, the pipes are put out of its reach: stdin becomes empty and stdout becomes stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.environment import manifest_of, survey
+from q4_conformance.outcome import CaseResult, FailureError, Outcome
+from q4_conformance.perf import measure
+from q4_conformance.profiles import cases_for, find_target, subject_for
+from q4_conformance.reproducer import with_reproducer
+from q4_conformance.runner import run_case
+from q4core import Q4Error
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from q4_conformance.profiles import Target
+
+_PR_SET_PDEATHSIG = 1
+_FAULTS = (Exception, SystemExit)
+
+
+class _Pipes:
+    """The two ends that only we know."""
+
+    def __init__(self) -> None:
+        self._in: TextIO = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self._mark = ""
+        first = self.receive()
+        self._mark = str(first["mark"])
+        _limit_memory(int(first["data_bytes"]))
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; the process ends where nobody is left to send one."""
+        line = self._in.readline()
+        if not line:
+            raise SystemExit(0)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def tell(self, **message: Any) -> None:
+        """Send a message."""
+        self._out.write(f"\n{self._mark}{json.dumps(message)}\n")  # what stood before may have no end
+        self._out.flush()
+
+
+def _limit_memory(data_bytes: int) -> None:
+    """Let what asks for far too much at once fail, and let the system take this process first when memory runs out."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # noqa: PLC0415  # not on every system
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if not any(Path("/dev").glob("nvidia*")):  # a CUDA process maps more than it takes
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _words(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
+    return f"{type(error).__name__}: {error}" + (f" (in {place})" if place else "")
+
+
+def _find(pipes: _Pipes) -> tuple[Target, bool]:
+    """Find who is meant and tell so; end where nobody is. Say also whether more is to be told."""
+    query = pipes.receive()
+    try:
+        target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
+    except Q4Error as error:
+        fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}
+        lists = {name: getattr(error, name) for name in ("available", "closest") if hasattr(error, name)}
+        pipes.tell(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
+        raise SystemExit(0) from None
+    facts = survey(target) if query["survey"] else {}
+    pipes.tell(
+        target={
+            "profile": target.profile,
+            "name": target.name,
+            "formats": list(target.formats),
+            "device": target.device,
+        },
+        facts=facts,
+    )
+    return target, bool(query["survey"])
+
+
+def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
+    """Run what is asked for until nobody asks."""
+    cases = {case.id: case for case in cases_for(target)}
+    subject, fault = None, None
+    try:
+        subject = subject_for(target)
+    except FailureError as error:
+        fault = str(error)
+    except _FAULTS as error:
+        fault = f"{target.name!r} can't be had: {_words(error)}"
+    pipes.tell(manifest=manifest_of(subject, target.formats) if is_survey and fault is None else {})
+    reproduced: set[str] = set()
+    while True:
+        order = pipes.receive()
+        for name in order.get("cases", ()):
+            case = cases[name]
+            pipes.tell(start=name)
+            if fault is not None:
+                result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
+                pipes.tell(result=result.to_dict())
+                continue
+            result = run_case(case, subject)
+            pipes.tell(result=result.to_dict())
+            if result.outcome is Outcome.FAIL and case.contract not in reproduced:
+                pipes.tell(reproducing=name)  # told first, so that the failure stands whatever comes of this
+                reproduced.add(case.contract)
+                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case).to_dict())
+        if "measure" in order:
+            pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
+        pipes.tell(done=True)
+
+
+def main() -> None:
+    """Find the target, then run cases until the parent has no more."""
+    pipes = _Pipes()
+    target, is_survey = _find(pipes)
+    _serve(pipes, target, is_survey=is_survey)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""``q4 conform``: a backend, provider or dialect is judged, and what it shows is certified."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from q4_conformance.certificate import make_certificate
+from q4_conformance.compare import compare
+from q4_conformance.isolated import run_target
+from q4_conformance.outcome import CaseResult, Outcome
+from q4_conformance.page import NAMES, SEALS, SIGNS
+from q4_conformance.process import Limits
+from q4_conformance.profiles import PROFILES
+from q4_conformance.query import Query, Run
+from q4_conformance.tally import BAD
+from q4_conformance.verify import installed_source, read_certificate
+from q4_conformance.writing import write_files
+from q4core import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["add_conform"]
+
+_WHAT = "q4 conform"
+_PIPE_WIDTH = 1 << 14
+_MOST_SHOWN = 20
+_PERF_SECONDS = 1.0
+_STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
+_BAD = {outcome.value for outcome in BAD}
+_EPILOG = (
+    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate; "
+    "--compare with 1 when a verdict changed. "
+    "A run of all cases makes a certificate; --case and --format make a report."
+)
+
+
+def _console(*, to_stderr: bool = False) -> Console:
+    stream = sys.stderr if to_stderr else sys.stdout
+    # Where the output is no terminal nothing is cut, so that grep finds whole ids.
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
+
+
+def conform(  # noqa: PLR0913  # one argument per option
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Installed backend, provider or dialect; module:function; or q4core."),
+    ] = None,
+    *,
+    profile: Annotated[
+        str | None, typer.Option(help=f"{', '.join(PROFILES)}; what NAME is, unless told.", metavar="PROFILE")
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="FORMAT", help="Only this format (may be repeated).")
+    ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="ID", help="Only cases whose ids begin so, such as TC-09/bias (repeatable)."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:<index>.")] = "cpu",
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write JSON, JUnit XML, HTML and Markdown there.")
+    ] = None,
+    perf: Annotated[bool, typer.Option("--perf", help="Measure speed after the cases; changes no verdict.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
+    limit: Annotated[float, typer.Option(min=0.1, help="Seconds that one case may take.")] = Limits().case_seconds,
+    verify: Annotated[
+        Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")
+    ] = None,
+    compared: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Show what changed from certificate A to B instead."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")] = False,
+) -> None:
+    """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
+    asked = [item for item in (name, verify, compared) if item]
+    if len(asked) != 1:
+        hint = "Try 'q4 conform --help'."
+        raise ConfigError(_WHAT, name="arguments", rule="one of NAME, --verify FILE and --compare A B", hint=hint)
+    if verify is not None:
+        _verify(verify, as_json=as_json)
+    elif compared is not None:
+        _compare(*compared, as_json=as_json)
+    else:
+        query = Query(
+            name=name or "",
+            profile=profile,
+            formats=tuple(formats or ()),
+            device=device,
+            only=tuple(cases or ()),
+            jobs=jobs,
+            limits=Limits(case_seconds=limit, slow_seconds=max(limit, Limits().slow_seconds)),
+        )
+        _judge(query, report, is_perf=perf, as_json=as_json)
+
+
+def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # before minutes are spent
+    with _progress(query.name) as (announce, watch):
+        run = run_target(query, announce=announce, watch=watch, measure_seconds=_PERF_SECONDS if is_perf else 0.0)
+    document = make_certificate(run, _command(query, folder, is_perf=is_perf))
+    files = write_files(folder, document, run.points) if folder is not None else ()
+    if as_json:
+        told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _show(document, run, files)
+    if document["standing"] == "failed":
+        raise typer.Exit(1)
+
+
+def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
+    """Return the words that repeat a run."""
+    words = ["q4", "conform", query.name]
+    words += [] if query.profile is None else ["--profile", query.profile]
+    words += [word for item in query.formats for word in ("--format", item)]
+    words += [word for item in query.only for word in ("--case", item)]
+    words += [] if query.device == "cpu" else ["--device", query.device]
+    words += [] if query.jobs is None else ["--jobs", str(query.jobs)]
+    changed = query.limits.case_seconds != Limits().case_seconds
+    words += ["--limit", f"{query.limits.case_seconds:g}"] if changed else []
+    words += ["--perf"] if is_perf else []
+    return words if folder is None else [*words, "--report", str(folder)]
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
+    """Show on stderr how far a run has come, where that is a terminal."""
+    console = _console(to_stderr=True)
+    if not console.is_terminal:
+        yield (lambda _: None), (lambda _: None)
+        return
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[bad]}", style="red"),
+        TextColumn("{task.fields[case]}", markup=False, style="dim"),
+        console=console,
+        transient=True,
+    )
+    lock, bad = threading.Lock(), []
+
+    with bar:
+        task = bar.add_task(label, total=None, bad="", case="starting")
+
+        def announce(total: int) -> None:
+            bar.update(task, total=total)
+
+        def watch(result: CaseResult) -> None:
+            with lock:
+                if result.outcome in BAD:
+                    bad.append(result.case)
+                text = f"{len(bad)} bad" if bad else ""
+                bar.update(task, advance=1, case=result.case, bad=text)
+
+        yield announce, watch
+
+
+def _clean(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
+    console = _console()
+    bad = [item for item in document["results"] if item["outcome"] in _BAD]
+    for item in bad[:_MOST_SHOWN]:
+        head = Text(f"{SIGNS[item['outcome']]} {NAMES[item['outcome']]} ", style="red")
+        console.print(Text.assemble(head, item["case"]))
+        for line in (item["message"], *item.get("reproducer", "").splitlines()):
+            console.print(Text(f"    {_clean(line)}", style="dim"))
+    if len(bad) > _MOST_SHOWN:
+        console.print(f"… and {len(bad) - _MOST_SHOWN} more; --report and --json have all")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    names = ["cases", "pass", "passed_by_fallback", *(item.value for item in Outcome if item is not Outcome.PASS)]
+    table.add_column("format")
+    for name in names:
+        table.add_column(NAMES[name].replace(" ", "\n"), justify="right")
+    for row in document["formats"]:
+        table.add_row(row["format"], *(str(row[name] or "") for name in names))
+    counts = document["counts"]
+    if len(document["formats"]) > 1:
+        table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
+    console.print(table)
+    sign, word, note = SEALS[document["standing"]]
+    style = _STYLES[document["standing"]]
+    console.print()
+    console.print(Text.assemble((f"{sign} {word}", style), f" ({note}): {document['sentence']}"))
+    if document["missing"]:
+        console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
+    subject = document["subject"]
+    console.print(Text(f"{subject['name']} on {subject['device']}, in {run.seconds:.0f} s", style="dim"))
+    for point in run.points:
+        console.print(Text(_speed(point), style="dim"))
+    for path in files:
+        console.print(Text(f"wrote {path}", style="dim"))
+
+
+def _speed(point: Mapping[str, Any]) -> str:
+    return (
+        f"{point['format']} {point['point']} M={point['rows']} {point['path']}: {point['median_us']:,.0f} µs, "
+        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s, {point['share_of_copy']:.0%} of copy"
+    )
+
+
+def _verify(path: Path, *, as_json: bool) -> None:
+    document = read_certificate(path)
+    told = {
+        "file": str(path),
+        "undamaged": True,
+        "standing": document["standing"],
+        "sentence": document["sentence"],
+        "subject": document["subject"],
+        "counts": document["counts"],
+        "content_hash": document["content_hash"],
+        "installed": installed_source(document),
+        "statement": document["statement"],
+    }
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    console = _console()
+    sign, word, _ = SEALS[document["standing"]]
+    counts = document["counts"]
+    console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
+    subject = document["subject"]
+    line = f": {subject['name']} on {subject['device']}: {counts['pass']} of {counts['cases']} cases passed"
+    console.print(Text(f"{sign} {word}", style=_STYLES[document["standing"]]).append(line, style="default"))
+    console.print(told["installed"])
+    console.print(Text(document["statement"], style="dim"))
+
+
+def _compare(before: Path, after: Path, *, as_json: bool) -> None:
+    told = compare(read_certificate(before), read_certificate(after))
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        _show_changes(told)
+    if not told["same_verdicts"]:
+        raise typer.Exit(1)
+
+
+def _show_changes(told: Mapping[str, Any]) -> None:
+    console = _console()
+    for item in told["verdicts"]:
+        style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
+        line = Text(f"{item['change']:<7}", style=style)
+        console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
+    for item in told["paths"]:
+        console.print(f"path   {item['case']}: {', '.join(item['before'])} → {', '.join(item['after'])}")
+    for section in ("facts", "counts"):
+        for item in told[section]:
+            console.print(Text(f"{item['what']}: {item['before']} → {item['after']}", style="dim"))
+    if told["same_verdicts"]:
+        console.print(Text("✓ every case ended alike", style="bold green"))
+    else:
+        console.print(Text(f"{len(told['verdicts'])} cases ended differently", style="bold"))
+
+
+def add_conform(app: typer.Typer) -> None:
+    """Add ``conform`` to the ``q4`` command."""
+    app.command("conform", epilog=_EPILOG)(conform)

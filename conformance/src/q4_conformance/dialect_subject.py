@@ -1,0 +1,146 @@
+"""Who is judged under the profile of dialects: one dialect, asked through catalogues of names and tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4core import (
+    BUILTIN_FORMATS,
+    Catalogue,
+    DialectError,
+    LayerSchema,
+    Problem,
+    Q4Error,
+    WeightError,
+    WrittenLayer,
+    dialects,
+    quantize,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from q4core import Dialect, PackedWeight
+
+__all__ = ["DialectSubject", "samples"]
+
+_SHAPE = (16, 512)
+
+
+@functools.cache
+def samples(format_: str) -> tuple[tuple[str, PackedWeight], ...]:
+    """Return weights of a format, quantised by the reference, under each of its scale kinds; the weights are shared."""
+    kind = BUILTIN_FORMATS[format_]
+    dense = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(11)) * 0.05
+    found = []
+    for scale_kind in sorted(kind.scale_kinds, key=lambda item: item.value):
+        for dtype in (torch.bfloat16, torch.float32):
+            try:
+                weight = quantize(dense.to(dtype), format_, scale_kind=scale_kind)
+            except Q4Error:  # a scale kind that the reference reads, and does not make
+                continue
+            found.append((f"{scale_kind.value}, {str(dtype).removeprefix('torch.')}", weight))
+    return tuple(found)
+
+
+class DialectSubject:
+    """A dialect.
+
+    Args:
+        dialect: The dialect, or the name of one that there is.
+
+    Raises:
+        LookupError: There is no dialect of that name.
+    """
+
+    def __init__(self, dialect: Dialect | str) -> None:
+        if isinstance(dialect, str):
+            known = {item.name: item for item in dialects()}
+            if dialect not in known:
+                raise LookupError(f"no dialect {dialect!r} is installed; there are {', '.join(known)}")
+            dialect = known[dialect]
+        self.dialect = dialect
+        self.name = dialect.name
+
+    def require_declared(self, format_: str) -> None:
+        """Raise ``NotDeclaredError`` where the dialect does not claim to hold a format."""
+        if format_ not in self.dialect.formats:
+            raise NotDeclaredError(f"format {format_!r} is not declared")
+
+    def find(self, catalogue: Catalogue) -> list[LayerSchema]:
+        """Return every layer that the dialect finds.
+
+        Raises:
+            FailureError: It raises, or yields something else.
+        """
+        return self._ask("find", lambda: list(self.dialect.find(catalogue)), LayerSchema)
+
+    def problems(self, layer: LayerSchema, catalogue: Catalogue) -> list[Problem]:
+        """Return every problem of a layer: of its keys, missing ones among them, its dtypes and its shapes.
+
+        Raises:
+            FailureError: The dialect raises, or yields something else.
+        """
+        missing = [Problem("missing_key", key, "there") for key in layer.keys.values() if key not in catalogue]
+        told = self._ask("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
+        return missing + told
+
+    def _ask(self, what: str, call: Callable[[], list[Any]], kind: type) -> list[Any]:
+        try:
+            answers = call()
+        except (Exception, SystemExit) as error:
+            raise FailureError(f"{what} raised {type(error).__name__}: {error}") from error
+        strange = [item for item in answers if not isinstance(item, kind)]
+        if strange:
+            raise FailureError(f"{what} gave {strange[0]!r}, which is no {kind.__name__}")
+        return answers
+
+    def read(self, layer: LayerSchema, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
+        """Return a layer's weight.
+
+        Raises:
+            FailureError: The dialect raises.
+        """
+        try:
+            return self.dialect.read(layer, tensors.__getitem__)
+        except (Exception, SystemExit) as error:
+            raise FailureError(f"read of {layer.module!r} raised {type(error).__name__}: {error}") from error
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer | None:
+        """Return a written layer, or None where the dialect refuses the weight by a typed error.
+
+        Raises:
+            FailureError: It raises something else.
+        """
+        try:
+            return self.dialect.write(module, weight)
+        except (DialectError, WeightError):
+            return None
+        except (Exception, SystemExit) as error:
+            raise FailureError(f"write of {module!r} raised {type(error).__name__}: {error}") from error
+
+    def catalogue(self, layers: Mapping[str, WrittenLayer], dense: Mapping[str, torch.Tensor]) -> Catalogue:
+        """Return a catalogue of written layers and dense tensors, as a file of them would give it."""
+        tensors = {**dense, **{key: item for layer in layers.values() for key, item in layer.tensors.items()}}
+        metadata = self.dialect.merge_metadata(layers, list(dense))
+        return Catalogue(tensors, metadata=metadata)
+
+    def written(self, format_: str) -> list[tuple[str, PackedWeight, WrittenLayer]]:
+        """Return what the dialect writes of the samples of a format, in a module ``proj``.
+
+        Raises:
+            NotDeclaredError: It declares no such format, or writes none of it.
+        """
+        self.require_declared(format_)
+        found = []
+        for name, weight in samples(format_):
+            layer = self.write("proj", weight)
+            if layer is not None:
+                found.append((name, weight, layer))
+        if not found:
+            raise NotDeclaredError(f"the dialect writes no weight of format {format_!r}")
+        return found

@@ -1,0 +1,78 @@
+"""Calls a pickled layer in a new process; run as a module, this file is that process."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from q4_conformance.lent import is_installed, lent
+from q4_conformance.outcome import FailureError, NotTestableError
+
+if TYPE_CHECKING:
+    import torch
+
+    from q4core import Backend, PackedWeight, Q4Linear
+
+__all__ = ["call_elsewhere"]
+
+_SECONDS = 120
+
+
+def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[PackedWeight, torch.Tensor]:
+    """Return a layer's weight and its result for x, on the CPU, from a new process that the layer was pickled to.
+
+    Raises:
+        NotTestableError: The backend is neither installed nor can it be pickled, so that no other process has it.
+        FailureError: The other process fails.
+    """
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(None if is_installed(backend) else backend, buffer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        message = f"{backend.name!r} is not installed and can't be pickled: {error}"
+        raise NotTestableError(message) from error
+    pickle.dump((layer, x.cpu()), buffer)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(  # an interpreter like this one, with this module
+            [sys.executable, "-m", "q4_conformance.elsewhere"],
+            input=buffer.getvalue(),
+            env=environment,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FailureError(f"the other process gave no answer in {_SECONDS} s") from error
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip()[-800:]
+        raise FailureError(f"the other process ended with {done.returncode}: {told}")
+    weight, y = pickle.loads(done.stdout)  # noqa: S301  # from this very file
+    return weight, y
+
+
+def _serve() -> None:
+    """Call the layer that comes in on standard input."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a backend may print what it likes
+    backend = pickle.load(sys.stdin.buffer)  # noqa: S301  # from this very file
+    if backend is None:
+        _answer(answers)
+    else:
+        with lent(backend):
+            _answer(answers)
+    answers.close()
+
+
+def _answer(answers: io.BufferedWriter) -> None:
+    layer, x = pickle.load(sys.stdin.buffer)  # noqa: S301  # as above
+    y = layer(x.to(layer.device))
+    pickle.dump((layer.packed_weight().to("cpu"), y.cpu()), answers)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,229 @@
+"""Who can be judged, by which cases: a profile keeps each author to the cases that concern them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.cases import cases_of, core_cases, dialect_cases, memory_cases
+from q4_conformance.dialect_subject import DialectSubject
+from q4_conformance.managed import MemorySubject
+from q4_conformance.outcome import FailureError
+from q4_conformance.subject import BackendSubject
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry, dialects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from q4_conformance.table import Case
+    from q4core import Backend
+
+__all__ = [
+    "PROFILES",
+    "Target",
+    "UnknownTargetError",
+    "cases_for",
+    "find_target",
+    "formats_of",
+    "subject_for",
+    "target_names",
+]
+
+PROFILES = ("kernel", "memory", "dialect", "core")
+CORE = "q4core"
+_WHAT = "q4 conform"
+
+
+class UnknownTargetError(Q4Error, LookupError):
+    """Nobody of that name can be judged; ``available`` lists the names there are, ``closest`` is the likeliest."""
+
+    code = "unknown_target"
+
+    def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
+        self.available = tuple(available)
+        self.closest = closest
+        super().__init__(what, **data)
+        self._arguments.update(available=self.available, closest=closest)
+
+    def __str__(self) -> str:
+        """Return the message, which ``LookupError`` would otherwise quote."""
+        return str(self.args[0])
+
+
+def _texts(items: Iterable[str]) -> tuple[str, ...]:
+    return tuple(items)
+
+
+@attrs.frozen
+class Target:
+    """Who is judged, and on what.
+
+    Args:
+        profile: One of ``PROFILES``.
+        name: Of an installed backend, provider or dialect, ``module:function`` that returns one, or ``"q4core"``.
+        formats: Names of the formats; () where the profile knows none.
+        device: Where to compute.
+    """
+
+    profile: str
+    name: str
+    formats: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    device: str = "cpu"
+
+
+def _refuse_profile(name: str, profile: str, choices: Iterable[str]) -> ConfigError:
+    rule = f"one of {', '.join(choices)} for {name!r}"
+    return ConfigError(_WHAT, name="profile", rule=rule, value=profile)
+
+
+def _backend_names() -> tuple[str, ...]:
+    registry = default_registry()
+    refused = {item.name for item in registry.refused_backends()}
+    return tuple(sorted({*registry.backends(), *refused}))
+
+
+def _provider_names() -> tuple[str, ...]:
+    return tuple(sorted(item.name for item in default_registry().memory_providers()))
+
+
+_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "kernel": _backend_names,
+    "memory": _provider_names,
+    "dialect": lambda: tuple(sorted(item.name for item in dialects() if item.formats)),
+    "core": lambda: (CORE,),
+}
+"""Profile → the names that are judged under it."""
+
+
+def target_names(profile: str | None = None) -> tuple[str, ...]:
+    """Return the names of all that can be judged here, under one profile or under any.
+
+    Raises:
+        ConfigError: There is no such profile.
+    """
+    if profile is not None and profile not in _NAMES:
+        raise _refuse_profile("a target", profile, _NAMES)
+    chosen = _NAMES if profile is None else (profile,)
+    return tuple(sorted({name for item in chosen for name in _NAMES[item]()}))
+
+
+def find_target(name: str, *, profile: str | None = None, formats: Iterable[str] = (), device: str = "cpu") -> Target:
+    """Return who is meant.
+
+    Args:
+        name: As ``Target.name``.
+        profile: Under which profile; the first that has the name unless told.
+        formats: Formats to judge it on; all that it declares unless told.
+        device: Where to compute.
+
+    Raises:
+        UnknownTargetError: Nobody of that name is installed.
+        ConfigError: The profile is none of that target, or a format does not exist.
+    """
+    if profile is not None and profile not in _NAMES:
+        raise _refuse_profile(name, profile, _NAMES)
+    found = profile if ":" in name else _profile_of(name, profile)
+    chosen = _known_formats(formats)
+    if found in {None, "kernel"}:
+        return Target("kernel", name, chosen or formats_of(name), device)
+    if found == "dialect":
+        return Target("dialect", name, chosen or _dialect_formats(name), device)
+    return Target(found or "kernel", name, (), device)
+
+
+def _profile_of(name: str, profile: str | None) -> str:
+    having = [item for item, names in _NAMES.items() if name in names()]
+    if not having:
+        names = target_names(profile)
+        close = difflib.get_close_matches(name, names, n=1)
+        there = f"There are {', '.join(names)}." if names else "None is installed."
+        raise UnknownTargetError(
+            _WHAT,
+            name="NAME",
+            rule="installed",
+            value=name,
+            hint=f"Did you mean {close[0]!r}? {there}" if close else there,
+            available=names,
+            closest=close[0] if close else None,
+        )
+    if profile is None:
+        return having[0]
+    if profile not in having:
+        raise _refuse_profile(name, profile, having)
+    return profile
+
+
+def _known_formats(formats: Iterable[str]) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(formats))
+    for item in chosen:
+        if item not in BUILTIN_FORMATS:
+            raise ConfigError(_WHAT, name="--format", rule=f"one of {', '.join(BUILTIN_FORMATS)}", value=item)
+    return chosen
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """Return the formats that a backend declares; every one where it is not there to be asked."""
+    backend = default_registry().backends().get(name)
+    declared = frozenset({EVERY_FORMAT}) if backend is None else backend.capabilities.formats
+    return tuple(item for item in BUILTIN_FORMATS if declared & {EVERY_FORMAT, item})
+
+
+def _dialect_formats(name: str) -> tuple[str, ...]:
+    """Return the formats that a dialect declares; every one where it is not there to be asked."""
+    declared = next((item.formats for item in dialects() if item.name == name), frozenset(BUILTIN_FORMATS))
+    return tuple(item for item in BUILTIN_FORMATS if item in declared)
+
+
+def cases_for(target: Target) -> tuple[Case, ...]:
+    """Return every case that concerns a target. It is not asked anything, and need not be there.
+
+    Raises:
+        ConfigError: There is no such profile.
+    """
+    if target.profile == "core":
+        return core_cases()
+    if target.profile == "kernel":
+        return cases_of(target.formats, target.device)
+    if target.profile == "memory":
+        return memory_cases()
+    if target.profile == "dialect":
+        return dialect_cases(target.formats or tuple(BUILTIN_FORMATS))
+    raise _refuse_profile(target.name, target.profile, _NAMES)
+
+
+def subject_for(target: Target) -> Any:
+    """Return what the cases of a target are run against; None for the core.
+
+    Raises:
+        ConfigError: There is no such profile.
+        FailureError: The target was found, but did not load; the message has the reasons.
+    """
+    if target.profile == "core":
+        return None
+    if target.profile == "kernel":
+        return BackendSubject(_backend(target.name), device=target.device)
+    if target.profile == "dialect":
+        return DialectSubject(_made(target.name) or target.name)
+    if target.profile == "memory":
+        return MemorySubject(_made(target.name) or target.name, device=target.device)
+    raise _refuse_profile(target.name, target.profile, _NAMES)
+
+
+def _made(name: str) -> Any:
+    """Return what ``module:function`` makes; None for any other name."""
+    module, separator, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)() if separator else None
+
+
+def _backend(name: str) -> Backend:
+    made: Backend | None = _made(name)
+    if made is not None:
+        return made
+    registry = default_registry()
+    if name in registry.backends():
+        return registry.backends()[name]
+    reasons = [str(item.reason) for item in registry.refused_backends() if item.name == name]
+    raise FailureError(f"{name!r} does not load: {'; '.join(reasons) or 'no such backend is installed'}")

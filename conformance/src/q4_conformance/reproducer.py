@@ -1,0 +1,190 @@
+"""The least that still fails: a smaller weight and fewer rows, the worst element, and one command.
+
+A failure on 48 out-features, 256 in-features and nine numbers of rows says little about where to look. The search runs
+the same check on smaller sizes, each size at most once, for a few seconds at most, and keeps what still fails in the
+same way. It never changes a verdict: the result that it is given stays what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.cases import backend_cases, core_cases, device_cases, linear_cases
+from q4_conformance.judge import Fault
+from q4_conformance.outcome import CaseResult, Outcome
+from q4core import Precision, Q4Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from q4_conformance.table import Case
+
+__all__ = ["smaller_case", "with_reproducer"]
+
+_SECONDS = 2.0
+_CLAIMS = ("precision", "dtypes", "codebook", "has_out", "has_gradients", "has_bias", "roundings")
+"""What of a function's claims can be written down; a limit is left out, because the case lies within it."""
+
+
+def smaller_case(name: str, *, rows: tuple[int, ...] | None = None, n: int | None = None, k: int | None = None) -> Case:
+    """Return a case of the table with fewer rows and a smaller weight.
+
+    Args:
+        name: Its id.
+        rows: Values of M; the case's own unless told.
+        n: Out-features; the case's own unless told.
+        k: In-features; the case's own unless told.
+
+    Raises:
+        LookupError: The table has no case of that id.
+    """
+    case = _table().get(name)
+    if case is not None:
+        return _resized(case, rows or case.rows, n, k)
+    raise LookupError(f"case {name!r} is not in the table; q4_conformance.linear_cases() and the like list what is")
+
+
+@functools.cache
+def _table() -> dict[str, Case]:
+    """Return every case of the built-in formats by its id."""
+    return {case.id: case for table in (linear_cases, backend_cases, device_cases, core_cases) for case in table()}
+
+
+def _resized(case: Case, rows: tuple[int, ...], n: int | None, k: int | None) -> Case:
+    if case.recipe is None:
+        return case
+    recipe = attrs.evolve(case.recipe, n=n or case.recipe.n, k=k or case.recipe.k)
+    return attrs.evolve(case, recipe=recipe, rows=rows)
+
+
+def with_reproducer(
+    result: CaseResult, case: Case, subject: Any, run: Callable[[Case, Any], CaseResult], *, seconds: float = _SECONDS
+) -> CaseResult:
+    """Return a failed result with what reproduces it; any other as it is.
+
+    Args:
+        result: How the case ended.
+        case: The case.
+        subject: Who was judged.
+        run: Runs a case, as ``run_case`` does.
+        seconds: How long to look for a smaller shape; 0 looks for none.
+    """
+    if result.outcome is not Outcome.FAIL:
+        return result
+    least, message = _least(case, subject, run, result, time.monotonic() + seconds)
+    lines = []
+    if case.recipe is not None and least.recipe is not None:
+        rows, was = (", ".join(map(str, item.rows)) for item in (least, case))
+        lines.append(
+            f"smallest that fails: M = {rows}, N = {least.recipe.n}, K = {least.recipe.k} "
+            f"(the case: M = {was}, N = {case.recipe.n}, K = {case.recipe.k})"
+        )
+        lines.append(f"there: {message}")
+    lines += _command(case, least, subject)
+    return attrs.evolve(result, reproducer="\n".join(lines))
+
+
+def _least(
+    case: Case, subject: Any, run: Callable[[Case, Any], CaseResult], result: CaseResult, end: float
+) -> tuple[Case, str]:
+    """Return the smallest case found that fails in the same way, and its message."""
+    least, message, kind = case, result.message, _kind(result.message)
+    for axis in ("rows", "k", "n", "rows", "k"):
+        for smaller in _smaller(least, axis):
+            if time.monotonic() >= end:
+                return least, message
+            try:
+                tried = run(smaller, subject)
+            except (Q4Error, ArithmeticError, LookupError):
+                continue  # no weight, or no draw, of this size
+            if tried.outcome is Outcome.FAIL and _kind(tried.message) == kind:
+                least, message = smaller, tried.message
+                break
+    return least, message
+
+
+def _kind(message: str) -> str:
+    """Return in what way a case failed: the judge's fault, else the message without its numbers."""
+    for fault in Fault:
+        if f"{fault.value}:" in message:
+            return fault.value
+    return re.sub(r"\d+|\(in .*", "", message)
+
+
+def _smaller(case: Case, axis: str) -> Iterator[Case]:
+    """Yield a case with one axis smaller, the smallest first."""
+    recipe = case.recipe
+    if recipe is None:
+        return
+    if axis == "rows":
+        alone = [(rows,) for rows in sorted({1, *case.rows}, key=lambda rows: (rows == 0, rows))]  # no rows are last
+        yield from (_resized(case, rows, None, None) for rows in alone if rows != case.rows)
+        return
+    if axis == "n":
+        yield from (_resized(case, case.rows, size, None) for size in _sizes(1, recipe.n))
+        return
+    unit = 1 if recipe.is_flat else min(recipe.block_size, recipe.k)
+    yield from (_resized(case, case.rows, None, size) for size in _sizes(unit, recipe.k))
+
+
+def _sizes(unit: int, size: int) -> Iterator[int]:
+    """Yield multiples of a unit below a size: twice as large each time, then half of it and three quarters."""
+    found = set()
+    step = unit
+    while step < size:
+        found.add(step)
+        step *= 2
+    found |= {size * part // 4 // unit * unit for part in (2, 3)}
+    yield from sorted(item for item in found if 0 < item < size)
+
+
+def _command(case: Case, least: Case, subject: Any) -> list[str]:
+    """Return the lines to type."""
+    if case.id not in _table():
+        return ["the case is not of the table: q4_conformance.run_case(case, subject) runs it again"]
+    if getattr(subject, "function", None) is not None:
+        return _snippet(case, least, subject)
+    name = getattr(subject, "name", "q4core")
+    words = ["q4", "conform", name]
+    device = getattr(subject, "device", None)
+    if device is not None and device.type != "cpu":
+        words += ["--device", str(device)]
+    return [" ".join([*words, "--case", case.id])]
+
+
+def _snippet(case: Case, least: Case, subject: Any) -> list[str]:
+    """Return a Python program that judges the function by the smallest case, and ends as that does."""
+    function = subject.function
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    is_found = module is not None and name.isidentifier()
+    head = f"from {module} import {name} as function" if is_found else "function = ...  # yours"
+    claims = _claims(subject)
+    sizes = ""
+    if least.recipe is not None:
+        sizes = f", rows={least.rows}, n={least.recipe.n}, k={least.recipe.k}"
+    chosen = f'cases=[smaller_case("{case.id}"{sizes})]'
+    call = f'check_linear(function, "{case.weight_recipe.format.name}", {chosen}{claims})'
+    return [
+        "import torch; from q4core import Precision; from q4_conformance import check_linear, smaller_case",
+        head,
+        f"print(report := {call}); raise SystemExit(not report.passed)",
+    ]
+
+
+def _claims(subject: Any) -> str:
+    """Return the claims that differ from what a function claims unless told, as arguments."""
+    fields = attrs.fields_dict(type(subject))
+    words = []
+    for name in _CLAIMS:
+        value, usual = getattr(subject, name), fields[name].default
+        if isinstance(usual, attrs.Factory):  # type: ignore[arg-type]  # attrs' own way to say so
+            usual = {}
+        if value != usual:
+            text = str(value) if isinstance(value, Precision) else repr(value)
+            words.append(f", {name}={text}")
+    return "".join(words)

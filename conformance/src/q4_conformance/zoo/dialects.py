@@ -1,0 +1,254 @@
+"""A right toy dialect of MXFP4, and the faults planted in it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import TYPE_CHECKING, ClassVar
+
+import attrs
+import torch
+
+from q4_conformance.zoo.fault import DialectFault
+from q4core import (
+    BUILTIN_FORMATS,
+    Catalogue,
+    Dialect,
+    LayerSchema,
+    PackedWeight,
+    Packing,
+    Problem,
+    ScaleKind,
+    WrittenLayer,
+    dialects,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["DIALECT_FAULTS", "ToyDialect"]
+
+_CODES, _SCALES = "toy_codes", "toy_exponents"
+_BLOCK = 32
+_MATRIX = 2
+
+
+class ToyDialect(Dialect):
+    """``<module>.toy_codes`` uint8 [N, K / 2], low nibble first, and ``<module>.toy_exponents`` uint8 [N, K / 32]."""
+
+    name: ClassVar[str] = "toy-mxfp4"
+    formats: ClassVar[frozenset[str]] = frozenset({"mxfp4"})
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        """Yield each module that has one of the two."""
+        for module in catalogue.modules_with(_CODES, _SCALES):
+            yield self.layer(catalogue, module)
+
+    def layer(self, catalogue: Catalogue, module: str) -> LayerSchema:
+        """Return one layer, with what is wrong with its keys."""
+        codes = catalogue.get(f"{module}.{_CODES}")
+        known = codes is not None and len(codes.shape) == _MATRIX
+        return LayerSchema(
+            module=module,
+            dialect=self.name,
+            format="mxfp4",
+            keys={"qdata": f"{module}.{_CODES}", "scale": f"{module}.{_SCALES}"},
+            shape=(codes.shape[0], 2 * codes.shape[1]) if known and codes is not None else None,
+            block_size=_BLOCK,
+            problems=self.unknown(catalogue, module),
+        )
+
+    def unknown(self, catalogue: Catalogue, module: str) -> tuple[Problem, ...]:
+        """Return a problem for each scale-like key that is none of ours."""
+        return catalogue.unknown_scales(module, (_CODES, _SCALES, "bias"))
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        """Yield every problem of dtype and shape."""
+        yield from self.expect(catalogue, layer.keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
+        blocks = (None, None) if layer.shape is None else (layer.shape[0], layer.shape[1] // _BLOCK)
+        yield from self.expect(catalogue, layer.keys["scale"], dtypes={torch.uint8}, shape=blocks)
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the weight."""
+        codes, scale = load(layer.keys["qdata"]), load(layer.keys["scale"])
+        return PackedWeight(
+            format=BUILTIN_FORMATS["mxfp4"],
+            qdata=codes,
+            scale=scale.view(torch.float8_e8m0fnu),
+            out_features=codes.shape[0],
+            in_features=2 * codes.shape[1],
+            block_size=_BLOCK,
+            scale_kind=ScaleKind.E8M0,
+            packing=Packing.LOW_FIRST,
+            name=layer.module,
+            dialect=self.name,
+        )
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        """Return the two tensors."""
+        self.check_writable(module, weight)
+        scale = weight.scale if weight.scale.dtype is torch.uint8 else weight.scale.view(torch.uint8)
+        codes = self.row_bytes(weight, Packing.LOW_FIRST)
+        return WrittenLayer(tensors={f"{module}.{_CODES}": codes, f"{module}.{_SCALES}": scale})
+
+
+class SwapsNibbles(ToyDialect):
+    """Writes the high nibble first, and reads the low one first."""
+
+    name: ClassVar[str] = "fault-swaps-nibbles"
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        layer = super().write(module, weight)
+        codes = self.row_bytes(weight, Packing.HIGH_FIRST)
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_CODES}": codes})
+
+
+class ClampsScales(ToyDialect):
+    """Writes no exponent below 2^-5."""
+
+    name: ClassVar[str] = "fault-clamps-scales"
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        layer = super().write(module, weight)
+        scale = layer.tensors[f"{module}.{_SCALES}"].clamp(min=122)
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_SCALES}": scale})
+
+
+class WritesItsProcess(ToyDialect):
+    """Writes beside each layer a number that no two writings share."""
+
+    name: ClassVar[str] = "fault-writes-its-process"
+    _counter = itertools.count(os.getpid())
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in super().find(catalogue):
+            yield attrs.evolve(layer, keys={**layer.keys, "stamp": f"{layer.module}.toy_stamp"})
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        layer = super().write(module, weight)
+        stamp = torch.tensor([next(self._counter)])
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.toy_stamp": stamp})
+
+
+class ClaimsBytes(ToyDialect):
+    """Takes any matrix of bytes for its codes."""
+
+    name: ClassVar[str] = "fault-claims-bytes"
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        yield from super().find(catalogue)
+        for module in catalogue.modules_with("weight"):
+            info = catalogue.get(f"{module}.weight")
+            if info is not None and info.dtype == torch.uint8:
+                yield attrs.evolve(self.layer(catalogue, module), keys={"qdata": f"{module}.weight"})
+
+
+class TellsFirst(ToyDialect):
+    """Stops at the first problem."""
+
+    name: ClassVar[str] = "fault-tells-the-first-problem"
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        for problem in super().validate(layer, catalogue):
+            yield problem
+            return
+
+
+class AssumesScales(ToyDialect):
+    """Takes scales that are not there for 1.0."""
+
+    name: ClassVar[str] = "fault-assumes-missing-scales"
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in super().find(catalogue):
+            there = {role: key for role, key in layer.keys.items() if role == "qdata" or key in catalogue}
+            yield attrs.evolve(layer, keys=there)
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        if "scale" in layer.keys:
+            yield from super().validate(layer, catalogue)
+
+
+class IgnoresUnknown(ToyDialect):
+    """Passes over scale keys that it does not know."""
+
+    name: ClassVar[str] = "fault-ignores-unknown-scales"
+
+    def unknown(self, catalogue: Catalogue, module: str) -> tuple[Problem, ...]:
+        del catalogue, module
+        return ()
+
+
+class ReadsShapesBlindly(ToyDialect):
+    """Takes for granted that codes have two dimensions."""
+
+    name: ClassVar[str] = "fault-reads-shapes-blindly"
+
+    def layer(self, catalogue: Catalogue, module: str) -> LayerSchema:
+        info = catalogue.tensors.get(f"{module}.{_CODES}")
+        shape = None if info is None else (info.shape[0], 2 * info.shape[1])
+        return attrs.evolve(super().layer(catalogue, module), shape=shape)
+
+
+class NeedsData(ToyDialect):
+    """Looks at the scales' values in order to find a layer."""
+
+    name: ClassVar[str] = "fault-needs-data-to-find"
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in super().find(catalogue):
+            if catalogue.held(layer.keys["scale"]) is not None:
+                yield layer
+
+
+class FindsOne(ToyDialect):
+    """Finds the first layer alone."""
+
+    name: ClassVar[str] = "fault-finds-one-layer"
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in super().find(catalogue):
+            yield layer
+            return
+
+
+class MisreadsTrio(Dialect):
+    """Reads the simplified NF4 trio low nibble first, and writes it as it has read it."""
+
+    name: ClassVar[str] = "fault-misreads-the-trio"
+    formats: ClassVar[frozenset[str]] = frozenset({"nf4", "fp4"})
+
+    @property
+    def _trio(self) -> Dialect:
+        return next(item for item in dialects() if item.name == "simple-nf4")
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in self._trio.find(catalogue):
+            yield attrs.evolve(layer, dialect=self.name)
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
+        return self._trio.validate(layer, catalogue)
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        return attrs.evolve(self._trio.read(layer, load), packing=Packing.LOW_FIRST)
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        return self._trio.write(module, attrs.evolve(weight, packing=Packing.HIGH_FIRST))
+
+
+DIALECT_FAULTS: tuple[DialectFault, ...] = tuple(
+    DialectFault(name=make.name, make=make, caught_by=case, says=says)
+    for make, case, says in (
+        (SwapsNibbles, "EX-11/round/mxfp4", "differs in its codes"),
+        (ClampsScales, "EX-11/round/mxfp4", "differs in its scales"),
+        (WritesItsProcess, "EX-11/round/mxfp4", "other bytes of proj.toy_stamp"),
+        (ClaimsBytes, "TC-03/foreign", "bytes: claims"),
+        (TellsFirst, "TC-03/validate/mxfp4", "is not told"),
+        (AssumesScales, "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is told"),
+        (IgnoresUnknown, "TC-03/validate/mxfp4", "a scale key that nobody knows is passed over"),
+        (ReadsShapesBlindly, "TC-03/validate/mxfp4", "find raised IndexError"),
+        (NeedsData, "TC-02/detect/mxfp4", "from names and shapes: found []"),
+        (FindsOne, "TC-02/detect/mxfp4", "found ['proj']"),
+        (MisreadsTrio, "EX-11/golden/nf4", "values are not the package's"),
+    )
+)

@@ -1,0 +1,132 @@
+"""Mutable tensors that break the contract of TC-13, to prove that the judge of histories sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from q4core import MutableMode
+
+__all__ = ["MUTABLE_FAULTS", "MutableFault", "Register"]
+
+
+@attrs.frozen
+class _View:
+    tensor: torch.Tensor
+    version: int
+
+
+class Register:
+    """A right one, by one lock around everything; planted faults override single methods."""
+
+    def __init__(self, tensor: torch.Tensor, mode: MutableMode) -> None:
+        del mode
+        self.tensor = tensor.clone()
+        self.version = 0
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Let one writer change the content."""
+        del wait
+        with self._lock:
+            yield self.tensor
+            self.version += 1
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[_View]:
+        """Show the content."""
+        with self._lock:
+            yield _View(self.tensor, self.version)
+
+
+class Torn(Register):
+    """Takes an update over in two halves, between which a reader may look."""
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Copy the update over in two steps."""
+        del wait
+        with self._lock:
+            own = self.tensor.clone()
+            yield own
+        half = own.numel() // 2
+        with self._lock:
+            self.tensor[:half] = own[:half]
+        time.sleep(0.0005)
+        with self._lock:
+            self.tensor[half:] = own[half:]
+            self.version += 1
+
+
+class Stale(Register):
+    """Shows readers the version before the newest, also after its writer has ended."""
+
+    def __init__(self, tensor: torch.Tensor, mode: MutableMode) -> None:
+        super().__init__(tensor, mode)
+        self._before = _View(self.tensor.clone(), 0)
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Keep what was there."""
+        with self._lock:
+            kept = _View(self.tensor.clone(), self.version)
+            with super().write(wait=wait) as tensor:
+                yield tensor
+            self._before = kept
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[_View]:
+        """Show what was there."""
+        with self._lock:
+            yield self._before
+
+
+class LosesUpdates(Register):
+    """Lets writers count the same version twice."""
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Read the version too early."""
+        version = self.version
+        time.sleep(0.0005)
+        with super().write(wait=wait) as tensor:
+            self.version = version
+            yield tensor
+
+
+class LabelsEarly(Register):
+    """Gives the content a new version before it is written."""
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[_View]:
+        """Look without the lock."""
+        version = self.version
+        time.sleep(0.0002)
+        yield _View(self.tensor.clone(), version)
+
+
+@attrs.frozen
+class MutableFault:
+    """One planted fault, and a part of what the judge must say."""
+
+    name: str
+    make: Callable[[torch.Tensor, MutableMode], Register]
+    says: str
+
+
+MUTABLE_FAULTS = (
+    MutableFault("torn-write", Torn, "torn read"),
+    MutableFault("stale-read", Stale, "had ended"),
+    MutableFault("lost-update", LosesUpdates, "must make versions"),
+    MutableFault("unlocked-read", LabelsEarly, "torn read"),
+)

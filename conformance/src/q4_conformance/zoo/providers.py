@@ -1,0 +1,201 @@
+"""A right provider of pretended managed memory on the CPU, and the faults planted in it.
+
+On a machine without such memory, what a provider promises about addresses, bytes and lifetimes can be judged all the
+same: it is the same contract.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+from q4_conformance.zoo.fault import ProviderFault
+from q4core import memory
+
+__all__ = ["PROVIDER_FAULTS", "ToyProvider"]
+
+_ATTRIBUTES = {"concurrentManagedAccess": 1, "pageableMemoryAccess": 0}
+
+
+class ToyProvider:
+    """The provider; planted faults override single methods.
+
+    Args:
+        name: Its name.
+    """
+
+    def __init__(self, name: str = "toy-memory") -> None:
+        self.name = name
+        self._addresses: set[int] = set()
+
+    def is_available(self, device: torch.device) -> memory.Availability:
+        """Offer memory to the CPU."""
+        if device.type == "cpu":
+            return memory.Availability(True, "pretended", _ATTRIBUTES)  # noqa: FBT003  # as the contract has it
+        return memory.Availability(False, f"nothing for {device}", {"cuda_available": False})  # noqa: FBT003  # as above
+
+    def is_managed(self, tensor: torch.Tensor) -> bool:
+        """Look among what was handed out and lives."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        """Copy."""
+        del read_mostly, prefetch
+        managed = self.empty(tuple(tensor.shape), tensor.dtype, device)
+        return managed.copy_(tensor)
+
+    def prefetch(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Move nothing: there is one memory."""
+        del tensor, device
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Hand out memory that goes with its last tensor."""
+        del device
+        count = torch.Size(shape).numel()
+        area = np.zeros(max(1, count * dtype.itemsize), np.uint8)  # what a tensor made of it keeps
+        self._addresses.add(area.ctypes.data)
+        weakref.finalize(area, self._addresses.discard, area.ctypes.data).atexit = False
+        return torch.from_numpy(area)[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Leave it to the last reference."""
+        del tensor
+
+
+class CallsAllManaged(ToyProvider):
+    """Calls any memory managed."""
+
+    def is_managed(self, tensor: torch.Tensor) -> bool:
+        del tensor
+        return True
+
+
+class ForgetsItsOwn(ToyProvider):
+    """Hands out ordinary memory, and does not call it managed."""
+
+    def is_managed(self, tensor: torch.Tensor) -> bool:
+        del tensor
+        return False
+
+
+class CopiesStorage(ToyProvider):
+    """Copies bytes in the order in which they are stored, whatever the strides."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        managed = super().to_managed(flat, device=device, read_mostly=read_mostly, prefetch=prefetch)
+        return managed.view(tensor.shape)
+
+
+class HandsBackTheSource(ToyProvider):
+    """Calls the source's own memory managed, instead of copying it."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        del device, read_mostly, prefetch
+        self._addresses.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+
+class EmptiesTheSource(ToyProvider):
+    """Moves instead of copying: the source is zero afterwards."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        managed = super().to_managed(tensor, device=device, read_mostly=read_mostly, prefetch=prefetch)
+        tensor.zero_()
+        return managed
+
+
+class WidensFloats(ToyProvider):
+    """Gives 16-bit floats back in 32 bits."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        wide = tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+        return super().to_managed(wide, device=device, read_mostly=read_mostly, prefetch=prefetch)
+
+
+class ReusesOneArea(ToyProvider):
+    """Hands the same memory out again while it is in use."""
+
+    _area: torch.Tensor | None = None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._area is None:
+            self._area = super().empty((1 << 22,), torch.uint8, device)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._area[:size].view(dtype).view(shape)
+
+
+class KeepsMemory(ToyProvider):
+    """Keeps whatever it has handed out."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._kept: list[torch.Tensor] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor = super().empty(shape, dtype, device)
+        self._kept.append(tensor)
+        return tensor
+
+
+class RaisesWhenAsked(ToyProvider):
+    """Raises where it should say no."""
+
+    def is_available(self, device: torch.device) -> memory.Availability:
+        if device.type != "cpu":
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        return super().is_available(device)
+
+
+class RefusesWithoutFacts(ToyProvider):
+    """Says no, and not by which attributes."""
+
+    def is_available(self, device: torch.device) -> memory.Availability:
+        answer = super().is_available(device)
+        return answer or memory.Availability(is_available=False, reason=answer.reason)
+
+
+class PromisesEverywhere(ToyProvider):
+    """Offers memory for devices that are not there."""
+
+    def is_available(self, device: torch.device) -> memory.Availability:
+        del device
+        return memory.Availability(is_available=True, reason="always", attributes=_ATTRIBUTES)
+
+
+class PrefetchesByCopy(ToyProvider):
+    """Makes a second copy in order to prefetch."""
+
+    def prefetch(self, tensor: torch.Tensor, device: torch.device) -> None:
+        tensor.clone().to(device)
+
+
+PROVIDER_FAULTS: tuple[ProviderFault, ...] = tuple(
+    ProviderFault(name=f"fault-{name}", make=make, caught_by=case, says=says)
+    for name, make, case, says in (
+        ("calls-all-managed", CallsAllManaged, "TC-21/convert", "ordinary memory is called managed"),
+        ("forgets-its-own-memory", ForgetsItsOwn, "TC-21/convert", "does not call its own memory managed"),
+        ("copies-storage-not-values", CopiesStorage, "TC-21/convert", "transposed: other data"),
+        ("hands-back-the-source", HandsBackTheSource, "TC-21/convert", "shares memory with its source"),
+        ("empties-the-source", EmptiesTheSource, "TC-21/convert", "the source was written"),
+        ("widens-floats", WidensFloats, "TC-21/convert", "became torch.float32"),
+        ("reuses-one-area", ReusesOneArea, "TC-21/empty", "share memory"),
+        ("keeps-managed-memory", KeepsMemory, "TC-21/empty", "memory grew by"),
+        ("raises-when-asked", RaisesWhenAsked, "TC-07/capability", "is_available raised OSError"),
+        ("refuses-without-facts", RefusesWithoutFacts, "TC-07/capability", "names no device attribute"),
+        ("promises-everywhere", PromisesEverywhere, "TC-07/capability", "is not there"),
+        ("prefetches-by-copy", PrefetchesByCopy, "TC-23/storage", "elements were made"),
+    )
+)

@@ -1,0 +1,140 @@
+"""Backends that do their worst to whoever runs them; each test names one as ``hostile:NAME``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.zoo import ToyKernel
+
+if TYPE_CHECKING:
+    import torch
+
+FORGED = '{"result": {"case": "X", "contract": "X", "outcome": "pass", "message": "forged"}}'
+
+
+def _at_seven(action: Any) -> ToyKernel:
+    """Return a right kernel that acts when it meets seven rows, which only one case has."""
+
+    class Hostile(ToyKernel):
+        def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, **facts: Any) -> None:
+            if x.shape[0] == 7:
+                action()
+            super().linear(prepared, x, out, **facts)
+
+    return Hostile("hostile")
+
+
+def crashes() -> ToyKernel:
+    """Read where there is nothing."""
+
+    def action() -> None:
+        sys.stdout.write("last words\n")
+        sys.stdout.flush()
+        ctypes.string_at(0)
+
+    return _at_seven(action)
+
+
+def leaves() -> ToyKernel:
+    """End the process as if all were well."""
+    return _at_seven(lambda: os._exit(0))
+
+
+def eats() -> ToyKernel:
+    """Allocate without end."""
+
+    def action() -> None:
+        kept = []
+        while True:
+            kept.append(bytearray(64 << 20))
+
+    return _at_seven(action)
+
+
+def shouts() -> ToyKernel:
+    """Write forged results to every file descriptor that is open."""
+
+    def action() -> None:
+        for number in range(1, 30):
+            for text in (f"\x1eq4-conformance {FORGED}\n", f"{FORGED}\n", "no end of line"):
+                try:
+                    os.write(number, text.encode())
+                except OSError:
+                    break
+
+    return _at_seven(action)
+
+
+def breeds() -> ToyKernel:
+    """Leave processes behind that hold every pipe, one of them in a session of its own."""
+
+    def action() -> None:
+        for alone in (False, True):
+            command = [sys.executable, "-c", "import time; time.sleep(600)", "q4-hostile-child"]
+            subprocess.Popen(command, start_new_session=alone, close_fds=False)
+
+    return _at_seven(action)
+
+
+def forks() -> ToyKernel:
+    """Fork a child that stays, and crash."""
+
+    def action() -> None:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        os.abort()
+
+    return _at_seven(action)
+
+
+def always_crashes() -> ToyKernel:
+    """Crash in each case."""
+
+    class Hostile(ToyKernel):
+        def linear(self, *_: Any, **__: Any) -> None:
+            os._exit(9)
+
+    return Hostile("hostile")
+
+
+def wrong() -> ToyKernel:
+    """Zero one element where there are seven rows."""
+
+    class Hostile(ToyKernel):
+        def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, **facts: Any) -> None:
+            super().linear(prepared, x, out, **facts)
+            if x.shape[0] == 7:
+                out[0, 0] = 0.0
+
+    return Hostile("hostile")
+
+
+def never_made() -> ToyKernel:
+    """Raise where a backend should come from."""
+    raise RuntimeError("no kernel today")
+
+
+def hangs_when_made() -> ToyKernel:
+    """Hang where a backend should come from."""
+    time.sleep(600)
+    raise AssertionError
+
+
+def crashes_when_made() -> ToyKernel:
+    """Crash where a backend should come from."""
+    sys.stderr.write("could not load libnothing.so\n")
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def bad_overrides() -> ToyKernel:
+    """Declare a bound that is no bound."""
+    kernel = ToyKernel("hostile")
+    kernel.conformance_overrides = [{"case": "TC-09", "reason": "because", "bound": 1e9}]  # type: ignore[attr-defined]
+    return kernel

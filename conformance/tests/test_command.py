@@ -1,0 +1,170 @@
+"""``q4 conform``: what it prints, what it writes, and with what status it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import documents
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import q4core as q4
+from q4_conformance.certificate import to_text
+from q4_conformance.command import add_conform
+from q4_conformance.plugin import q4_commands
+from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.verify import CertificateError, read_certificate
+
+ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
+STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
+
+
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes find the backends of ``hostile.py``."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def _call(*words: object) -> Result:
+    app = typer.Typer()
+    add_conform(app)
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+def _answer(*words: object, status: int = 0) -> Any:
+    result = _call(*words, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_command_is_added_by_its_hook() -> None:
+    """The hook adds ``conform``, and nothing else."""
+    app = typer.Typer()
+    q4_commands(app)
+    assert [info.name for info in app.registered_commands] == ["conform"]
+
+
+def test_help_says_it_all() -> None:
+    """-h names every option and the exit statuses."""
+    text = " ".join(_call("--help").stdout.split())
+    for word in (
+        "--profile",
+        "--format",
+        "--case",
+        "--device",
+        "--report",
+        "--perf",
+        "--jobs",
+        "--verify",
+        "--compare",
+    ):
+        assert word in text
+    assert "Exits with 0" in text
+
+
+@pytest.mark.slow
+def test_one_case_makes_a_report_and_says_so(tmp_path: Path) -> None:
+    """A chosen case runs, its report is written, and nothing calls itself a certificate; its words repeat it."""
+    result = _call("dequant-fallback", "--case", ONE, "--report", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "no certificate" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {f"report.{kind}" for kind in ("json", "xml", "html", "md")}
+    told = read_certificate(tmp_path / "report.json")
+    assert told["standing"] == "partial"
+    assert told["run"]["command"] == ["q4", "conform", "dequant-fallback", "--case", ONE, "--report", str(tmp_path)]
+    assert told["counts"]["pass"] == told["counts"]["passed_by_fallback"] == 1
+
+
+@pytest.mark.slow
+def test_a_failure_is_shown_and_exits_with_1(tmp_path: Path) -> None:
+    """A crash stands in the text with its reason, in the JSON document, and in the status."""
+    words = ("hostile:leaves", "--format", "nf4", "--case", STRUCK)
+    result = _call(*words, "--report", tmp_path)
+    assert result.exit_code == 1
+    assert STRUCK in result.stdout
+    assert "exit code 0" in result.stdout
+    told = _answer(*words, status=1)
+    assert told["certificate"]["standing"] == "failed"
+    assert told["files"] == told["performance"] == []
+
+
+@pytest.mark.slow
+def test_speed_is_measured_on_wish(tmp_path: Path) -> None:
+    """--perf gives points for decode and prefill, with median, spread and share of the copy bandwidth."""
+    told = _answer("dequant-fallback", "--format", "nf4", "--case", ONE, "--perf", "--report", tmp_path)
+    points = told["performance"]
+    assert [(point["point"], point["rows"]) for point in points] == [("decode", 1), ("prefill", 128)]
+    for point in points:
+        assert point["p10_us"] <= point["median_us"] <= point["p90_us"]
+        assert point["calls"] >= 5
+        assert point["gb_per_s"] > 0
+        assert point["share_of_copy"] > 0
+    assert (tmp_path / "performance.json").exists()
+    assert told["certificate"]["counts"]["cases"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("no-such-one",), ("dequant-fallback", "--format", "nf9")])
+def test_bad_usage_is_a_typed_error(words: tuple[str, ...]) -> None:
+    """An unknown name or format is an error with what there is."""
+    error = _call(*words).exception
+    assert isinstance(error, (UnknownTargetError, q4.ConfigError))
+    assert "dequant-fallback" in str(error) or "nf4" in str(error)
+
+
+@pytest.mark.slow
+def test_a_case_that_does_not_exist_is_an_error() -> None:
+    """Ids that no case begins with are refused, with the contract cases there are."""
+    error = _call("dequant-fallback", "--case", "TC-99").exception
+    assert isinstance(error, q4.ConfigError)
+    assert "TC-09" in str(error)
+
+
+@pytest.mark.parametrize("words", [(), ("a", "--verify", "b"), ("--verify", "a", "--compare", "a", "b")])
+def test_one_thing_is_asked_for(words: tuple[str, ...]) -> None:
+    """A name, --verify and --compare exclude each other, and one must be there."""
+    assert isinstance(_call(*words).exception, q4.ConfigError)
+
+
+def test_verify_and_compare(tmp_path: Path) -> None:
+    """A good certificate is told to be so, a damaged one is refused, and two are compared."""
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    text = to_text(documents.document())
+    good.write_text(text, encoding="utf-8")
+    bad.write_text(text.replace("made up", "made better"), encoding="utf-8")
+    told = _answer("--verify", good)
+    assert told["undamaged"]
+    assert told["standing"] == "certified"
+    assert "undamaged" in _call("--verify", good).stdout
+    assert isinstance(_call("--verify", bad).exception, CertificateError)
+    assert _answer("--compare", good, good)["same_verdicts"]
+    assert "every case ended alike" in _call("--compare", good, good).stdout
+    other = tmp_path / "other.json"
+    cut = documents.run().report
+    other.write_text(to_text(documents.document(report=attrs.evolve(cut, results=cut.results[1:]))), encoding="utf-8")
+    assert _answer("--compare", good, other, status=1)["verdicts"][0]["change"] == "gone"
+
+
+@pytest.mark.slow
+def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
+    """``python -m q4_conformance`` judges a plugin whose import ends the process, which ``q4`` itself could not."""
+    (tmp_path / "q4_deadly.py").write_text(
+        "import os, sys\nsys.stderr.write('farewell')\nsys.stderr.flush()\nos._exit(5)\n"
+    )
+    path = [str(tmp_path), *filter(None, sys.path)]
+    run = subprocess.run(
+        [sys.executable, "-m", "q4_conformance", "q4_deadly", "--case", "TC-10"],
+        env={"PYTHONPATH": ":".join(path), "Q4_PLUGIN_MODULES": "q4_deadly", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1, run.stderr
+    assert "exit code 5; it printed: farewell" in run.stdout

@@ -1,0 +1,86 @@
+"""A target is found by name under a profile, and who is not there is refused with the names there are."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import q4core as q4
+from q4_conformance.outcome import FailureError
+from q4_conformance.profiles import PROFILES, Target, UnknownTargetError, cases_for, find_target, subject_for
+from q4_conformance.subject import BackendSubject
+
+
+def test_a_backend_is_found_with_the_formats_it_declares() -> None:
+    """The reference declares every format, and its target has them all, in the core's order."""
+    target = find_target("dequant-fallback")
+    assert target == Target("kernel", "dequant-fallback", tuple(q4.BUILTIN_FORMATS), "cpu")
+
+
+def test_the_core_is_a_target_of_its_own() -> None:
+    """q4core is judged under the core profile, by cases that need no subject."""
+    target = find_target("q4core")
+    assert target.profile == "core"
+    assert {case.profile for case in cases_for(target)} == {"core"}
+    assert subject_for(target) is None
+
+
+def test_chosen_formats_choose_cases() -> None:
+    """A format asked for by name is the only one judged."""
+    target = find_target("dequant-fallback", formats=["q8_0"])
+    assert target.formats == ("q8_0",)
+    assert {case.weight_recipe.format.name for case in cases_for(target)} == {"q8_0"}
+    assert isinstance(subject_for(target), BackendSubject)
+
+
+def test_an_unknown_name_lists_the_names_there_are() -> None:
+    """The error is a LookupError with the names, the closest one, and both in the text; it pickles."""
+    with pytest.raises(UnknownTargetError) as caught:
+        find_target("dequant-fallbck")
+    error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
+    assert isinstance(error, UnknownTargetError)
+    assert issubclass(UnknownTargetError, LookupError)
+    assert {"dequant-fallback", "q4core"} <= set(error.available)
+    assert error.closest == "dequant-fallback"
+    assert "There are " in str(error)
+    assert "Did you mean 'dequant-fallback'?" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "wish"),
+    [
+        ("dequant-fallback", {"profile": "core"}),
+        ("dequant-fallback", {"profile": "no-such-profile"}),
+        ("q4core", {"profile": "kernel"}),
+        ("dequant-fallback", {"formats": ["nf5"]}),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> None:
+    """A profile that is not the target's, and a format that does not exist, are configuration errors."""
+    with pytest.raises(q4.ConfigError):
+        find_target(name, **wish)  # type: ignore[arg-type]
+
+
+def test_a_factory_is_not_imported_to_be_found() -> None:
+    """``module:function`` is believed until its cases run, in a process that may die of it."""
+    assert find_target("no_such_module:function", formats=["nf4"]).profile == "kernel"
+
+
+def test_a_plugin_that_did_not_load_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin whose import raised is a target, and its subject is a failure that says why."""
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_no_such_plugin")
+    q4.reset_registry()
+    try:
+        with pytest.warns(q4.Q4PluginWarning):
+            target = find_target("q4_no_such_plugin", formats=["nf4"])
+        with pytest.raises(FailureError, match="No module named 'q4_no_such_plugin'"):
+            subject_for(target)
+    finally:
+        monkeypatch.undo()
+        q4.reset_registry()
+
+
+def test_profiles_are_the_four() -> None:
+    """The profiles' names are fixed."""
+    assert PROFILES == ("kernel", "memory", "dialect", "core")

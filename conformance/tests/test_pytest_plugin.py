@@ -1,0 +1,124 @@
+"""The pytest plugin of the kit: a test for each case, every outcome under its own name."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+@pytest.mark.q4_conformance({mark})
+def test_conformance(q4_case):
+    q4_case.check()
+"""
+PLUGIN = """
+import q4core as q4
+from q4_conformance import zoo
+from q4_conformance.zoo import conduct, numbers
+
+@q4.hookimpl
+def q4_backends():
+    return [{backend}]
+"""
+RIGHT = 'zoo.ToyKernel("mine", formats={"q8_0"})'
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Return what runs pytest, as its user does, over a backend that a plugin module brings."""
+
+    def start(backend: str, *arguments: str, mark: str = '"mine"') -> pytest.RunResult:
+        pytester.makepyfile(mine=PLUGIN.format(backend=backend), test_mine=TESTS.format(mark=mark))
+        monkeypatch.setenv("Q4_PLUGIN_MODULES", "mine")
+        monkeypatch.syspath_prepend(str(pytester.path))
+        monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=120)
+
+    return start
+
+
+def counts(done: pytest.RunResult) -> dict[str, int]:
+    """Return what the last line counts."""
+    found = re.findall(r"(\d+) ([a-z ]+?)(?=,| in )", done.outlines[-1])
+    return {words: int(number) for number, words in found}
+
+
+def test_each_case_is_a_test_and_counts_under_its_own_name(
+    run: Callable[..., pytest.RunResult], tmp_path: Path
+) -> None:
+    """What is not declared is neither passed nor called skipped, and JUnit counts it as no pass either."""
+    junit = tmp_path / "junit.xml"
+    done = run(RIGHT, "-k", "TC-09 and values and fp4 or EX-03", f"--junitxml={junit}")
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["*conformance of mine on cpu*", "mine: passed; * not_declared", "*no certificate"])
+    outcomes = counts(done)
+    assert outcomes["passed"] == 2
+    assert outcomes["not declared"] > 1
+    assert "skipped" not in outcomes
+    suite = ET.parse(junit).getroot()[0]  # noqa: S314  # written by pytest a moment ago
+    assert int(suite.attrib["skipped"]) == outcomes["not declared"]
+
+
+def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[..., pytest.RunResult]) -> None:
+    """The message is the case's own."""
+    done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
+    assert done.ret == 1
+    assert counts(done)["failed"] == 3
+    done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
+    done.stdout.no_fnmatch_line("*Traceback*")
+    done.stdout.no_fnmatch_line("*pytest_q4_conformance.py*")
+
+
+def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunResult]) -> None:
+    """The process that died was not pytest's."""
+    done = run('conduct.Crashes("mine", formats={"q8_0"})', "-k", "float32 and exact and (EX-01 and rows or EX-03)")
+    assert done.ret == 1
+    assert (counts(done)["failed"], counts(done)["passed"]) == (1, 1)
+    done.stdout.fnmatch_lines(["CRASH *EX-01/rows*"])
+
+
+def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> None:
+    """A target that declares nothing of what it is judged on has shown nothing."""
+    done = run(RIGHT, "-k", "TC-09 and bias", mark='"mine", formats=["nf4"]')
+    assert done.ret == 1
+    assert counts(done) == {"deselected": 147, "not declared": 3}
+    done.stdout.fnmatch_lines(["mine: NOT PASSED; 3 cases: 3 not_declared"])
+
+
+def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -> None:
+    """Collection ends with the names there are."""
+    done = run(RIGHT, mark='"mein"')
+    assert done.ret != 0
+    done.stdout.fnmatch_lines(["*mein*mine*"])
+
+
+def test_the_mark_is_asked_for(run: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
+    """A test that takes a case and names nobody is told how to."""
+    pytester.makepyfile(test_other="def test_other(q4_case): pass")
+    done = run(RIGHT, "test_other.py")
+    assert done.ret != 0
+    done.stdout.fnmatch_lines(["*needs @pytest.mark.q4_conformance(NAME)*"])
+
+
+def test_a_run_that_asks_for_no_case_imports_no_kit(pytester: pytest.Pytester) -> None:
+    """pytest loads the plugin in every run, so that it must cost nothing."""
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_nothing_is_loaded():
+            assert "pytest_q4_conformance" in sys.modules
+            assert not {"torch", "q4core", "q4_conformance"} & set(sys.modules)
+        """
+    )
+    pytester.runpytest_subprocess("-p", "pytest_q4_conformance", timeout=60).assert_outcomes(passed=1)

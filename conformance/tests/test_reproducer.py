@@ -1,0 +1,205 @@
+"""A failure comes with the least that still fails: a smaller shape, its worst element, and a command that fails."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+
+from q4_conformance import CaseResult, Outcome, Report, check_core, check_linear, run_case, run_cases, smaller_case
+from q4_conformance.reproducer import with_reproducer
+from q4_conformance.subject import BackendSubject, FunctionSubject
+from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
+
+if TYPE_CHECKING:
+    import q4core as q4
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES = r"M = ([\d, ]+), N = (\d+), K = (\d+)"
+SHAPE = re.compile(rf"smallest that fails: {_SIZES} \(the case: {_SIZES}\)")
+CASE = smaller_case("TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact")
+BACKENDS = {fault.name: fault for fault in FAULTS}
+FUNCTIONS = {fault.name: fault for fault in FUNCTION_FAULTS}
+
+
+def _sizes(result: CaseResult) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return rows, N and K that were found, and those of the case."""
+    found = SHAPE.search(result.reproducer)
+    assert found is not None, result
+    rows, n, k, was_rows, was_n, was_k = found.groups()
+    few, many = (tuple(map(int, text.split(", "))) for text in (rows, was_rows))
+    return (sum(few), int(n), int(k)), (sum(many), int(was_n), int(was_k))
+
+
+def _first(report: Report) -> CaseResult:
+    return next(result for result in report.failures() if result.reproducer)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("fault-half-precision-scales", (1, 1, 64)),
+        ("fault-ignores-bias", (1, 1, 64)),
+        ("fault-all-zero-for-m-127", (127, 1, 32)),
+        ("fault-swaps-rows", (5, 1, 64)),
+        ("fault-mutates-input", (1, 1, 64)),
+    ],
+)
+def test_shape_is_the_smallest(name: str, least: tuple[int, int, int]) -> None:
+    """Planted faults in a bare function are shown on the one row, out-feature and block that they need."""
+    fault = BACKENDS[name]
+    function = function_of(fault.make(name))
+    result = _first(check_linear(function, fault.format, only=[fault.caught_by], dtypes=DTYPES))
+    found, was = _sizes(result)
+    assert found == least
+    assert all(small <= large for small, large in zip(found, was, strict=True))
+    assert found != was
+
+
+def test_the_worst_element_is_of_the_small_shape() -> None:
+    """Index, value, exact value and bound are those of the smallest result."""
+    fault = BACKENDS["fault-half-precision-sums"]
+    function = function_of(fault.make("sums"))
+    result = _first(check_linear(function, fault.format, only=[fault.caught_by]))
+    assert re.search(r"there: M = 1: out_of_bound: 1 of 1 .* y\[0, 0\] = \S+, exact \S+ ± \S+", result.reproducer)
+
+
+def test_backend_is_shown_with_its_command() -> None:
+    """A backend's failure names the one case to run, on a smaller shape, and that case fails again."""
+    fault = BACKENDS["fault-nan-output"]
+    backend = fault.make(fault.name)
+    report = run_cases(backend, [fault.format], only=[fault.caught_by])
+    result = _first(report)
+    found, was = _sizes(result)
+    assert found < was
+    command = result.reproducer.splitlines()[-1].split()
+    assert command == ["q4", "conform", fault.name, "--case", result.case]
+    assert not run_cases(backend, [fault.format], only=[command[-1]]).passed
+    assert result.reproducer.splitlines()[0] in str(report)
+
+
+@pytest.mark.parametrize("name", ["wrong-out-dtype", "forgets-leading-dimensions", "drops-gradients", "ignores-out"])
+def test_the_snippet_fails_when_run(name: str) -> None:
+    """What is printed for a function is a program of three lines that judges it by the small shape, and fails."""
+    fault = FUNCTIONS[name]
+    report = check_linear(
+        fault.function, "nf4", only=[fault.caught_by], dtypes=DTYPES, has_out=True, has_gradients=True
+    )
+    lines = _first(report).reproducer.splitlines()[-3:]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "FAIL" in done.stdout
+    assert fault.says in done.stdout
+    if "gradient" in name:
+        return  # the right function of the zoo has none either
+    right = lines[1].split(" import ")[0] + " import ToyKernel, function_of; function = function_of(ToyKernel())"
+    program = "\n".join([lines[0], right, lines[2]])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_search_is_bounded() -> None:
+    """However slow the subject, the search ends soon after its time; with none it looks for nothing."""
+    calls = []
+
+    def slow(case: object, subject: object) -> CaseResult:
+        calls.append(case)
+        time.sleep(0.2)
+        return CaseResult(case="", contract="", outcome=Outcome.FAIL, message="wrong")
+
+    case = CASE
+    result = CaseResult(case=case.id, contract="TC-09", outcome=Outcome.FAIL, message="wrong")
+    started = time.monotonic()
+    with_reproducer(result, case, BackendSubject(ToyKernel()), slow, seconds=0.3)
+    assert time.monotonic() - started < 1.0
+    assert len(calls) == 2
+    none = with_reproducer(result, case, BackendSubject(ToyKernel()), slow, seconds=0)
+    assert len(calls) == 2
+    assert _sizes(none)[0] == _sizes(none)[1]
+
+
+def test_another_failure_is_not_taken_for_it() -> None:
+    """A smaller shape that fails in another way is no reproducer."""
+
+    def function(x: torch.Tensor, weight: object, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.out_features < 16:  # type: ignore[attr-defined]
+            raise RuntimeError("N is too small")
+        return function_of(ToyKernel())(x, weight, bias) * 2
+
+    subject = FunctionSubject(function=function)
+    result = with_reproducer(run_case(CASE, subject), CASE, subject, run_case)
+    assert _sizes(result)[0] == (1, 16, 64)
+    assert "function = ...  # yours" in result.reproducer
+
+
+def test_what_did_not_fail_has_none() -> None:
+    """Passes and what is not declared come without a reproducer, and results keep theirs in JSON."""
+    report = check_linear(function_of(ToyKernel()), "nf4", only=["TC-09/bias", "TC-09/out"])
+    assert {result.reproducer for result in report.results} == {""}
+    told = CaseResult(case="c", contract="TC-09", outcome=Outcome.FAIL, message="m", reproducer="r")
+    assert CaseResult.from_dict(told.to_dict()) == told
+
+
+def test_only_the_first_failure_of_a_contract_case_is_shrunk() -> None:
+    """Forty failures of one cause do not take forty searches."""
+    fault = BACKENDS["fault-swapped-nibbles"]
+    report = check_linear(function_of(fault.make("x")), "nf4", only=["TC-09/values", "EX-10/edges"])
+    shown = [result.contract for result in report.failures() if result.reproducer]
+    assert shown == ["TC-09", "EX-10"]
+    assert len(report.failures()) > 4
+
+
+def test_no_search_where_none_is_wanted() -> None:
+    """With ``reproduce=False`` a function is called for its cases alone."""
+    calls = []
+
+    def function(x: torch.Tensor, weight: object, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(x.shape)
+        return x[..., :48] * 0
+
+    report = check_linear(function, "nf4", only=[CASE.id], reproduce=False)
+    assert len(calls) == 1
+    assert [result.reproducer for result in report.failures()] == [""]
+
+
+def test_no_rows_are_tried_last() -> None:
+    """A failure for every number of rows is shown on one row, and M = 0, which may do worse, is not tried."""
+    case = smaller_case("EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact")
+    tried = []
+
+    def function(x: torch.Tensor, weight: q4.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        tried.append(x.shape[0])
+        return function_of(ToyKernel())(x, weight, bias) * 2
+
+    subject = FunctionSubject(function=function)
+    result = with_reproducer(run_case(case, subject), case, subject, run_case)
+    assert _sizes(result)[0] == (1, 1, 64)
+    assert 0 not in tried
+
+
+def test_a_case_of_ones_own_says_so() -> None:
+    """A case that the table does not have gets no command that would not find it."""
+    case = attrs.evolve(CASE, recipe=attrs.evolve(CASE.weight_recipe, n=40))
+    subject = FunctionSubject(function=lambda x, weight, bias: x @ x.T)
+    result = with_reproducer(run_case(case, subject), case, subject, run_case)
+    assert result.reproducer.endswith("run_case(case, subject) runs it again")
+
+
+def test_core_names_itself() -> None:
+    """A case without a weight gives its command alone."""
+    case = smaller_case("TC-01/detect")
+    result = CaseResult(case=case.id, contract="TC-01", outcome=Outcome.FAIL, message="wrong")
+    assert with_reproducer(result, case, None, run_case).reproducer == "q4 conform q4core --case TC-01/detect"
+    assert check_core(only=["TC-01"]).passed
+
+
+def test_an_unknown_case_says_so() -> None:
+    """An id that the table does not have is an error that names it."""
+    with pytest.raises(LookupError, match="TC-99"):
+        smaller_case("TC-99/none")

@@ -1,0 +1,101 @@
+"""The self-probe of a backend's input gradient, against float64 of the source weight."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.backend import Reason, ReasonCode
+from q4core.codec import decode_rows
+from q4core.error_bound import describe_error, error_bound, worst_ratio
+from q4core.errors import PLUGIN_FAULTS
+from q4core.probe import CHUNK_ELEMENTS, grid_activations, sampled
+from q4core.probe_book import ProbeResult
+from q4core.runtime import on_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.backend import Backend, KernelPath, Prepared, Request
+    from q4core.weight import PackedWeight
+
+__all__ = ["probe_gradient"]
+
+
+@attrs.define(eq=False)
+class _Run:
+    """One call: grad [M, N], the sampled columns of the result [M, C] and what they should be, all in float64."""
+
+    grad: torch.Tensor
+    computed: torch.Tensor
+    reference: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def probe_gradient(  # noqa: PLR0913  # the facts of one probe
+    backend: Backend,
+    prepared: Prepared,
+    source: PackedWeight,
+    request: Request,
+    path: KernelPath,
+    counts: Sequence[int],
+) -> ProbeResult:
+    """Run one input gradient with some numbers of rows and compare every (sampled) column with float64.
+
+    The bound is that of ``linear`` with N for K: what is summed up are N products.
+
+    Args:
+        backend: Who computes.
+        prepared: The weight in the backend's layout.
+        source: The weight that it was prepared from, on any device.
+        request: The request for gradients, as the backend sees it.
+        path: Which path.
+        counts: Numbers of rows to run it with.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    computes: Any = backend  # ``input_gradient`` is declared by its op
+    columns = sampled(request.in_features)
+    runs: list[_Run] = []
+    message = None
+    for draw, count in enumerate(counts):
+        grad = grid_activations(count, request.out_features, path.precision, dtype=request.out_dtype, seed=draw)
+        out = torch.full((count, request.in_features), torch.nan, dtype=request.dtype, device=request.device)
+        try:
+            with on_device(request.device):
+                computes.input_gradient(prepared, grad.to(request.device), out, path=path.name)
+        except PLUGIN_FAULTS as error:
+            message = f"input gradient {path.name} raised {type(error).__name__}: {error} at M = {count}"
+            break
+        zeros = torch.zeros((2, count, columns.numel()), dtype=torch.float64)
+        runs.append(_Run(grad.to(torch.float64), out.to("cpu", torch.float64)[:, columns], zeros[0], zeros[1]))
+    _add_up(runs, source, columns)
+    worst = 0.0
+    for run in runs:
+        bound = error_bound(run.reference, run.magnitude, request.out_features, request.dtype)
+        ratio = worst_ratio(run.computed, run.reference, bound, request.dtype)
+        if not ratio <= 1.0:
+            worst = ratio
+            wrong = describe_error(run.computed, ratio)
+            message = f"input gradient {path.name} computed wrong numbers at M = {len(run.grad)}: {wrong}"
+            break
+        worst = max(worst, ratio)
+    fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
+    return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
+
+
+def _add_up(runs: list[_Run], source: PackedWeight, columns: torch.Tensor) -> None:
+    """Decode the weight once, chunk by chunk of out-features, and add each run's products with it."""
+    there = columns.to(source.device)
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
+    for rows in torch.arange(source.out_features).split(step):
+        dense = decode_rows(source, rows, dtype=torch.float64)[:, there].to("cpu")
+        for run in runs:
+            part = run.grad[:, rows]
+            run.reference += part @ dense
+            run.magnitude += part.abs() @ dense.abs()

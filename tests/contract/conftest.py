@@ -1,0 +1,28 @@
+"""Fixtures of the tests in which the kit is turned on itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import q4core as q4
+from q4_conformance.zoo import plugin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs animals of the zoo, as a plugin of this process and of its children."""
+
+    def installed(*names: str) -> None:
+        plugin.release(*names)
+        monkeypatch.setenv("Q4_PLUGIN_MODULES", plugin.MODULE)
+        monkeypatch.setenv(plugin.VARIABLE, ",".join(names))
+        q4.reset_registry()
+
+    yield installed
+    monkeypatch.undo()
+    q4.reset_registry()

@@ -1,0 +1,57 @@
+"""Every dialect here passes the cases of its profile, and each planted fault is caught by its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import q4core as q4
+from q4_conformance import Outcome, run_case
+from q4_conformance.cases import dialect_cases
+from q4_conformance.dialect_subject import DialectSubject
+from q4_conformance.profiles import cases_for, find_target, subject_for
+from q4_conformance.zoo import DIALECT_FAULTS, DialectFault, ToyDialect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAMES = [dialect.name for dialect in q4.dialects() if dialect.formats]
+WITHOUT_GOLDEN = {"comfyui-nvfp4", ToyDialect.name}
+"""Dialects of which no golden file can be told by its keys alone, or that nobody else writes."""
+
+
+@pytest.mark.parametrize("name", [*NAMES, ToyDialect.name])
+def test_dialect_passes(name: str, install: Callable[..., None]) -> None:
+    """A dialect, found by its name, passes every case; what it has no counterpart for is NOT_DECLARED."""
+    install(ToyDialect.name)
+    target = find_target(name)
+    assert target.profile == "dialect"
+    subject = subject_for(target)
+    assert cases_for(target) == dialect_cases(target.formats)
+    for case in dialect_cases(target.formats):
+        result = run_case(case, subject)
+        expected = {Outcome.PASS}
+        if case.part == "golden" and name in WITHOUT_GOLDEN:
+            expected = {Outcome.NOT_DECLARED}
+        assert result.outcome in expected, result
+
+
+@pytest.mark.parametrize("fault", DIALECT_FAULTS, ids=lambda fault: fault.name)
+def test_faulty_dialect_is_caught(fault: DialectFault, install: Callable[..., None]) -> None:
+    """An installed dialect with the fault fails the case meant for it, for the reason meant."""
+    install(fault.name)
+    target = find_target(fault.name)
+    (case,) = [case for case in cases_for(target) if case.id == fault.caught_by]
+    result = run_case(case, subject_for(target))
+    assert result.outcome is Outcome.FAIL, result
+    assert fault.says in result.message
+
+
+def test_a_format_that_is_not_declared_is_no_pass() -> None:
+    """Asked for a format that it does not hold, a dialect is NOT_DECLARED in every case of it."""
+    target = find_target("simple-nf4", formats=["mxfp4"])
+    subject = DialectSubject("simple-nf4")
+    ends = {case.id: run_case(case, subject).outcome for case in cases_for(target) if case.format}
+    assert set(ends.values()) == {Outcome.NOT_DECLARED}
+    assert len(ends) == 5

@@ -1,0 +1,22 @@
+"""The judge of TC-13 catches planted faults of mutable tensors in recorded histories, and passes a right one."""
+
+from __future__ import annotations
+
+import pytest
+
+from q4_conformance.checks.mutable import judge_race
+from q4_conformance.outcome import FailureError
+from q4_conformance.zoo.mutables import MUTABLE_FAULTS, MutableFault, Register
+from q4core import MutableMode
+
+
+@pytest.mark.parametrize("fault", MUTABLE_FAULTS, ids=lambda fault: fault.name)
+def test_faulty_mutable_tensor_is_caught(fault: MutableFault) -> None:
+    """A torn write, a stale read, a lost update and a read without exclusion are found in what actors saw."""
+    with pytest.raises(FailureError, match=fault.says):
+        judge_race(fault.make, MutableMode.IN_PLACE)
+
+
+def test_a_right_register_passes() -> None:
+    """One lock around everything is linearizable."""
+    assert judge_race(Register, MutableMode.IN_PLACE) > 0

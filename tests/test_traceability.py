@@ -1,0 +1,84 @@
+"""Every use case has a case, every case a use case and a test, and the page that says so is up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+from traceability import PAGE, certificates, page_of, problems, tables
+
+from q4_conformance.uses import USE_CASES, USES, uses_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DOCS = PAGE.parent
+
+
+def test_nothing_is_missing() -> None:
+    """No use case is without a case, no case without a use case or a test."""
+    assert problems(tables()) == []
+
+
+def test_page_is_up_to_date() -> None:
+    """The page is what ``nox -s traceability`` writes."""
+    assert PAGE.read_text(encoding="utf-8") == page_of(tables(), certificates())
+
+
+def test_use_cases_are_told() -> None:
+    """docs/use-cases.md tells each use case, under its id and title, with the contract cases that prove it."""
+    text = (DOCS / "use-cases.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (UC-\d+): (.+)$", text, re.MULTILINE) == list(USE_CASES.items())
+    for use, part in zip(USE_CASES, re.split(r"^## UC-", text, flags=re.MULTILINE)[1:], strict=True):
+        proved = part.split("**Proved by:**")[1]
+        assert re.findall(r"(?:TC|EX)-\d+", proved) == [contract for contract, uses in USES.items() if use in uses]
+
+
+def test_a_use_case_without_a_case_shows() -> None:
+    """Without its cases, UC-07 is reported; so is a case that nothing says the use of, and a table without a test."""
+    found = tables()
+    wanted = [attrs.evolve(t, cases=tuple(c for c in t.cases if "UC-07" not in uses_of(c.contract))) for t in found]
+    assert problems(wanted) == ["UC-07 has no case"]
+    stranger = attrs.evolve(found[0], cases=(attrs.evolve(found[0].cases[0], contract="TC-99"),))
+    assert problems([*found, stranger]) == ["TC-99 proves no use case"]
+    untested = attrs.evolve(found[0], tests=())
+    assert problems([*found, untested]) == [f"no test runs the cases of the table {found[0].name!r}"]
+    with pytest.raises(LookupError, match="TC-99"):
+        uses_of("TC-99")
+
+
+def test_the_contract_is_whole() -> None:
+    """Every contract case of the contract has its use cases, and names only those that there are."""
+    assert {name for name in USES if name.startswith("TC")} == {f"TC-{number:02d}" for number in range(1, 24)}
+    assert {name for name in USES if name.startswith("EX")} >= {f"EX-{number:02d}" for number in range(1, 19)}
+    assert {use for uses in USES.values() for use in uses} == set(USE_CASES)
+
+
+def test_tests_and_plugins_are_found() -> None:
+    """Known tests and plugins stand where they belong."""
+    by_name = {table.name: table for table in tables()}
+    assert "tests/contract/test_core.py" in by_name["core"].tests
+    assert by_name["core"].plugins == ("q4core",)
+    assert "tests/contract/test_reference.py" in by_name["backend"].tests
+    assert "plugins/cpu-native/tests/test_cpu_contract.py" in by_name["linear"].tests
+    assert {"dequant-fallback", "cpu-native"} <= set(by_name["linear"].plugins)
+    assert "dialects" not in by_name["linear"].plugins
+
+
+def test_certificates_are_counted(tmp_path: Path) -> None:
+    """A certificate's results are counted by contract case; where there is none, the page says so."""
+    results = [
+        {"case": "TC-09/values/a", "outcome": "pass"},
+        {"case": "TC-09/values/b", "outcome": "fail"},
+        {"case": "TC-01/detect", "outcome": "not_declared"},
+    ]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "certificate.json").write_text(json.dumps({"results": results}), encoding="utf-8")
+    lines = page_of(tables(), certificates(tmp_path)).splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line for line in lines}
+    assert rows["TC-09"].endswith("| mine: 1 fail, 1 pass |")
+    assert rows["TC-01"].endswith("| mine: 1 not_declared |")
+    assert rows["TC-03"].endswith("| none yet |")

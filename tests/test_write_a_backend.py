@@ -1,0 +1,62 @@
+"""What docs/write-a-backend shows is what happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/write-a-backend/index.md").read_text(encoding="utf-8")
+HELLO, USE = re.findall(r"^```(?:\{code-block\} )?python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+SERVES, RECORD = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with the page's ``hello.py``."""
+    (tmp_path / "hello.py").write_text(HELLO, encoding="utf-8")
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Run Python as the page's reader would, and return what it prints."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    variables = os.environ | {"Q4_PLUGIN_MODULES": "hello", "PYTHONPATH": path, "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_hello_world_is_eleven_lines() -> None:
+    """The heading says so."""
+    assert len(HELLO.splitlines()) == 11
+    assert "## Eleven lines" in PAGE
+
+
+def test_hello_world_is_found(folder: Path) -> None:
+    """``q4 doctor`` prints what the page shows."""
+    assert SERVES in run(folder, "-m", "q4core.cli", "doctor")
+
+
+def test_hello_world_serves(folder: Path) -> None:
+    """A session that names it runs it, and the record begins as the page shows."""
+    assert run(folder, "-c", USE).startswith(RECORD)
+
+
+def test_hello_world_holds_what_it_declares(folder: Path) -> None:
+    """Every case that it declares passes, dense weight and all, because it says so."""
+    program = "from q4_conformance import run_cases; report = run_cases('hello'); print(report); assert report.passed"
+    assert "hello: passed" in run(folder, "-c", program)
