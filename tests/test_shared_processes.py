@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from linearizability import Operation, violations
 from processes import CONTEXT, processes
 from sharing import LONG, Held, content_of, until
 
 import q4core as q4
+from q4_conformance.history import Operation, violations
 from q4core.mutable import MutableMode, SharedMutableTensor
 from q4core.mutable.segment import WRITER_WAITS
 
