@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import pathlib
 import pickle
 import signal
 import struct
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,6 +45,26 @@ def other(state: SharedMutableTensor) -> Iterator[SharedMutableTensor]:
 
 def _files() -> set[str]:
     return {path.name for path in FOLDER.iterdir() if path.name.startswith("q4core-")}
+
+
+@pytest.fixture
+def own_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+    """Return what lists the segments that this test has made and that still have a name; others may come and go."""
+    own = f"{os.getpid():08x}"
+    count = itertools.count()
+    monkeypatch.setattr("secrets.token_hex", lambda _: f"{own}{next(count):08x}")
+    return lambda: {name for name in _files() if own in name}
+
+
+@contextlib.contextmanager
+def _in_use(path: pathlib.Path) -> Iterator[None]:
+    """Hold a file as whoever is attached does, so that no tensor made meanwhile, in another process, removes it."""
+    locks = process_locks.ProcessLocks(str(path), 1, path.name)
+    locks.try_shared(segment.USED)
+    try:
+        yield
+    finally:
+        locks.close()
 
 
 # -- one memory
@@ -309,23 +332,22 @@ def _resize(change: int) -> Callable[[pathlib.Path], None]:
 def test_damaged_segment_is_refused(
     state: SharedMutableTensor, spoil: Callable[[pathlib.Path], None], name: str
 ) -> None:
-    """LifecycleError names the tensor, the field and the rule; the segment stays where it is."""
-    broken = FOLDER / "q4core-00000000deadbeef"
+    """LifecycleError names the tensor, the field and the rule."""
+    broken = FOLDER / f"q4core-{os.getpid():016x}"
     broken.write_bytes((FOLDER / state.segment).read_bytes())
     try:
         spoil(broken)
-        with pytest.raises(q4.LifecycleError) as caught:
+        with _in_use(broken), pytest.raises(q4.LifecycleError) as caught:
             SharedMutableTensor.attach(broken.name, name="membrane")
         assert caught.value.name == name
         assert "membrane" in str(caught.value)
-        assert broken.exists()
     finally:
-        broken.unlink()
+        broken.unlink(missing_ok=True)
 
 
 def test_what_is_no_file_is_refused() -> None:
     """A folder, a link and a pipe by that name are LifecycleErrors, and nobody waits."""
-    path = FOLDER / "q4core-00000000deadbeee"
+    path = FOLDER / f"q4core-{os.getpid():016x}"
     makers: list[Callable[[], object]] = [path.mkdir, lambda: path.symlink_to("/etc/passwd"), lambda: os.mkfifo(path)]
     for make in makers:
         make()
@@ -336,22 +358,24 @@ def test_what_is_no_file_is_refused() -> None:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def test_too_large_a_tensor_is_refused_with_numbers() -> None:
+def test_too_large_a_tensor_is_refused_with_numbers(own_names: Callable[[], set[str]]) -> None:
     """InputError with both sizes, before any memory is taken."""
     free = os.statvfs(FOLDER)
     content = torch.zeros(1, dtype=torch.uint8).expand(free.f_bavail * free.f_frsize // 2)
-    before = _files()
+    before = own_names()
     with pytest.raises(q4.InputError) as caught:
         SharedMutableTensor(content, name="membrane")
     assert caught.value.name == "size"
     assert isinstance(caught.value.value, int)
     assert caught.value.value >= 4 * content.numel()
-    assert _files() == before
+    assert own_names() == before
 
 
-def test_system_that_refuses_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, state: SharedMutableTensor) -> None:
+def test_system_that_refuses_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, own_names: Callable[[], set[str]], state: SharedMutableTensor
+) -> None:
     """No more files, memory or locks: a LifecycleError that names the tensor, and nothing is left behind."""
-    before = _files()
+    before = own_names()
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -369,7 +393,7 @@ def test_system_that_refuses_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, s
         with pytest.raises(q4.LifecycleError) as caught:
             state.snapshot()
         assert caught.value.name == "lock"
-    assert _files() == before
+    assert own_names() == before
     assert content_of(state) == [1.0] * 4
 
 
@@ -438,9 +462,9 @@ def test_other_handle_lets_go_alone(state: SharedMutableTensor, other: SharedMut
     SharedMutableTensor.attach(state.segment).close()
 
 
-def test_everything_is_given_back(mode: MutableMode) -> None:
+def test_everything_is_given_back(mode: MutableMode, own_names: Callable[[], set[str]]) -> None:
     """Names, files and mappings go with the handles, closed or collected, in a reader's block or not."""
-    before, open_files = _files(), len(list(pathlib.Path("/proc/self/fd").iterdir()))
+    before, open_files = own_names(), len(list(pathlib.Path("/proc/self/fd").iterdir()))
     for closes in (True, False):
         state = SharedMutableTensor(torch.zeros(4), mode=mode)
         name = state.segment
@@ -451,26 +475,30 @@ def test_everything_is_given_back(mode: MutableMode) -> None:
         if closes:
             state.close()
         del state, other, view
-        assert _files() == before
+        assert own_names() == before
         assert len(list(pathlib.Path("/proc/self/fd").iterdir())) == open_files
         assert name not in pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_segment_of_a_killed_maker_is_removed(mode: MutableMode) -> None:
     """The next tensor made removes it, once nobody uses it any more."""
-    child = os.fork()
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads; the child uses none of them
+        child = os.fork()
     if not child:  # pragma: no cover  # coverage does not see a process that is killed
         orphan = SharedMutableTensor(torch.zeros(4), mode=mode)
-        (FOLDER / f"{os.getpid()}.test").write_text(orphan.segment, encoding="utf-8")
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    note = FOLDER / f"{child}.test"
-    name = note.read_text(encoding="utf-8")
-    note.unlink()
+        os.write(theirs, orphan.segment.encode())
+        signal.pause()
+    name = os.read(ours, 64).decode()
     with SharedMutableTensor.attach(name) as user:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         SharedMutableTensor(torch.zeros(4)).close()
         assert name in _files()
         user.replace(torch.ones(4))
         assert content_of(user) == [1.0] * 4
     SharedMutableTensor(torch.zeros(4)).close()
     assert name not in _files()
+    os.close(ours)
+    os.close(theirs)

@@ -19,7 +19,7 @@ shared_stress.main(["--operations", "1000000", "--kills", "0", "--kinds", "proce
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", *arguments]  # of forks with threads; there are none
     return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=300)
 
 
