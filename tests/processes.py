@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 from typing import TYPE_CHECKING, Any
 
 from sharing import LONG
@@ -49,6 +50,17 @@ class Worker:
         """Return what the newest read block shows."""
         shown: list[float] = self._blocks[-1][1].tensor.tolist()
         return shown
+
+    def repeat(self, kind: str, seconds: float, hold_s: float) -> int:
+        """Read or write again and again without rest, each block for some time, and return how often."""
+        count = 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.enter(kind, timeout=LONG, **({"wait": True} if kind == "write" else {}))
+            time.sleep(hold_s)
+            self.leave()
+            count += 1
+        return count
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the tensor, or look at a property."""

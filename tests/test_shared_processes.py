@@ -125,6 +125,24 @@ def test_writer_and_the_readers_of_another_process(
         assert late.result() == (1, _only(1.0))
 
 
+@pytest.mark.parametrize("stream", ["read", "write"])
+def test_streams_do_not_starve_the_other_kind(state: SharedMutableTensor, stream: str) -> None:
+    """Beside five processes that read (or write) without rest, a sixth that does the other gets its turn, often."""
+    with processes(state, 5) as streaming:
+        for process in streaming:
+            process.begin("repeat", stream, seconds=1.5, hold_s=0.01)
+        until(lambda: state.version > 0 or stream == "read")
+        count = 0
+        while not any(process.is_done() for process in streaming):
+            if stream == "read":
+                state.replace(torch.ones(64), wait=True, timeout=LONG)
+            else:
+                state.snapshot(timeout=LONG)
+            count += 1
+        assert count >= 20
+        assert sum(process.result() for process in streaming) >= 20
+
+
 def test_writer_that_waits_for_readers_is_the_one_that_is_named() -> None:
     """A second writer is told of the process that has the turn, not of the last that wrote."""
     with (
