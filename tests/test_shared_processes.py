@@ -139,8 +139,9 @@ def test_streams_do_not_starve_the_other_kind(state: SharedMutableTensor, stream
             else:
                 state.snapshot(timeout=LONG)
             count += 1
-        assert count >= 20
-        assert sum(process.result() for process in streaming) >= 20
+        streamed = sum(process.result() for process in streaming)
+        assert streamed >= 20
+        assert count >= (20 if stream == "read" else streamed)  # each writer lets readers that wait go first
 
 
 def test_writer_that_waits_for_readers_is_the_one_that_is_named() -> None:
