@@ -1,0 +1,188 @@
+"""What ``SharedMutableTensor`` costs between processes, against ``multiprocessing.Lock`` and ``share_memory_``.
+
+    python -m benchmarks.memory.sharing --json benchmarks/results/sharing.json
+
+Alone: one read and one update of 64 numbers, from Python, nobody else there: the least and the median of many rounds.
+Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
+an update is one addition. Either may also compute for a while with the tensor in its hands; the writer may rest between
+updates. Kinds take turns, so that what else the machine does falls on all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import pathlib
+import platform
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NUMBERS, READERS = 64, 4
+KINDS = ("lock", "versioned", "in_place")
+
+
+@attrs.frozen
+class Race:
+    """What writer and readers do.
+
+    Args:
+        name: For the record.
+        update_s: How long an update computes.
+        rest_s: How long the writer rests after each.
+        read_s: How long a read computes.
+    """
+
+    name: str
+    update_s: float
+    rest_s: float
+    read_s: float
+
+
+RACES = [
+    Race("short blocks", 0.0, 1e-3, 0.0),
+    Race("long updates", 2e-3, 1e-3, 0.0),
+    Race("long updates without rest", 2e-3, 0.0, 0.0),
+    Race("long reads", 0.0, 1e-3, 1e-3),
+]
+
+
+def alone(mode: q4.MutableMode) -> dict[str, float]:
+    """Return what one read and one update take, µs."""
+    found = {}
+    with q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode) as state:
+
+        def read() -> None:
+            with state.read() as view:
+                _ = view.tensor
+
+        def write() -> None:
+            with state.write():
+                pass
+
+        for use in (read, write):
+            rounds = []
+            for _ in range(300):
+                start = time.perf_counter()
+                for _ in range(100):
+                    use()
+                rounds.append((time.perf_counter() - start) * 1e4)
+            found[f"{use.__name__}_least_us"] = round(min(rounds), 2)
+            found[f"{use.__name__}_median_us"] = round(statistics.median(rounds), 2)
+    return found
+
+
+def _compute(seconds: float) -> None:
+    if seconds:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+
+def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Give what a reader and a writer do again and again."""
+    if kind == "lock":
+        tensor, lock = torch.zeros(NUMBERS).share_memory_(), multiprocessing.get_context("fork").Lock()
+
+        def read() -> None:
+            with lock:
+                tensor.sum()
+                _compute(race.read_s)
+
+        def write() -> None:
+            with lock:
+                tensor.add_(1)
+                _compute(race.update_s)
+
+        yield read, write
+        return
+    with q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=q4.MutableMode(kind), slots=8) as state:
+
+        def read_shared() -> None:
+            with state.read() as view:
+                view.tensor.sum()
+                _compute(race.read_s)
+
+        def write_shared() -> None:
+            with state.write(wait=True) as tensor:
+                tensor.add_(1)
+                _compute(race.update_s)
+
+        yield read_shared, write_shared
+
+
+def together(kind: str, race: Race, seconds: float) -> dict[str, float]:
+    """Return reads and updates per second of one writer and all readers."""
+    board = memoryview(mmap.mmap(-1, 4096)).cast("q")
+    for read, write in _uses(kind, race):
+        children = []
+        for index, use in enumerate((write, *(read,) * READERS)):
+            child = os.fork()
+            if not child:
+                _work(board, index, use, 0.0 if index else race.rest_s)
+            children.append(child)
+        board[0] = 1
+        time.sleep(seconds)
+        board[0] = 2
+        for child in children:
+            os.waitpid(child, 0)
+    return {"reads_per_s": round(sum(board[9 : 9 + READERS]) / seconds), "updates_per_s": round(board[8] / seconds)}
+
+
+def _work(board: memoryview, index: int, use: Callable[[], None], rest_s: float) -> None:
+    count = 0
+    try:
+        while not board[0]:
+            time.sleep(0.001)
+        while board[0] == 1:
+            use()
+            count += 1
+            if rest_s:
+                time.sleep(rest_s)
+    finally:
+        board[8 + index] = count
+        os._exit(0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each race")
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+        "alone": {mode.value: alone(mode) for mode in q4.MutableMode},
+        "together": [],
+    }
+    for race in RACES:
+        rounds = [{kind: together(kind, race, options.seconds) for kind in KINDS} for _ in range(options.rounds)]
+        ratios = {
+            kind: [round(each[kind]["reads_per_s"] / max(each["lock"]["reads_per_s"], 1), 2) for each in rounds]
+            for kind in KINDS[1:]
+        }
+        result["together"].append({**attrs.asdict(race), "reads_over_lock": ratios, "rounds": rounds})
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

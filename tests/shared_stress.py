@@ -1,0 +1,306 @@
+"""Races threads or processes on a mutable tensor, kills writers at random, and checks every operation.
+
+    python tests/shared_stress.py --operations 10000000 --kills 200 --json result.json
+
+Each version's content is its own number, in every element, so that each read tells whether it is whole. Before an
+operation each worker looks at the newest version that any worker has told of, and afterwards at least that must have
+been seen. Memory and counts lie in anonymous shared memory, so that a killed worker's counts stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import pathlib
+import random
+import signal
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from q4core.mutable.segment import WRITER, WRITER_PROCESS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ELEMENTS = 32
+WRITERS, READERS, THREADS = 2, 3, 2
+STUCK_S = 30.0
+KINDS = ("processes", "threads")
+
+
+class Board:
+    """What workers tell one another, and the parent, one line for each worker."""
+
+    OPERATIONS, WRITES, TOLD, FAULTS, STOP = range(5)
+
+    def __init__(self, lines: int) -> None:
+        self.lines = lines
+        self._memory = mmap.mmap(-1, lines * 64)
+        self._words = memoryview(self._memory).cast("q")
+
+    def add(self, line: int, column: int) -> None:
+        """Count; each line has one writer at a time."""
+        self._words[line * 8 + column] += 1
+
+    def tell(self, line: int, version: int) -> None:
+        """Tell of a version that an operation, now ended, has seen or made."""
+        self._words[line * 8 + self.TOLD] = max(version, self._words[line * 8 + self.TOLD])
+
+    @property
+    def told(self) -> int:
+        """The newest version that anybody has told of."""
+        return max(self._words[self.TOLD :: 8])
+
+    def total(self, column: int) -> int:
+        """The sum over all workers."""
+        return sum(self._words[column::8])
+
+    def stop(self) -> None:
+        """Let all workers end."""
+        for line in range(self.lines):
+            self._words[line * 8 + self.STOP] = 1
+
+    def is_stopped(self, line: int) -> bool:
+        """Whether this worker should end."""
+        return bool(self._words[line * 8 + self.STOP])
+
+
+class _FailedError(Exception):
+    """An update that fails on purpose."""
+
+
+class Worker:
+    """One thread's operations."""
+
+    def __init__(self, state: q4.MutableTensor, board: Board, line: int, *, is_writer: bool) -> None:
+        self._state, self._board, self._line, self._is_writer = state, board, line, is_writer
+        self._random = random.Random(os.getpid() * 1000 + line)
+        self._may_fail = state.mode is q4.MutableMode.VERSIONED
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        board, line = self._board, self._line
+        while not board.is_stopped(line):
+            try:
+                floor = board.told
+                version = self._operate()
+                if version is not None:
+                    if version < floor:
+                        raise AssertionError(f"version {version} after {floor}")  # noqa: TRY301  # told below
+                    board.tell(line, version)
+                board.add(line, Board.OPERATIONS)
+            except q4.PoisonedError:
+                time.sleep(0.001)  # the parent resets
+            except Exception:  # noqa: BLE001  # whatever it is, it is a fault
+                traceback.print_exc()
+                board.add(line, Board.FAULTS)
+                return
+
+    def _operate(self) -> int | None:
+        chance = self._random.random()
+        if self._is_writer and chance < 0.7:  # the mixture of operations
+            return self._write(fails=self._may_fail and chance < 0.1)
+        if chance < 0.9:
+            with self._state.read() as view:
+                _check(view.tensor, view.version)
+            return view.version
+        if chance < 0.97:
+            taken = self._state.snapshot()
+            _check(taken.tensor, taken.version)
+            return taken.version
+        version = self._state.version
+        self._state.wait(version + 1, timeout=0.001)
+        return version
+
+    def _write(self, *, fails: bool) -> int | None:
+        try:
+            with self._state.write(wait=True) as tensor:
+                version = self._state.version + 1
+                tensor[: ELEMENTS // 2] = version
+                if fails:
+                    raise _FailedError  # noqa: TRY301  # the block is what fails
+                tensor[ELEMENTS // 2 :] = version
+        except _FailedError:
+            return None
+        self._board.add(self._line, Board.WRITES)
+        return version
+
+
+def _check(tensor: torch.Tensor, version: int) -> None:
+    values = tensor.tolist()
+    if values != [version] * ELEMENTS:
+        raise AssertionError(f"torn: version {version} shows {sorted(set(values))}")
+
+
+def _start(run: Callable[[], None]) -> int:
+    """Run something in a forked process, and return its number."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        run()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _run_process(state: q4.MutableTensor, board: Board, index: int) -> None:
+    """Run the workers of one process: a writer has one thread, a reader several."""
+    is_writer = index < WRITERS
+    lines = [index * THREADS + thread for thread in range(1 if is_writer else THREADS)]
+    threads = [threading.Thread(target=Worker(state, board, line, is_writer=is_writer).run) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Run:
+    """One race, from the parent's side.
+
+    Args:
+        mode: Of the tensor.
+        operations: How many at least.
+        kills: How many writers to kill meanwhile at least; spread evenly.
+    """
+
+    def __init__(self, mode: q4.MutableMode, operations: int, kills: int) -> None:
+        self.mode, self.operations, self.kills = mode, operations, kills
+        self.board = Board((WRITERS + READERS) * THREADS)
+        self.killed = self.amid = self.resets = 0
+
+    def in_processes(self) -> dict[str, Any]:
+        """Race processes."""
+        chance = random.Random(7)
+        state = q4.SharedMutableTensor(torch.zeros(ELEMENTS, dtype=torch.int64), mode=self.mode, slots=8)
+        with state:
+            children = [
+                _start(lambda index=index: _run_process(state, self.board, index))  # type: ignore[misc]  # bound here
+                for index in range(WRITERS + READERS)
+            ]
+            try:
+                for done in self._until_done():
+                    self._heal(state)
+                    if self.killed < self.kills and done * self.kills >= self.killed * self.operations:
+                        index = chance.randrange(WRITERS)
+                        self._choose_instant(state, children[index], chance)
+                        os.kill(children[index], signal.SIGKILL)
+                        os.waitpid(children[index], 0)
+                        self.killed += 1
+                        children[index] = _start(lambda: _run_process(state, self.board, index))  # noqa: B023  # called at once
+                self.board.stop()
+                self._join(children, state)
+            except BaseException:
+                for child in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                raise
+            return self._result("processes", state)
+
+    def _choose_instant(self, state: q4.SharedMutableTensor, child: int, chance: random.Random) -> None:
+        """Sleep for a random time, and in three cases of four go on until the child is at an update."""
+        time.sleep(chance.random() * 0.01)
+        content = state._content
+        if chance.random() < 0.75:  # as said
+            for _ in range(20_000):
+                if content.words[WRITER_PROCESS] == child and content.locks.is_taken(WRITER):
+                    self.amid += 1
+                    return
+
+    def in_threads(self) -> dict[str, Any]:
+        """Race threads of one process."""
+        state = q4.MutableTensor(torch.zeros(ELEMENTS, dtype=torch.int64), mode=self.mode)
+        threads = [
+            threading.Thread(target=Worker(state, self.board, line, is_writer=line < WRITERS).run, daemon=True)
+            for line in range(WRITERS + READERS)
+        ]
+        for thread in threads:
+            thread.start()
+        for _ in self._until_done():
+            pass
+        self.board.stop()
+        for thread in threads:
+            thread.join(STUCK_S)
+        return self._result("threads", state)
+
+    def _until_done(self) -> Iterator[int]:
+        self._began = time.perf_counter()
+        before, moved = -1, time.monotonic()
+        while (done := self.board.total(Board.OPERATIONS)) < self.operations or self.killed < self.kills:
+            if self.board.total(Board.FAULTS):
+                raise SystemExit("a worker found a fault")
+            if done != before:
+                before, moved = done, time.monotonic()
+            elif time.monotonic() - moved > STUCK_S:
+                raise SystemExit(f"stuck after {done} operations")
+            yield done
+            time.sleep(0.002)
+
+    def _heal(self, state: q4.MutableTensor) -> None:
+        if state.is_poisoned:
+            version = state.version + 1  # nobody else resets, so it stays
+            state.reset(torch.full((ELEMENTS,), version, dtype=torch.int64))
+            self.resets += 1
+
+    def _join(self, children: list[int], state: q4.MutableTensor) -> None:
+        deadline = time.monotonic() + STUCK_S
+        left = list(children)
+        while left:
+            self._heal(state)
+            left = [child for child in left if not os.waitpid(child, os.WNOHANG)[0]]
+            if time.monotonic() > deadline:
+                raise SystemExit("stuck at the end")
+            time.sleep(0.002)
+
+    def _result(self, kind: str, state: q4.MutableTensor) -> dict[str, Any]:
+        seconds = time.perf_counter() - self._began
+        counted = self.board.total(Board.WRITES) + self.resets
+        # A writer that is killed after it has published has not counted that update.
+        if not counted <= state.version <= counted + self.killed or self.board.total(Board.FAULTS):
+            raise SystemExit(f"{counted} updates and {self.killed} kills made version {state.version}")
+        return {
+            "kind": kind,
+            "mode": self.mode.value,
+            "operations": self.board.total(Board.OPERATIONS),
+            "writes": self.board.total(Board.WRITES),
+            "version": state.version,
+            "killed": self.killed,
+            "killed_at_an_update": self.amid,
+            "resets": self.resets,
+            "seconds": round(seconds, 1),
+            "torn": 0,
+            "stale": 0,
+        }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Run all races, and return what they did; a fault ends the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", type=int, default=100_000, help="of each kind and mode, at least")
+    parser.add_argument("--kills", type=int, default=20, help="of writers, in each mode, at least")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in q4.MutableMode], default=None)
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
+    options = parser.parse_args(arguments)
+    results = []
+    for kind in options.kinds:
+        for mode in q4.MutableMode if options.modes is None else map(q4.MutableMode, options.modes):
+            run = Run(mode, options.operations, options.kills if kind == "processes" else 0)
+            results.append(run.in_processes() if kind == "processes" else run.in_threads())
+            print(results[-1], flush=True)  # noqa: T201  # a program's result
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__":
+    main()
