@@ -16,7 +16,7 @@ import torch
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import emit, muted, warn_once
-from q4core.memory import apply_mutable_policy, apply_policy, managed_empty
+from q4core.memory import apply_mutable_policy, apply_policy, apply_source_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
@@ -100,7 +100,7 @@ def _prepare_layer(
     weight.check_values()
     request = layer_request(weight, config, m, dtype)
     _require_memory(config, registry, request.device)
-    source = weight if weight.device == request.device else weight.to(request.device)
+    source = weight if weight.device == request.device else _moved(weight, request.device, config, registry)
     book = probe_book(registry)
     failures: dict[str, tuple[Reason, ...]] = {}
     while True:
@@ -202,6 +202,15 @@ def _require_memory(config: SessionConfig, registry: Registry, device: torch.dev
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
         apply_mutable_policy(torch.empty(1), policy, device=device, providers=registry.memory_providers())
+
+
+def _moved(weight: PackedWeight, device: torch.device, config: SessionConfig, registry: Registry) -> PackedWeight:
+    """Return the weight on the device that prepares it: where the policy says so, uncopied or written once."""
+    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
+    if policy is UnifiedMemoryPolicy.DISABLED:
+        return weight.to(device)
+    providers = registry.memory_providers()
+    return weight.map_tensors(lambda tensor: apply_source_policy(tensor, policy, device=device, providers=providers)[0])
 
 
 def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:

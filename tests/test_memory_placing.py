@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from managed import DISABLED, PREFER, REQUIRE, FakeProvider
+from managed import DISABLED, PREFER, REQUIRE, Broken, FakeProvider
 
 import q4core as q4
-from q4core import memory
+from q4core import memory, preparation
 from q4core.memory import (
     apply_input_policy,
     apply_mutable_policy,
@@ -120,3 +120,120 @@ def test_clone_is_an_ordinary_tensor_in_inference_mode() -> None:
     with torch.inference_mode():
         placed, _ = apply_mutable_policy(torch.ones(3), DISABLED, device="cpu", environment={})
     assert not placed.is_inference()
+
+
+# -- the source of a weight on its way to its device
+
+
+class _OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on a CUDA device."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]  # a property of torch's
+
+
+class _Reading(FakeProvider):
+    """A provider whose device reads system memory where it lies, unless told."""
+
+    def __init__(self, *, result: Any = None, fails: bool = False, is_shy: bool = False) -> None:
+        super().__init__()
+        self.result, self.fails, self.is_shy = result, fails, is_shy
+        self.mapped: set[int] = set()
+
+    def map(self, tensor: torch.Tensor, *, device: torch.device) -> Any:
+        """Give the very bytes, or what was told."""
+        self.calls.append("map")
+        if self.fails:
+            raise RuntimeError("cudaErrorNotSupported")
+        if self.is_shy or self.result is not None:
+            return self.result
+        self.mapped.add(tensor.data_ptr())
+        return tensor.as_subclass(_OnCuda)
+
+    def placement_of(self, tensor: torch.Tensor) -> memory.Placement | None:
+        """Name the attribute."""
+        return memory.Placement("pageable", "integrated=1") if tensor.data_ptr() in self.mapped else None
+
+
+def test_a_source_that_the_device_reads_in_place_is_not_copied() -> None:
+    """A provider that maps gives the same bytes on the device; the decision says where, and by which attribute."""
+    provider, source = _Reading(), torch.ones(8)
+    placed, decision = memory.apply_source_policy(source, REQUIRE, device="cuda", providers=[provider], environment={})
+    assert placed.data_ptr() == source.data_ptr()
+    assert (decision.action, decision.bytes) == ("mapped", 0)
+    assert decision.placement == memory.Placement("pageable", "integrated=1")
+    assert "pageable memory (integrated=1)" in decision.reason
+    assert provider.calls == ["is_available", "map"]
+    # What a backend keeps of it is not promoted again.
+    kept, decision = apply_policy(placed, REQUIRE, device="cuda", providers=[provider], environment={})
+    assert (kept is placed, decision.action) == (True, "left")
+    assert "pageable memory (integrated=1)" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [
+        _Reading(is_shy=True),
+        _Reading(fails=True),
+        _Reading(result=7),
+        _Reading(result=torch.ones(8)),
+        _Reading(result=torch.ones(8).as_subclass(_OnCuda)),
+        _Reading(result=torch.ones(7).as_subclass(_OnCuda)),
+        FakeProvider(),
+    ],
+    ids=["shy", "fails", "no tensor", "on the CPU", "other bytes", "other shape", "maps nothing"],
+)
+def test_a_source_that_is_not_mapped_is_written_once(provider: FakeProvider) -> None:
+    """Where the device can't read it in place, or the provider gives something else, it is promoted, by one copy."""
+    placed, decision = memory.apply_source_policy(
+        torch.arange(8.0), PREFER, device="cuda", providers=[provider], environment={}
+    )
+    assert (decision.action, decision.bytes) == ("promoted", 32)
+    assert provider.calls.count("to_managed") == 1
+    assert provider.options == {"device": torch.device("cuda"), "read_mostly": True, "prefetch": True}
+    assert torch.equal(placed, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("policy", [DISABLED, PREFER, REQUIRE])
+def test_a_source_arrives_whatever_stands_against_it(policy: q4.UnifiedMemoryPolicy) -> None:
+    """Without a provider, or with one that fails, the source is moved plainly: what is prepared of it is judged."""
+    source = torch.arange(8.0)
+    for providers in ([], [Broken("to_managed")], [FakeProvider(is_available=False)]):
+        placed, decision = memory.apply_source_policy(
+            source, policy, device="meta", providers=providers, environment={}
+        )
+        assert placed.device.type == "meta"
+        assert decision.action == ("left" if policy is DISABLED else "fallback")
+        same, decision = memory.apply_source_policy(source, policy, device="cpu", providers=providers, environment={})
+        assert (same is source, decision.action) == (True, "left")
+
+
+def test_a_layers_source_is_brought_by_the_policy() -> None:
+    """Preparing on another device brings each tensor of the weight by the policy: mapped under it, moved without."""
+    weight = q4.quantize(torch.randn(16, 64), "nf4")
+    provider = _Reading()
+
+    class _Plugin:
+        @q4.hookimpl
+        def q4_memory_providers(self) -> list[FakeProvider]:
+            return [provider]
+
+    registry = q4.Registry([("reading", _Plugin())])
+    moved = preparation._moved(weight, torch.device("cuda"), q4.SessionConfig(unified_memory=PREFER), registry)
+    assert [tensor.data_ptr() for _, tensor in moved.tensors()] == [t.data_ptr() for _, t in weight.tensors()]
+    plain = preparation._moved(weight, torch.device("meta"), q4.SessionConfig(unified_memory=DISABLED), registry)
+    assert plain.device.type == "meta"
+    assert provider.calls.count("map") == len(list(weight.tensors()))
+
+
+def test_placement_of_that_raises_is_told() -> None:
+    """A provider whose optional answer fails loses the answer, not the tensor."""
+
+    class Mute(FakeProvider):
+        def placement_of(self, tensor: torch.Tensor) -> None:
+            raise RuntimeError("cudaErrorUnknown")
+
+    provider = Mute()
+    placed, decision = apply_policy(torch.ones(3), REQUIRE, device="cpu", providers=[provider], environment={})
+    assert (decision.action, decision.placement) == ("promoted", None)
+    assert "placement_of raised RuntimeError" in decision.reason
+    assert torch.equal(placed, torch.ones(3))

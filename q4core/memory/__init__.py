@@ -5,11 +5,19 @@ Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing
 reports it. Only a provider allocates managed memory; the core has none of its own.
 """
 
-from q4core.memory.contract import DISABLE_VARIABLE, Availability, MemoryAction, MemoryDecision, MemoryProvider
+from q4core.memory.contract import (
+    DISABLE_VARIABLE,
+    Availability,
+    MemoryAction,
+    MemoryDecision,
+    MemoryProvider,
+    Placement,
+)
 from q4core.memory.placing import (
     apply_input_policy,
     apply_mutable_policy,
     apply_policy,
+    apply_source_policy,
     detached_copy,
     managed_empty,
     release_input,
@@ -21,9 +29,11 @@ __all__ = [
     "MemoryAction",
     "MemoryDecision",
     "MemoryProvider",
+    "Placement",
     "apply_input_policy",
     "apply_mutable_policy",
     "apply_policy",
+    "apply_source_policy",
     "detached_copy",
     "managed_empty",
     "release_input",

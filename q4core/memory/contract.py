@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
     from q4core.policy import UnifiedMemoryPolicy
 
-__all__ = ["DISABLE_VARIABLE", "Availability", "MemoryAction", "MemoryDecision", "MemoryProvider"]
+__all__ = ["DISABLE_VARIABLE", "Availability", "MemoryAction", "MemoryDecision", "MemoryProvider", "Placement"]
 
 DISABLE_VARIABLE = "Q4_DISABLE_UM"
 
-MemoryAction = Literal["left", "promoted", "prefetched", "refused", "fallback"]
+MemoryAction = Literal["left", "promoted", "mapped", "prefetched", "refused", "fallback"]
 
 
 def _to_dict(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,11 +44,33 @@ class Availability:
         return self.is_available
 
 
+@attrs.frozen
+class Placement:
+    """Which of the memories that CPU and GPU share a tensor lies in.
+
+    Args:
+        kind: ``"managed"``: the driver's own. ``"pageable"``: ordinary system memory, which the GPU reads where it
+            lies. ``"pinned"``: system memory that stays put, mapped for the GPU.
+        decided_by: The device attribute that decided, with its value: ``"concurrentManagedAccess=1"``.
+    """
+
+    kind: str
+    decided_by: str
+
+    def __str__(self) -> str:
+        """Return both, as decisions tell them."""
+        return f"{self.kind} memory ({self.decided_by})"
+
+
 @runtime_checkable
 class MemoryProvider(Protocol):
     """Allocates managed memory: one virtual address for CPU and GPU. Comes from a plugin, through a hook.
 
     A method that can't do its duty raises; the core turns that into a fallback or an error, as the policy says.
+
+    Optional methods: ``map(tensor, *, device) -> Tensor | None``, a tensor on ``device`` over the very bytes of a CPU
+    tensor, which it keeps alive, or None where the device can't read those well; and
+    ``placement_of(tensor) -> Placement | None``, where a tensor of this provider's lies, mapped ones included.
     """
 
     name: str
@@ -97,13 +119,15 @@ class MemoryDecision:
     Args:
         policy: The policy that was applied.
         action: ``"left"``: stays where it is, as the policy wants it, or because it is managed already. ``"promoted"``:
-            copied into managed memory. ``"prefetched"``: managed already; its pages were moved to the device.
-            ``"fallback"``: preferred and impossible; stays where it is. ``"refused"``: required and impossible; such a
-            decision is found in the ``details["decision"]`` of the ``UnifiedMemoryError``.
+            copied into managed memory. ``"mapped"``: read by the device where it lies, uncopied. ``"prefetched"``:
+            managed already; its pages were moved to the device. ``"fallback"``: preferred and impossible; stays where
+            it is. ``"refused"``: required and impossible; such a decision is found in the ``details["decision"]`` of
+            the ``UnifiedMemoryError``.
         reason: One sentence that says why.
         provider: Name of the provider that holds the tensor, or None.
         attributes: The facts that decided: the providers' device attributes, or what torch says of the device.
         bytes: Bytes put into managed memory by this decision; 0 unless promoted.
+        placement: Where the tensor lies now, and which device attribute decided that; None where nobody tells.
     """
 
     policy: UnifiedMemoryPolicy
@@ -112,3 +136,4 @@ class MemoryDecision:
     provider: str | None = None
     attributes: Mapping[str, Any] = attrs.field(factory=dict, converter=_to_dict, hash=False)
     bytes: int = 0
+    placement: Placement | None = None

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import PLUGIN_FAULTS, PluginError
+from q4core.errors import PLUGIN_FAULTS
+from q4core.memory.answers import is_on, managed_by, mapped_by
 from q4core.memory.search import Search, told
 from q4core.policy import UnifiedMemoryPolicy
 
@@ -20,6 +21,7 @@ __all__ = [
     "apply_input_policy",
     "apply_mutable_policy",
     "apply_policy",
+    "apply_source_policy",
     "detached_copy",
     "managed_empty",
     "release_input",
@@ -53,6 +55,57 @@ def apply_policy(
     """
     search = Search("weight", tensor, policy, device, providers, environment)
     return _promoted(search, tensor, read_mostly=True, prefetch=True)
+
+
+def apply_source_policy(
+    tensor: torch.Tensor,
+    policy: UnifiedMemoryPolicy,
+    *,
+    device: torch.device | str,
+    providers: Iterable[MemoryProvider] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Bring a tensor of a weight to the device that will prepare it, with as few copies as the policy allows.
+
+    Where the device reads it in place (a mapped checkpoint, say), nothing is copied; else it is written once, into
+    managed memory, so that a backend that keeps it as it is has it there already. Whatever stands against that, it
+    arrives: what a backend makes of it is what ``apply_policy`` judges.
+
+    Args:
+        tensor: Any shape and dtype; it is neither changed nor, unless mapped, kept.
+        policy: What is asked for.
+        device: Who will compute with it.
+        providers: Asked in the order of their names; the first that can, does.
+        environment: Taken instead of ``os.environ``.
+
+    Returns:
+        A tensor on ``device``, and the decision.
+
+    Raises:
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        InputError: ``tensor`` is no strided tensor.
+    """
+    search = Search("weight", tensor, policy, device, providers, environment)
+    if is_on(tensor, search.device):
+        return tensor, search.decide("left", "on its device already")
+    if search.is_idle:
+        return tensor.to(search.device), search.idle_decision()
+    for provider in search.usable:
+        try:
+            mapped = mapped_by(provider, tensor.detach(), search.device)
+            if mapped is not None:
+                return mapped, search.decide("mapped", "read where it lies", provider, tensor=mapped)
+        except PLUGIN_FAULTS as error:
+            search.reasons.append(f"{provider.name}: map: {told(error)}")
+    for provider in search.usable:
+        try:
+            managed = managed_by(provider, tensor.detach(), device=search.device, read_mostly=True, prefetch=True)
+        except PLUGIN_FAULTS as error:
+            search.reasons.append(f"{provider.name}: to_managed: {told(error)}")
+            continue
+        reason = f"copied into memory of {provider.name}"
+        return managed, search.decide("promoted", reason, provider, tensor.nbytes, tensor=managed)
+    return tensor.to(search.device), search.decide("fallback", search.complaint())
 
 
 def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
@@ -126,8 +179,8 @@ def apply_input_policy(
         try:
             holder.prefetch(x, search.device)
         except PLUGIN_FAULTS as error:
-            return x, search.decide("left", f"already managed; prefetch raised {told(error)}", holder)
-        return x, search.decide("prefetched", "already managed; its pages move to the device", holder)
+            return x, search.decide("left", f"already managed; prefetch raised {told(error)}", holder, tensor=x)
+        return x, search.decide("prefetched", "already managed; its pages move to the device", holder, tensor=x)
     if policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
         if search.usable:
             return x, search.decide("left", "in ordinary memory; activations are never copied under PREFER_UNIFIED")
@@ -199,10 +252,10 @@ def _promoted(
         return tensor, search.idle_decision()
     holder = search.holder_of(tensor)
     if holder is not None:
-        return tensor, search.decide("left", "already managed", holder)
+        return tensor, search.decide("left", "already managed", holder, tensor=tensor)
     for provider in search.usable:
         promote = functools.partial(
-            _managed_by, provider, device=search.device, read_mostly=read_mostly, prefetch=prefetch
+            managed_by, provider, device=search.device, read_mostly=read_mostly, prefetch=prefetch
         )
         try:
             if search.is_activation:
@@ -214,7 +267,8 @@ def _promoted(
             continue
         if not search.is_activation:
             managed.requires_grad_(tensor.requires_grad)
-        return managed, search.decide("promoted", f"copied into memory of {provider.name}", provider, tensor.nbytes)
+        reason = f"copied into memory of {provider.name}"
+        return managed, search.decide("promoted", reason, provider, tensor.nbytes, tensor=managed)
     if search.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
         return tensor, search.decide("fallback", search.complaint())
     raise search.refusal()
@@ -231,18 +285,3 @@ class _Promotion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.to(ctx.home), None
-
-
-def _managed_by(
-    provider: MemoryProvider, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
-) -> torch.Tensor:
-    """Return the provider's copy, after a look at whether it is what was asked for."""
-    managed = provider.to_managed(tensor, device=device, read_mostly=read_mostly, prefetch=prefetch)
-    if not isinstance(managed, torch.Tensor):
-        raise PluginError("to_managed", name="result", rule="a tensor", value=type(managed).__name__)
-    if (managed.shape, managed.dtype) != (tensor.shape, tensor.dtype):
-        wanted, got = (f"{item.dtype} {list(item.shape)}" for item in (tensor, managed))
-        raise PluginError("to_managed", name="result", rule=wanted, value=got)
-    if not provider.is_managed(managed):
-        raise PluginError("to_managed", name="result", rule="in managed memory", value="ordinary memory")
-    return managed

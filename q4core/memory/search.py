@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError, UnifiedMemoryError
-from q4core.memory.contract import DISABLE_VARIABLE, Availability, MemoryAction, MemoryDecision, MemoryProvider
+from q4core.memory.contract import (
+    DISABLE_VARIABLE,
+    Availability,
+    MemoryAction,
+    MemoryDecision,
+    MemoryProvider,
+    Placement,
+)
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
@@ -84,10 +91,10 @@ class Search:
         return MemoryDecision(policy=self.policy, action="left", reason=reason, attributes=facts)
 
     def holder_of(self, tensor: torch.Tensor) -> MemoryProvider | None:
-        """Return the usable provider in whose memory the tensor lies already."""
+        """Return the usable provider in whose memory the tensor lies already, mapped memory included."""
         for provider in self.usable:
             try:
-                if provider.is_managed(tensor):
+                if provider.is_managed(tensor) or _placement(provider, tensor) is not None:
                     return provider
             except PLUGIN_FAULTS as error:
                 self.reasons.append(f"{provider.name}: is_managed raised {told(error)}")
@@ -97,15 +104,29 @@ class Search:
         """Return everything that stood against managed memory."""
         return "; ".join(self.reasons)
 
-    def decide(
-        self, action: MemoryAction, reason: str, provider: MemoryProvider | None = None, size_bytes: int = 0
+    def decide(  # the facts of a decision
+        self,
+        action: MemoryAction,
+        reason: str,
+        provider: MemoryProvider | None = None,
+        size_bytes: int = 0,
+        *,
+        tensor: torch.Tensor | None = None,
     ) -> MemoryDecision:
-        """Return the decision, with the facts that decided."""
+        """Return the decision, with the facts that decided; of ``tensor``, where it lies now."""
+        placement = None
+        if provider is not None and tensor is not None:
+            try:
+                placement = _placement(provider, tensor)
+            except PLUGIN_FAULTS as error:
+                reason = f"{reason}; placement_of raised {told(error)}"
+        if placement is not None:
+            reason = f"{reason}: {placement}"
         attributes = dict(self.attributes)
         if action in {"fallback", "refused"}:
             attributes = {**_device_facts(self.device), "provider": None, **attributes}
         name = None if provider is None else provider.name
-        return MemoryDecision(self.policy, action, reason, name, attributes, size_bytes)
+        return MemoryDecision(self.policy, action, reason, name, attributes, size_bytes, placement)
 
     def refuse_early(self) -> None:
         """Raise before anything is copied where it is known already that nobody can."""
@@ -126,6 +147,13 @@ class Search:
             attributes=decision.attributes,
             decision=decision,
         )
+
+
+def _placement(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | None:
+    """Return what a provider with the optional ``placement_of`` says."""
+    ask: Any = getattr(provider, "placement_of", None)
+    answer: object = ask(tensor) if callable(ask) else None
+    return answer if isinstance(answer, Placement) else None
 
 
 def _to_device(device: torch.device | str) -> torch.device:

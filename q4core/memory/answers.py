@@ -1,0 +1,50 @@
+"""What a provider gives, looked at before anybody relies on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.errors import PluginError
+
+if TYPE_CHECKING:
+    from q4core.memory.contract import MemoryProvider
+
+__all__ = ["is_on", "managed_by", "mapped_by"]
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is on a device; one without a number is any of its type."""
+    index: int | None = device.index  # torch says that it is never None
+    return tensor.device == device or (index is None and tensor.device.type == device.type)
+
+
+def managed_by(
+    provider: MemoryProvider, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+) -> torch.Tensor:
+    """Return the provider's copy, after a look at whether it is what was asked for."""
+    managed = provider.to_managed(tensor, device=device, read_mostly=read_mostly, prefetch=prefetch)
+    if not isinstance(managed, torch.Tensor):
+        raise PluginError("to_managed", name="result", rule="a tensor", value=type(managed).__name__)
+    if (managed.shape, managed.dtype) != (tensor.shape, tensor.dtype):
+        wanted, got = (f"{item.dtype} {list(item.shape)}" for item in (tensor, managed))
+        raise PluginError("to_managed", name="result", rule=wanted, value=got)
+    if not provider.is_managed(managed):
+        raise PluginError("to_managed", name="result", rule="in managed memory", value="ordinary memory")
+    return managed
+
+
+def mapped_by(provider: MemoryProvider, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """Return the tensor as the device reads it in place, after a look at whether it is; None where nobody can."""
+    offer: Any = getattr(provider, "map", None)
+    mapped: object = offer(tensor, device=device) if callable(offer) else None
+    if mapped is None:
+        return None
+    if not isinstance(mapped, torch.Tensor):
+        raise PluginError("map", name="result", rule="a tensor or None", value=type(mapped).__name__)
+    facts = [(item.dtype, item.shape, item.data_ptr()) for item in (mapped, tensor)]
+    if facts[0] != facts[1] or not is_on(mapped, device):
+        value = f"{mapped.dtype} {list(mapped.shape)} on {mapped.device}"
+        raise PluginError("map", name="result", rule=f"the same tensor, on {device}", value=value)
+    return mapped
