@@ -1,0 +1,11 @@
+"""What goes wrong below."""
+
+from __future__ import annotations
+
+from q4core import UnifiedMemoryError
+
+__all__ = ["DriverFaultError"]
+
+
+class DriverFaultError(UnifiedMemoryError):
+    """A call of CUDA's runtime failed; ``details`` has the ``call`` and the runtime's ``status``."""

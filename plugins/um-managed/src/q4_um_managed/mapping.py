@@ -1,0 +1,52 @@
+"""``MappedMemory``: system memory that a GPU reads where it lies, kept until the GPU has done so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from q4_um_managed.driver import Driver
+    from q4core.memory import Placement
+
+__all__ = ["MappedMemory"]
+
+
+class MappedMemory:
+    """A CPU tensor's memory behind a CUDA tensor, whose storage keeps this.
+
+    Args:
+        tensor: The CPU tensor.
+        driver: CUDA's runtime.
+        device: The number of the device that reads it.
+        placement: ``"pageable"``, and the attribute that allowed it.
+    """
+
+    __slots__ = ("__weakref__", "_device", "_driver", "_process", "_tensor", "placement")
+
+    kept: list[torch.Tensor] = []  # noqa: RUF012  # of the process, as what it holds back
+    """What went during the capture of a graph, whose replays may read it: the device can't be awaited then."""
+
+    def __init__(self, tensor: torch.Tensor, driver: Driver, device: int, placement: Placement) -> None:
+        self._tensor, self._driver, self._device, self.placement = tensor, driver, device, placement
+        self._process = os.getpid()
+
+    def holds(self, address: int) -> bool:
+        """Return whether a storage at an address is this memory's."""
+        return address == self._tensor.data_ptr()
+
+    def __del__(self) -> None:
+        """Wait for the device: unmapping memory under a kernel would end the process."""
+        if sys.is_finalizing() or os.getpid() != self._process:
+            return
+        with contextlib.suppress(Exception):
+            if self._driver.is_capturing(self._device):
+                self.kept.append(self._tensor)
+                return
+            self._driver.synchronise(self._device)
+            return
+        self.kept.append(self._tensor)

@@ -1,0 +1,65 @@
+"""Which memory a tensor is put into, and by which device attribute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q4core import UnifiedMemoryError
+from q4core.memory import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["choose", "reads_system_memory"]
+
+
+def reads_system_memory(attributes: Mapping[str, int]) -> str | None:
+    """Return the attribute by which a GPU reads ordinary system memory well, where it lies; None where it doesn't.
+
+    ``pageableMemoryAccess`` alone is not enough: without the host's own page tables, or its own memory, each page
+    crosses the bus when it is touched, and a file's pages again and again.
+    """
+    if not attributes.get("pageableMemoryAccess"):
+        return None
+    for name in ("pageableMemoryAccessUsesHostPageTables", "integrated"):
+        if attributes.get(name):
+            return name
+    return None
+
+
+def choose(attributes: Mapping[str, int], *, wish: str = "auto", is_readable_in_place: bool = False) -> Placement:
+    """Return where a tensor goes.
+
+    Args:
+        attributes: The device's.
+        wish: ``"auto"``, or ``"managed"``, ``"pageable"``, ``"pinned"``: obeyed or refused.
+        is_readable_in_place: Whether the tensor lies in system memory in a way that a GPU could read.
+
+    Raises:
+        UnifiedMemoryError: The device's attributes allow none, or not the one that was wished for.
+    """
+    reader = reads_system_memory(attributes)
+    if wish in {"auto", "pageable"} and is_readable_in_place and (reader or _is_wished(wish, attributes)):
+        return Placement("pageable", f"{reader or 'pageableMemoryAccess'}=1")
+    if wish in {"auto", "managed"} and attributes.get("managedMemory"):
+        name = "concurrentManagedAccess"
+        return Placement("managed", f"{name}=1" if attributes.get(name) else f"managedMemory=1, {name}=0")
+    if wish in {"auto", "pinned"} and attributes.get("canMapHostMemory") and attributes.get("unifiedAddressing"):
+        return Placement("pinned", "canMapHostMemory=1")
+    rules = {
+        "managed": "of a device with managedMemory=1",
+        "pageable": "16-byte aligned system memory, of a device with pageableMemoryAccess=1",
+        "pinned": "of a device with canMapHostMemory=1 and unifiedAddressing=1",
+    }
+    raise UnifiedMemoryError(
+        "unified memory",
+        name="placement",
+        rule=rules.get(wish, "possible: managed, pageable or pinned memory"),
+        value=wish,
+        hint="Leave the placement to 'auto', or ask for PREFER_UNIFIED.",
+        attributes=attributes,
+    )
+
+
+def _is_wished(wish: str, attributes: Mapping[str, int]) -> bool:
+    return wish == "pageable" and bool(attributes.get("pageableMemoryAccess"))

@@ -1,0 +1,337 @@
+"""``Pool``: blocks that are handed out, come back by themselves, and wait for the device before they go out again.
+
+Freeing managed memory waits for the whole device, so blocks are kept for the next tensor of their size, up to a bound.
+As with torch's own allocator, a block belongs to the stream that was current when it was taken. It may go out again
+once that stream, the stream that was current when it came back, and every stream named to ``record_stream`` have
+passed; at once, if all of those are the stream of whoever takes it next. The CPU, which follows no stream, waits.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import attrs
+
+from q4_um_managed.faults import DriverFaultError
+from q4core import LifecycleError, UnifiedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4_um_managed.budget import Budget
+    from q4_um_managed.driver import Driver
+    from q4core.memory import Placement
+
+__all__ = ["Block", "Lease", "Pool", "PoolStats", "rounded"]
+
+_SMALLEST = 4096
+_STEPS = 8
+
+
+def rounded(size: int) -> int:
+    """Return the size of the block for a tensor: eight sizes for each doubling, so at most an eighth is idle."""
+    if size <= _SMALLEST:
+        return _SMALLEST
+    step = max(_SMALLEST, 1 << ((size - 1).bit_length() - _STEPS.bit_length()))
+    return -(-size // step) * step
+
+
+@attrs.define(eq=False)
+class Block:
+    """A piece of memory.
+
+    Args:
+        address: Where it is, for CPU and GPU.
+        size: Its bytes.
+        device: Whose it is.
+        is_pinned: Whether it is pinned host memory; managed otherwise.
+        events: Behind the device work that may still use it, with the stream of each.
+        is_unsure: Whether only waiting for the whole device tells that it is free.
+        is_read_mostly: Whether the driver was told so.
+    """
+
+    address: int
+    size: int
+    device: int
+    is_pinned: bool
+    events: list[tuple[int, int]] = attrs.field(factory=list)
+    is_unsure: bool = False
+    is_read_mostly: bool = False
+
+
+class Lease:
+    """A block in somebody's hands: torch's storages keep it, and when the last one goes, the block comes back."""
+
+    __slots__ = ("__weakref__", "_start", "block", "placement", "pool", "size", "streams")
+
+    def __init__(self, pool: Pool, block: Block, size: int, placement: Placement, stream: int) -> None:
+        self.pool = pool
+        self.block: Block | None = block
+        self._start = block.address
+        self.size = size
+        self.placement = placement
+        self.streams = {stream}
+
+    def holds(self, address: int) -> bool:
+        """Return whether a storage at an address is this memory's, given back or not."""
+        return self._start <= address < self._start + max(1, self.size)
+
+    def require_block(self) -> Block:
+        """Return the block.
+
+        Raises:
+            LifecycleError: It was given back.
+        """
+        if self.block is None:
+            raise LifecycleError("unified memory", name="memory", rule="in use", value="given back by free()")
+        return self.block
+
+    def wait(self) -> None:
+        """Wait for the device work of whoever had the block before."""
+        block = self.block
+        if block is not None and block.events:
+            self.pool.wait_for(block)
+
+    def give_back(self) -> None:
+        """Let the pool have the block again; doing so twice is allowed."""
+        block, self.block = self.block, None
+        if block is not None:
+            self.pool.take_back(block, self.streams)
+
+    def __del__(self) -> None:
+        """Let the pool have the block again."""
+        self.give_back()
+
+
+@attrs.frozen
+class PoolStats:
+    """What a pool holds and has done.
+
+    Args:
+        in_use_bytes: In somebody's hands, rounded sizes.
+        cached_bytes: Kept for the next.
+        allocations: Blocks that the driver gave.
+        frees: Blocks that the driver got back; each waited for the device.
+        reuses: Blocks that went out again.
+        lost: Blocks that the driver refused to take back.
+    """
+
+    in_use_bytes: int
+    cached_bytes: int
+    allocations: int
+    frees: int
+    reuses: int
+    lost: int
+
+
+class Pool:
+    """Blocks of managed and of pinned memory.
+
+    Args:
+        driver: CUDA's runtime.
+        budget: Who says whether more may be taken.
+        max_cached_bytes: What is kept at most, of all sizes together.
+    """
+
+    def __init__(self, driver: Driver, budget: Budget, *, max_cached_bytes: int) -> None:
+        self._driver, self._budget, self._max_cached_bytes = driver, budget, max_cached_bytes
+        self._lock = threading.Lock()  # guards _cached and the counts; nothing waits for it in a finaliser
+        self._growing = threading.Lock()  # one allocation at a time, so that two can't both take what is left
+        self._cached: collections.OrderedDict[int, Block] = collections.OrderedDict()  # by address, oldest first
+        self._kin: dict[tuple[int, int, bool], dict[int, Block]] = {}  # the same, by size, device and kind
+        self._returned: collections.deque[Block] = collections.deque()  # appended to by finalisers, in any thread
+        self._process = os.getpid()
+        self._in_use = self._cached_bytes = self._allocations = self._frees = self._reuses = self._lost = 0
+
+    def take(  # the facts of one block
+        self,
+        size: int,
+        device: int,
+        attributes: Mapping[str, int],
+        placement: Placement,
+        *,
+        is_for_cpu: bool,
+    ) -> Lease:
+        """Hand out a block.
+
+        Args:
+            size: Bytes that are needed.
+            device: Whose memory.
+            attributes: The device's.
+            placement: ``"managed"`` or ``"pinned"``.
+            is_for_cpu: Whether the CPU touches it first; then the device is waited for.
+
+        Raises:
+            LifecycleError: A CUDA graph is being captured.
+            UnifiedMemoryError: It does not fit into the budget, or the driver has none.
+        """
+        if self._driver.is_capturing(device):
+            raise LifecycleError(
+                "unified memory",
+                name="memory",
+                rule="taken before a CUDA graph is captured",
+                hint="Make the tensor first; a graph replays with its address.",
+            )
+        stream = self._driver.stream(device)
+        is_pinned = placement.kind == "pinned"
+        block = self._reused(rounded(size), device, stream, is_pinned=is_pinned)
+        if block is None:
+            with self._growing:
+                block = self._grown(rounded(size), device, attributes, is_pinned=is_pinned)
+        lease = Lease(self, block, size, placement, stream)
+        if is_for_cpu:
+            lease.wait()
+        return lease
+
+    def _reused(self, size: int, device: int, stream: int, *, is_pinned: bool) -> Block | None:
+        self._settle()
+        with self._lock:
+            kin = self._kin.get((size, device, is_pinned), {}).values()
+            found = next((block for block in kin if self._is_free_for(block, stream)), None)
+            if found is not None:
+                self._remove(found)
+                self._in_use += size
+                self._reuses += 1
+        self._settle()
+        return found
+
+    def _is_free_for(self, block: Block, stream: int) -> bool:
+        """Drop the events that have passed; say whether the others are of the stream itself."""
+        try:
+            while block.events and not block.is_unsure:
+                event, _ = block.events[-1]
+                if not self._driver.is_done(event):
+                    return all(behind == stream for _, behind in block.events)
+                block.events.pop()
+                self._driver.forget(event)
+        except DriverFaultError:
+            block.is_unsure = True
+        return not block.is_unsure
+
+    def _remove(self, block: Block) -> None:
+        """Take a block out of those that are kept; the lock is held."""
+        del self._cached[block.address]
+        del self._kin[block.size, block.device, block.is_pinned][block.address]
+        self._cached_bytes -= block.size
+
+    def _grown(self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool) -> Block:
+        on_host = is_pinned or bool(attributes.get("integrated"))
+        try:
+            self._budget.require(size, device, attributes, on_host=on_host)
+            address = self._allocated(size, device, is_pinned=is_pinned)
+        except UnifiedMemoryError:
+            if not self.trim():
+                raise
+            self._budget.require(size, device, attributes, on_host=on_host)
+            address = self._allocated(size, device, is_pinned=is_pinned)
+        with self._lock:
+            self._allocations += 1
+            self._in_use += size
+        block = Block(address, size, device, is_pinned)
+        if not is_pinned and attributes.get("concurrentManagedAccess"):
+            # The driver backs managed memory at its first touch, and counts it as free until then.
+            with contextlib.suppress(DriverFaultError):
+                self._driver.prefetch(address, size, device, device)
+                stream = self._driver.stream(device)
+                block.events.append((self._driver.record(stream, device), stream))
+                self.wait_for(block)
+        return block
+
+    def _allocated(self, size: int, device: int, *, is_pinned: bool) -> int:
+        allocate = self._driver.allocate_pinned if is_pinned else self._driver.allocate_managed
+        return allocate(size, device)
+
+    def wait_for(self, block: Block) -> None:
+        """Wait for the device work that may still use a block."""
+        while block.events:
+            event, _ = block.events[-1]
+            self._driver.wait_for(event)
+            block.events.pop()
+            self._driver.forget(event)
+
+    def take_back(self, block: Block, streams: set[int]) -> None:
+        """Have a block again. Called by finalisers: raises nothing, and waits for no lock."""
+        if sys.is_finalizing() or os.getpid() != self._process:
+            return  # the process ends and its memory with it; a forked child has no CUDA
+        try:
+            if self._driver.is_capturing(block.device):
+                block.is_unsure = True
+            else:
+                for stream in {*streams, self._driver.stream(block.device)}:
+                    block.events.append((self._driver.record(stream, block.device), stream))
+        except Exception:  # noqa: BLE001  # nobody hears a finaliser; waiting for the whole device is right for any cause
+            block.is_unsure = True
+        self._returned.append(block)
+        with contextlib.suppress(Exception):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Put what came back with the rest, and give the driver what is above the bound.
+
+        Whoever finds the lock taken leaves it to its holder, who looks again after letting go.
+        """
+        while self._returned:
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                while self._returned:
+                    block = self._returned.popleft()
+                    self._cached[block.address] = block
+                    self._kin.setdefault((block.size, block.device, block.is_pinned), {})[block.address] = block
+                    self._cached_bytes += block.size
+                    self._in_use -= block.size
+                surplus = self._surplus(self._max_cached_bytes)
+            finally:
+                self._lock.release()
+            self._free(surplus)
+
+    def _surplus(self, bound: int) -> list[Block]:
+        """Take the oldest blocks out until no more than ``bound`` bytes are left; the lock is held."""
+        surplus = []
+        while self._cached_bytes > bound:
+            block = next(iter(self._cached.values()))
+            self._remove(block)
+            surplus.append(block)
+        return surplus
+
+    def _free(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            try:
+                for event, _ in block.events:
+                    self._driver.forget(event)
+                block.events.clear()
+                free = self._driver.free_pinned if block.is_pinned else self._driver.free_managed
+                free(block.address, block.device)
+            except DriverFaultError:
+                self._lost += 1
+                continue
+            self._frees += 1
+
+    def trim(self, max_cached_bytes: int = 0) -> int:
+        """Give the driver what is kept, down to a bound; returns the bytes that went."""
+        self._settle()
+        with self._lock:
+            before = self._cached_bytes
+            surplus = self._surplus(max_cached_bytes)
+            gone = before - self._cached_bytes
+        self._free(surplus)
+        self._settle()
+        return gone
+
+    def stats(self) -> PoolStats:
+        """Return what the pool holds and has done."""
+        self._settle()
+        with self._lock:
+            return PoolStats(
+                in_use_bytes=self._in_use,
+                cached_bytes=self._cached_bytes,
+                allocations=self._allocations,
+                frees=self._frees,
+                reuses=self._reuses,
+                lost=self._lost,
+            )

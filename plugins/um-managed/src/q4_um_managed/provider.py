@@ -1,0 +1,448 @@
+"""``ManagedProvider``: q4core's memory provider over CUDA's managed, pageable and pinned memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_um_managed.budget import Budget, host_memory
+from q4_um_managed.driver import CPU, Driver, Missing, find_driver
+from q4_um_managed.dual import DualView
+from q4_um_managed.faults import DriverFaultError
+from q4_um_managed.mapping import MappedMemory
+from q4_um_managed.placing import choose, reads_system_memory
+from q4_um_managed.pool import Lease, Pool, PoolStats
+from q4core import ConfigError, InputError, UnifiedMemoryError
+from q4core.memory import Availability, Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
+
+MAX_CACHED_BYTES = 256 << 20
+"""Kept by the pool for the next tensors, unless told."""
+_ADVICE = ("read_mostly", "preferred_location", "accessed_by")
+_PLACEMENTS = ("auto", "managed", "pageable", "pinned")
+
+
+class ManagedProvider:
+    """Managed memory: one address, which the CPU and the GPU both use.
+
+    Nothing is loaded or asked until the first question; the answers are remembered. All methods may be called by any
+    thread.
+
+    Args:
+        find: Finds CUDA's runtime, or says what is missing.
+        host: Gives the host's available and whole memory.
+        max_cached_bytes: What the pool keeps at most for the next tensors.
+    """
+
+    name = "um-managed"
+
+    def __init__(
+        self,
+        find: Callable[[], Driver | Missing] = find_driver,
+        *,
+        host: Callable[[], tuple[int, int]] = host_memory,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
+    ) -> None:
+        self._find, self._host, self._max_cached_bytes = find, host, max_cached_bytes
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._found: Driver | Missing | None = None
+        self._pool: Pool | None = None
+        self._facts: dict[int, dict[str, int]] = {}
+        self._answers: dict[tuple[str, int | None], Availability] = {}
+        # By torch's storage object: an address may have passed on to another tensor while an old one still lives.
+        self._owners: weakref.WeakValueDictionary[int, Lease | MappedMemory] = weakref.WeakValueDictionary()
+        self.hints_refused = 0
+        """How often the driver did not take a hint (advice, prefetch) that was given on the way."""
+
+    # -- questions
+
+    def is_available(self, device: torch.device) -> Availability:
+        """Return whether managed memory can be had that ``device`` reaches, and by which attributes."""
+        index: int | None = device.index  # torch says that it is never None
+        if index is None and isinstance(self._found, Driver):
+            index = self._current()
+        key = (device.type, index)
+        answer = self._answers.get(key)
+        if answer is None or os.getpid() != self._process:
+            answer = self._answer(device)
+            self._answers[key] = answer
+        return answer
+
+    def _current(self) -> int | None:
+        try:
+            return self._driver().current_device()
+        except UnifiedMemoryError:
+            return None
+
+    def _answer(self, device: torch.device) -> Availability:
+        if device.type not in {"cpu", "cuda"}:
+            return Availability(
+                is_available=False,
+                reason=f"managed memory is for CPU and CUDA devices, not for {device}",
+                attributes={"device_type": device.type},
+            )
+        try:
+            driver = self._driver()
+            index, count = self._index(device), driver.device_count()
+            if index >= count:
+                reason = f"there is no device cuda:{index}: there are {count}"
+                return Availability(is_available=False, reason=reason, attributes={"cuda_device_count": count})
+            attributes = self._attributes(index)
+        except UnifiedMemoryError as error:
+            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown"))}
+            return Availability(is_available=False, reason=_told(error), attributes=facts)
+        refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors())
+        if refusal is not None:
+            return Availability(is_available=False, reason=refusal, attributes=attributes)
+        decided = choose(attributes, wish="managed").decided_by
+        return Availability(
+            is_available=True, reason=f"cuda:{index} has managed memory ({decided})", attributes=attributes
+        )
+
+    def is_managed(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor's memory is managed, by the driver's own word."""
+        address = _address(tensor)
+        found = self._found
+        if address == 0 or not isinstance(found, Driver) or os.getpid() != self._process:
+            return False  # who never found a driver has handed nothing out
+        return found.kind_of(address) == "managed"
+
+    def placement_of(self, tensor: torch.Tensor) -> Placement | None:
+        """Return where a tensor of this provider's lies, and which attribute decided it; None for any other memory."""
+        owner = self._owner_of(tensor)
+        if owner is not None:
+            return owner.placement
+        return Placement("managed", "pointerGetAttributes") if self.is_managed(tensor) else None
+
+    def stats(self) -> PoolStats:
+        """Return what the pool holds and has done."""
+        return PoolStats(0, 0, 0, 0, 0, 0) if self._pool is None else self._pool.stats()
+
+    # -- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a contiguous managed tensor with unspecified content: on the CPU or on a CUDA device, as asked.
+
+        Raises:
+            UnifiedMemoryError: There is none, or it does not fit into the budget; with the numbers.
+            LifecycleError: A CUDA graph is being captured.
+        """
+        self._require(device)
+        return self._empty(shape, dtype, device, choose(self._attributes(self._index(device)), wish="managed"))
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        """Return a copy in managed memory that ``device`` reaches; errors as for ``empty``.
+
+        Args:
+            tensor: Any strided tensor.
+            device: Who will compute with it.
+            read_mostly: Written once, then only read.
+            prefetch: Move the pages to ``device`` now.
+        """
+        managed = self.empty(tuple(tensor.shape), tensor.dtype, device).copy_(tensor.detach())
+        index = self._index(device)
+        if self._attributes(index)["concurrentManagedAccess"]:
+            size = max(1, managed.nbytes)
+            address = _address(managed)
+            if read_mostly:
+                self._hint(lambda: self._driver().advise(address, size, "read_mostly", index))
+                self._lease_of(managed, "to_managed").require_block().is_read_mostly = True
+            if prefetch:
+                self._hint(lambda: self.prefetch(managed, device))
+        return managed
+
+    def prefetch(self, tensor: torch.Tensor, device: torch.device) -> None:
+        """Queue the move of a managed tensor's pages to ``device``; the address stays.
+
+        Where the driver moves pages by itself alone (``concurrentManagedAccess=0``, pinned or pageable memory, a graph
+        that is being captured) nothing is done.
+
+        Raises:
+            UnifiedMemoryError: The driver refuses.
+        """
+        driver, index = self._driver(), self._index(device)
+        placement = self.placement_of(tensor)
+        if placement is None or placement.kind != "managed" or not tensor.numel():
+            return
+        if not self._attributes(index)["concurrentManagedAccess"] or driver.is_capturing(index):
+            return
+        start, size = _span(tensor)
+        driver.prefetch(start, size, CPU if device.type == "cpu" else index, index)
+
+    def advise(self, tensor: torch.Tensor, advice: str, device: torch.device, *, is_set: bool = True) -> None:
+        """Tell the driver how a managed tensor will be used.
+
+        Args:
+            tensor: In managed memory.
+            advice: ``"read_mostly"``, ``"preferred_location"`` or ``"accessed_by"``.
+            device: Whom the advice names.
+            is_set: False takes the advice back.
+
+        Raises:
+            ConfigError: There is no such advice.
+            UnifiedMemoryError: The driver refuses.
+        """
+        if advice not in _ADVICE:
+            rule = f"one of {', '.join(_ADVICE)}"
+            raise ConfigError("advice on managed memory", name="advice", rule=rule, value=advice)
+        driver, index = self._driver(), self._index(device)
+        if not tensor.numel():
+            return
+        start, size = _span(tensor)
+        driver.advise(start, size, advice, CPU if device.type == "cpu" else index, is_set=is_set)
+        owner = self._owner_of(tensor)
+        if advice == "read_mostly" and is_set and isinstance(owner, Lease) and owner.block is not None:
+            owner.block.is_read_mostly = True
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Take a tensor's memory back once the device work queued so far is done; nothing may use it afterwards.
+
+        Raises:
+            InputError: The memory is not this provider's.
+            LifecycleError: It was given back before.
+        """
+        lease = self._lease_of(tensor, "free")
+        lease.require_block()
+        lease.give_back()
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """Keep the memory, once it comes back, until a further stream has passed, as ``Tensor.record_stream`` does.
+
+        Args:
+            tensor: This provider's.
+            stream: The handle of a stream that uses it and was not current when the tensor was made.
+
+        Raises:
+            InputError: The memory is not this provider's.
+        """
+        self._lease_of(tensor, "record_stream").streams.add(stream)
+
+    def trim(self) -> int:
+        """Give the driver all that the pool keeps; returns the bytes that went. Waits for the device."""
+        return 0 if self._pool is None else self._pool.trim()
+
+    # -- further placements
+
+    def place(
+        self, tensor: torch.Tensor, *, device: torch.device, placement: str = "auto"
+    ) -> tuple[torch.Tensor, Placement]:
+        """Return a tensor with the same values in memory that CPU and GPU share, and where that is.
+
+        Args:
+            tensor: Any strided tensor.
+            device: A CUDA device.
+            placement: ``"auto"``; ``"pageable"``: the very same bytes, uncopied; ``"managed"``; ``"pinned"``.
+
+        Raises:
+            ConfigError: There is no such placement, or ``device`` is no CUDA device.
+            UnifiedMemoryError: The device's attributes don't allow it; with their values.
+        """
+        if placement not in _PLACEMENTS or device.type != "cuda":
+            wrong = placement not in _PLACEMENTS
+            rule = f"one of {', '.join(_PLACEMENTS)}" if wrong else "a CUDA device"
+            name, value = ("placement", placement) if wrong else ("device", str(device))
+            raise ConfigError("placing a tensor", name=name, rule=rule, value=value)
+        attributes = self._attributes(self._index(device))
+        chosen = choose(attributes, wish=placement, is_readable_in_place=_is_readable_in_place(tensor))
+        if chosen.kind == "pageable":
+            return self._mapped(tensor, device, chosen), chosen
+        return self._empty(tuple(tensor.shape), tensor.dtype, device, chosen).copy_(tensor.detach()), chosen
+
+    def map(self, tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor | None:
+        """Return a CUDA tensor over the same bytes as a CPU tensor, where the device reads those well; else None.
+
+        A mapped checkpoint becomes a CUDA tensor so, without a copy. The CPU tensor is kept as long as the other.
+
+        Raises:
+            UnifiedMemoryError: The driver or torch refuses.
+        """
+        if device.type != "cuda" or not _is_readable_in_place(tensor) or not self.is_available(device):
+            return None
+        if reads_system_memory(self._attributes(self._index(device))) is None:
+            return None
+        return self.place(tensor, device=device, placement="pageable")[0]
+
+    def dual_view(self, tensor: torch.Tensor, *, device: torch.device | None = None) -> DualView:
+        """Return a CPU side and a CUDA side of the same bytes.
+
+        Args:
+            tensor: This provider's, contiguous, managed or pinned.
+            device: The CUDA device of the other side; the tensor's own unless told.
+
+        Raises:
+            InputError: The memory is not this provider's, or the tensor is not contiguous.
+        """
+        lease = self._lease_of(tensor, "dual_view")
+        block = lease.require_block()
+        if not tensor.is_contiguous() or not tensor.numel():
+            value = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+            raise InputError("dual_view", name="tensor", rule="contiguous, and not empty", value=value)
+        driver, index = self._driver(), block.device if device is None else self._index(device)
+        attributes = self._attributes(index)
+        start, size = _span(tensor)
+
+        def typed(raw: torch.Tensor) -> torch.Tensor:
+            self._owners[_storage(raw)] = lease
+            return raw.view(tensor.dtype).view(tensor.shape)
+
+        is_concurrent = block.is_pinned or bool(attributes["concurrentManagedAccess"])
+        if is_concurrent and tensor.device.type != "cpu":
+            lease.wait()  # the CPU side follows no stream
+        cuda = tensor if tensor.device.type == "cuda" else typed(driver.cuda_bytes(lease, start, size, index))
+
+        def make_cpu() -> torch.Tensor:
+            lease.wait()
+            return (
+                tensor if tensor.device.type == "cpu" and is_concurrent else typed(driver.cpu_bytes(lease, start, size))
+            )
+
+        return DualView(cuda, make_cpu, driver, index, attributes, is_concurrent=is_concurrent)
+
+    # -- inside
+
+    def _driver(self) -> Driver:
+        """Return CUDA's runtime.
+
+        Raises:
+            UnifiedMemoryError: There is none; the facts are in its attributes.
+        """
+        with self._lock:
+            if os.getpid() != self._process and isinstance(self._found, Driver):
+                raise UnifiedMemoryError(
+                    "unified memory",
+                    name="process",
+                    rule="the one that first used CUDA",
+                    value="a fork of it",
+                    hint="Start processes by spawn.",
+                    attributes={"is_fork": True},
+                )
+            if self._found is None:
+                self._found = self._find()
+                self._process = os.getpid()
+                if isinstance(self._found, Driver):
+                    budget = Budget(self._found, self._host)
+                    self._pool = Pool(self._found, budget, max_cached_bytes=self._max_cached_bytes)
+        if isinstance(self._found, Missing):
+            raise UnifiedMemoryError(self._found.reason, attributes=self._found.facts)
+        return self._found
+
+    def _index(self, device: torch.device) -> int:
+        index: int | None = device.index if device.type == "cuda" else None  # torch says that it is never None
+        return self._driver().current_device() if index is None else index
+
+    def _attributes(self, index: int) -> dict[str, int]:
+        known = self._facts.get(index)
+        if known is None:
+            known = self._facts[index] = self._driver().attributes(index)
+        return known
+
+    def _require(self, device: torch.device) -> None:
+        answer = self.is_available(device)
+        if not answer:
+            rule = f"managed memory for device {device}"
+            raise UnifiedMemoryError(
+                "unified memory", name="memory", rule=rule, value=answer.reason, attributes=answer.attributes
+            )
+
+    def _empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, placement: Placement
+    ) -> torch.Tensor:
+        driver, index = self._driver(), self._index(device)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        pool: Any = self._pool
+        lease: Lease = pool.take(
+            max(1, size), index, self._attributes(index), placement, is_for_cpu=device.type == "cpu"
+        )
+        block = lease.require_block()
+        if block.is_read_mostly:
+            self._hint(lambda: driver.advise(block.address, block.size, "read_mostly", index, is_set=False))
+            block.is_read_mostly = False
+        # A storage of no bytes would have no address to tell the memory by.
+        if device.type == "cpu":
+            raw = driver.cpu_bytes(lease, block.address, max(1, size))
+        else:
+            address = driver.device_address(block.address) if block.is_pinned else block.address
+            raw = driver.cuda_bytes(lease, address, max(1, size), index)
+        self._owners[_storage(raw)] = lease
+        return raw[:size].view(dtype).view(shape)
+
+    def _mapped(self, tensor: torch.Tensor, device: torch.device, placement: Placement) -> torch.Tensor:
+        driver, index = self._driver(), self._index(device)
+        start, size = _span(tensor)
+        memory = MappedMemory(tensor.detach(), driver, index, placement)
+        raw = driver.cuda_bytes(memory, start, size, index)
+        self._owners[_storage(raw)] = memory
+        return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _owner_of(self, tensor: torch.Tensor) -> Lease | MappedMemory | None:
+        owner = self._owners.get(_storage(tensor))
+        if owner is None or not owner.holds(_address(tensor)):
+            return None
+        return owner
+
+    def _lease_of(self, tensor: torch.Tensor, what: str) -> Lease:
+        owner = self._owner_of(tensor)
+        if not isinstance(owner, Lease):
+            raise InputError(
+                f"{what} of {self.name}", name="tensor", rule="in memory of this provider", value="other memory"
+            )
+        return owner
+
+    def _hint(self, give: Callable[[], None]) -> None:
+        """Give the driver a hint; the tensor is right without it too."""
+        try:
+            give()
+        except DriverFaultError:
+            self.hints_refused += 1
+
+
+def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: bool) -> str | None:
+    if not attributes["managedMemory"]:
+        return "the device has no managed memory (managedMemory=0)"
+    if device.type == "cpu" and not attributes["concurrentManagedAccess"]:
+        return (
+            "the CPU may not touch managed memory while a kernel runs (concurrentManagedAccess=0); "
+            "a dual view hands out its side in turns"
+        )
+    if device.type == "cuda" and not has_cuda:
+        return "this torch makes no CUDA tensors (torch.cuda.is_available() is False)"
+    return None
+
+
+def _told(error: UnifiedMemoryError) -> str:
+    return error.what if error.rule is None else f"{error.name} must be {error.rule}, got {error.value}"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch's own identity of a storage
+    return key
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's first element is, and how many bytes there are up to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+_ALIGNMENT = 16
+"""Bytes that a kernel may load at once."""
+
+
+def _is_readable_in_place(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.data_ptr() % _ALIGNMENT == 0

@@ -1,0 +1,142 @@
+"""Dual views: two sides of the same bytes, in turns where the device wants turns."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from pretended_driver import CONCURRENT, CUDA, LEGACY, Pretended, pretend
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from q4_um_managed import DualView
+
+CPU = torch.device("cpu")
+
+
+def _view(attributes: dict[str, int], placement: str = "managed") -> tuple[Pretended, DualView]:
+    case = pretend(attributes)
+    tensor, _ = case.provider.place(torch.zeros(2, 3), device=CUDA, placement=placement)
+    return case, case.provider.dual_view(tensor)
+
+
+@pytest.mark.parametrize(("attributes", "placement"), [(CONCURRENT, "managed"), (LEGACY, "pinned")])
+def test_both_sides_are_the_same_bytes(attributes: dict[str, int], placement: str) -> None:
+    """What one side writes the other reads, with shape and dtype, and no byte is copied."""
+    case, view = _view(attributes, placement)
+    assert view.is_concurrent
+    cpu, cuda = view.cpu, view.cuda
+    assert (cpu.device, cuda.device) == (CPU, CUDA)
+    assert cpu.data_ptr() == cuda.data_ptr()
+    assert cpu.shape == cuda.shape
+    cpu.add_(2.0)
+    assert cuda.sum() == 12.0
+    cuda.mul_(2.0)
+    assert cpu.sum() == 24.0
+    assert case.provider.placement_of(cpu) == case.provider.placement_of(cuda)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_either_side_keeps_the_memory(device: torch.device) -> None:
+    """The memory lives until both sides and the view are gone, whichever side the view was made of."""
+    case = pretend()
+    tensor = case.provider.to_managed(torch.ones(1000), device=device, read_mostly=False, prefetch=False)
+    view = case.provider.dual_view(tensor, device=CUDA)
+    cpu, cuda = view.cpu, view.cuda
+    del tensor, view, cuda
+    gc.collect()
+    assert case.provider.stats().in_use_bytes == 4096
+    assert cpu.sum() == 1000
+    del cpu
+    gc.collect()
+    assert case.provider.stats().in_use_bytes == 0
+    assert not case.runtime.events or case.provider.trim()
+
+
+def test_the_cpu_side_waits_for_the_fence() -> None:
+    """on_cpu waits for what an on_cuda block queued, on whatever stream, and without waiting refuses, typed."""
+    case, view = _view(CONCURRENT)
+    case.torch.current = 20
+    with view.on_cuda() as tensor:
+        tensor.fill_(5.0)
+        case.runtime.queue(20)
+    case.torch.current = 7
+    with pytest.raises(q4.WriteConflictError, match="still at work"), view.on_cpu(wait=False):
+        pass
+    with view.on_cpu() as tensor:
+        assert case.runtime.done[20] == 1
+        assert tensor.sum() == 30.0
+    with view.on_cpu(wait=False) as tensor:
+        assert tensor.sum() == 30.0
+
+
+def test_a_device_that_is_not_concurrent_takes_turns() -> None:
+    """With concurrentManagedAccess=0 the CPU side is refused by the contract, or handed out when the device rests."""
+    case, view = _view(LEGACY)
+    assert not view.is_concurrent
+    with pytest.raises(q4.UnifiedMemoryError) as caught:
+        _ = view.cpu
+    assert caught.value.attributes == LEGACY
+    assert "concurrentManagedAccess" in str(caught.value)
+    case.runtime.queue(99)  # a kernel that nobody told of
+    with view.on_cpu() as cpu:
+        assert case.runtime.done[99] == 1
+        cpu.fill_(3.0)
+        with pytest.raises(q4.WriteConflictError):
+            _ = view.cuda
+        with pytest.raises(q4.WriteConflictError), view.on_cuda():
+            pass
+    assert cpu.numel() == 0, "a kept tensor can't touch the memory any more"
+    with view.on_cuda() as cuda:
+        assert cuda.sum() == 18.0
+        with pytest.raises(q4.WriteConflictError), view.on_cpu():
+            pass
+    case.runtime.queue(case.torch.current)
+    with pytest.raises(q4.WriteConflictError), view.on_cpu(wait=False):
+        pass
+    with view.on_cpu():
+        pass
+
+
+def test_a_block_that_fails_ends_its_turn() -> None:
+    """An error inside a block leaves the other side usable."""
+    _, view = _view(LEGACY)
+    for side in (view.on_cpu, view.on_cuda):
+        with pytest.raises(RuntimeError, match="boom"), side():
+            raise RuntimeError("boom")
+    with view.on_cuda() as cuda:
+        assert cuda.numel() == 6
+    with view.on_cpu() as cpu:
+        assert cpu.numel() == 6
+
+
+def test_events_go_with_the_view() -> None:
+    """A view keeps one event for each stream at most, and none after its end."""
+    case, view = _view(CONCURRENT)
+    before = len(case.runtime.events)
+    for _ in range(5):
+        case.runtime.queue(case.torch.current)
+        with view.on_cuda():
+            pass
+    assert len(case.runtime.events) == before + 1
+    del view
+    gc.collect()
+    case.runtime.run()
+    case.provider.trim()
+    assert not case.runtime.events
+
+
+def test_only_whole_tensors_of_the_provider_have_two_sides() -> None:
+    """Other memory, a strided view, an empty tensor and one that was given back are refused, typed."""
+    provider = pretend().provider
+    tensor = provider.empty((4, 4), torch.float32, CUDA)
+    for wrong in (torch.zeros(3), tensor.T[:, 1:], provider.empty((0,), torch.float32, CUDA)):
+        with pytest.raises(q4.InputError):
+            provider.dual_view(wrong)
+    assert provider.dual_view(tensor[1:3]).cpu.shape == (2, 4)
+    provider.free(tensor)
+    with pytest.raises(q4.LifecycleError):
+        provider.dual_view(tensor)
