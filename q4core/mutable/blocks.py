@@ -109,6 +109,13 @@ class WriteBlock(Ticket):
         if self.is_admitted:
             self._content.end_write(self, error)
 
+    def withdraw(self) -> None:
+        """Leave before anything was changed, as if it had never been entered."""
+        if self.is_admitted:
+            with self._content.lock:
+                self.is_admitted = False
+                self._content.gate.end_write()
+
     def __del__(self) -> None:
         """Leave word that nobody will end this update."""
         if self.is_admitted:

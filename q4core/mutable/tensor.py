@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -14,11 +14,14 @@ from q4core.mutable.blocks import ReadView, WriteBlock
 from q4core.mutable.content import Content
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
 from q4core.mutable.records import MutableStats, Snapshot
+from q4core.mutable.sides import SideRead, SideWrite, to_side
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from q4core.mutable.sides import Sides
 
 __all__ = ["MutableTensor"]
 
@@ -31,6 +34,8 @@ class MutableTensor:
         mode: How an update and its readers are kept apart.
         name: For messages.
         copy: False takes ``tensor`` itself instead of a copy: for its sole owner, who doesn't touch it again.
+        sides: The CPU side and the CUDA side of ``tensor``'s memory (a provider's ``dual_view``), which ``read`` and
+            ``write`` then give by ``device=``; for ``IN_PLACE`` and ``copy=False``.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so.
@@ -44,9 +49,15 @@ class MutableTensor:
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
         copy: bool = True,
+        sides: Sides | None = None,
     ) -> None:
         label = label_of(name)
         self._mode = to_mode(label, mode)
+        if sides is not None and (copy or self._mode is MutableMode.VERSIONED):
+            raise ConfigError(
+                label, name="sides", rule="None unless IN_PLACE with copy=False, whose address stays", value="given"
+            )
+        self._sides = sides
         check_content(label, tensor, copy=copy)
         self._name = name
         self._content = Content(
@@ -124,20 +135,25 @@ class MutableTensor:
 
     # -- reading
 
-    def read(self, *, timeout: float | None = None) -> ReadView:
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView | SideRead:
         """Return a ``with`` block that gives ``view.tensor`` and ``view.version`` of one whole version, uncopied.
 
         Args:
             timeout: Seconds to wait for the writer, None for no limit. Only ``IN_PLACE`` ever waits.
+            device: ``"cpu"`` or ``"cuda"``: the side to read; None for the tensor as it was given.
 
         Raises:
             LifecycleError: It is closed (on entering, as all that follow). Or an ``IN_PLACE`` block is left after its
                 thread has ended and its turn was given back.
             PoisonedError: The content is unknown; or (on leaving) somebody changed the version while it was read.
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
-            ConfigError: ``timeout`` is not legal.
+            ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        return ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
+        view = ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
+        if device is None:
+            return view
+        side = to_side(self._content.label, self._sides, device)
+        return SideRead(view, cast("Sides", self._sides), side)
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
@@ -182,7 +198,9 @@ class MutableTensor:
 
     # -- writing
 
-    def write(self, *, wait: bool = False, timeout: float | None = None) -> WriteBlock:
+    def write(
+        self, *, wait: bool = False, timeout: float | None = None, device: str | None = None
+    ) -> WriteBlock | SideWrite:
         """Return a ``with`` block that gives the tensor to change in place; on success the version grows by one.
 
         If the block raises, or its thread ends inside it, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE``
@@ -191,6 +209,7 @@ class MutableTensor:
         Args:
             wait: Whether to wait in turn for another writer, instead of a ``WriteConflictError`` at once.
             timeout: Seconds to wait, for the other writer or (``IN_PLACE``, always) for readers; None for no limit.
+            device: ``"cpu"`` or ``"cuda"``: the side to write; None for the tensor as it was given.
 
         Raises:
             WriteConflictError: Another writer is there or waits; the time ran out; or this thread holds a block of
@@ -199,10 +218,14 @@ class MutableTensor:
                 its thread has ended and its turn was given back.
             PoisonedError: The content is unknown.
             InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
-            ConfigError: ``timeout`` is not legal.
+            ConfigError: ``timeout`` or ``device`` is not legal.
         """
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
-        return WriteBlock(self._content, wait, seconds)
+        block = WriteBlock(self._content, wait, seconds)
+        if device is None:
+            return block
+        side = to_side(self._content.label, self._sides, device)
+        return SideWrite(block, cast("Sides", self._sides), side)
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
         """Make a copy of ``tensor`` the next version, in one update and with one copy.

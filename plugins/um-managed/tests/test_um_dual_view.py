@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from pretended_driver import CONCURRENT, CUDA, LEGACY, Pretended, pretend
+from pretended_driver import CONCURRENT, CUDA, LEGACY, Pretended, RuntimeFaultError, pretend
 
 import q4core as q4
 
@@ -140,3 +140,98 @@ def test_only_whole_tensors_of_the_provider_have_two_sides() -> None:
     provider.free(tensor)
     with pytest.raises(q4.LifecycleError):
         provider.dual_view(tensor)
+
+
+# -- a mutable tensor with two sides
+
+
+def _state(case: Pretended) -> q4.MutableTensor:
+    """Return a mutable tensor over the CPU side, which a torch without CUDA takes for a plain tensor."""
+    tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
+    view = case.provider.dual_view(tensor)
+    return q4.MutableTensor(view.cpu, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
+
+
+def test_a_mutable_tensor_has_two_sides() -> None:
+    """Each side writes and reads the same content at the same address; versions count both, and nothing is copied."""
+    case = pretend()
+    state = _state(case)
+    with state.write(device="cpu") as tensor:
+        tensor.add_(1.0)
+        address = tensor.data_ptr()
+    case.torch.current = 30
+    with state.write(device="cuda") as tensor:
+        assert (tensor.device, tensor.data_ptr()) == (CUDA, address)
+        tensor.mul_(3.0)
+        case.runtime.queue(30)
+    assert case.runtime.done[30] == 1, "the update is whole before anybody is let in"
+    case.torch.current = 7
+    for device in ("cpu", "cuda", None):
+        with state.read(device=device) as view:
+            assert view.version == 2
+            assert view.tensor.sum() == 12.0
+            assert view.tensor.data_ptr() == address
+    assert (state.stats().copies, state.stats().writes) == (0, 2)
+    with pytest.raises(q4.LifecycleError):
+        _ = view.tensor
+
+
+def test_sides_keep_each_other_out() -> None:
+    """A writer by one side excludes readers by the other; a failed update poisons both."""
+    case = pretend()
+    state = _state(case)
+    with state.read(device="cuda"), pytest.raises(q4.WriteConflictError), state.write(device="cpu", timeout=0):
+        pass
+    with state.write(device="cpu"), pytest.raises(q4.WriteConflictError), state.read(device="cuda", timeout=0):
+        pass
+    with pytest.raises(RuntimeError, match="boom"), state.write(device="cuda"):
+        raise RuntimeError("boom")
+    for device in ("cpu", "cuda"):
+        with pytest.raises(q4.PoisonedError), state.read(device=device):
+            pass
+    state.reset()
+    with state.read(device="cuda") as view:
+        assert view.tensor.sum() == 0.0
+
+
+@pytest.mark.parametrize("call", ["eventRecord", "eventQuery"])
+def test_a_side_that_fails_before_the_update_changes_nothing(call: str) -> None:
+    """A driver that fails while a side is fetched leaves the tensor healthy, at its version, and free for others."""
+    case = pretend()
+    state = _state(case)
+    case.runtime.fails[call] = RuntimeFaultError(700, "cudaErrorIllegalAddress")
+    with pytest.raises(q4.UnifiedMemoryError), state.write(device="cpu"):
+        raise AssertionError("let in")
+    with pytest.raises(q4.UnifiedMemoryError), state.read(device="cpu"):
+        raise AssertionError("let in")
+    case.runtime.fails.clear()
+    assert (state.version, state.is_poisoned) == (0, False)
+    with state.write(device="cpu") as tensor:
+        tensor.add_(1.0)
+    assert state.version == 1
+
+
+def test_a_fence_that_fails_after_the_update_poisons() -> None:
+    """If the device can't be awaited, nobody knows whether the update is whole."""
+    case = pretend()
+    state = _state(case)
+    with pytest.raises(q4.UnifiedMemoryError), state.write(device="cuda"):
+        case.runtime.fails["eventRecord"] = RuntimeFaultError(700, "cudaErrorIllegalAddress")
+    case.runtime.fails.clear()
+    assert state.is_poisoned
+
+
+def test_sides_are_for_memory_that_stays() -> None:
+    """VERSIONED content moves and a copy lies elsewhere: both refuse sides; without them no device can be named."""
+    case = pretend()
+    tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
+    view = case.provider.dual_view(tensor)
+    for options in ({"copy": False}, {"mode": q4.MutableMode.IN_PLACE}):
+        with pytest.raises(q4.ConfigError):
+            q4.MutableTensor(view.cpu, sides=view, **options)
+    state = q4.MutableTensor(torch.zeros(4))
+    for call in (state.read, state.write):
+        with pytest.raises(q4.ConfigError, match="sides"):
+            call(device="cpu")
+    with pytest.raises(q4.ConfigError, match="'cpu', 'cuda'"):
+        _state(case).read(device="cuda:0")

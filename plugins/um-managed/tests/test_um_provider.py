@@ -44,6 +44,7 @@ assert not [name for name in sys.modules if name.startswith("cupy")]
 def test_the_pretended_runtime_has_cupys_functions() -> None:
     """Each function of the pretended runtime is one of CuPy's, with as many arguments, and each constant is there."""
     from cupy.cuda import runtime as real  # noqa: PLC0415  # slow, and wanted here alone
+
     ours = [name for name, value in vars(Runtime).items() if callable(value) and re.match(r"[a-z]+[A-Z]|free$", name)]
     assert len(ours) > 15
     for name in ours:

@@ -132,6 +132,10 @@ class DualView:
                 with self._lock:
                     self._cuda_turns -= 1
 
+    def settle(self) -> None:
+        """Wait for what this thread and ``on_cuda`` blocks have queued."""
+        self._settle(wait=True)
+
     def _fence(self) -> None:
         stream = self._driver.stream(self._device)
         if self._driver.is_capturing(self._device):
