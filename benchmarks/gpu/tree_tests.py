@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["FOLDERS", "command", "files_of", "run"]
 
 _ROOT = Path(__file__).parents[2]
-FOLDERS = ("plugins/triton-kernels/tests", "plugins/nf4-cuda/tests", "plugins/nvfp4-native/tests", "tests")
+FOLDERS = (
+    "plugins/triton-kernels/tests",
+    "plugins/nf4-cuda/tests",
+    "plugins/nvfp4-native/tests",
+    "plugins/um-managed/tests",
+    "tests",
+)
 _NOTHING_COLLECTED = 5
 _MARK = re.compile(r"^(@|pytestmark = .*)pytest\.mark\.gpu", re.MULTILINE)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_um_managed import ManagedProvider
-from q4_um_managed.driver import ATTRIBUTES, Driver, Missing
+from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -251,4 +251,4 @@ def pretend(
 
 def missing(reason: str = "there is no CUDA driver (libcuda.so.1) on this machine") -> ManagedProvider:
     """Return a provider on a machine without a driver."""
-    return ManagedProvider(lambda: Missing(reason, {"cupy": True, "cuda_driver": False}))
+    return ManagedProvider(lambda: Missing(reason, {"cupy": True, "cuda_driver": False, **UNASKED}))

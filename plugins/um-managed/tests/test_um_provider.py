@@ -16,6 +16,7 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Runtime, Runti
 
 import q4core as q4
 from q4_um_managed import ManagedProvider, q4_memory_providers
+from q4_um_managed.driver import UNASKED
 from q4core.memory import MemoryProvider, Placement
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_a_driver_that_fails_is_a_refusal(call: str) -> None:
             continue
         assert not answer
         assert "cudaErrorInsufficientDriver" in answer.reason
-        assert answer.attributes == {"cuda_error": "35"}
+        assert answer.attributes == {"cuda_error": "35", **UNASKED}
 
 
 def test_a_torch_without_cuda_refuses_cuda_tensors_alone() -> None:
@@ -128,7 +129,7 @@ def test_without_a_driver_every_answer_says_so() -> None:
     for device in (CPU, CUDA):
         answer = provider.is_available(device)
         assert not answer
-        assert answer.attributes == {"cupy": True, "cuda_driver": False}
+        assert answer.attributes == {"cupy": True, "cuda_driver": False, **UNASKED}
     assert not provider.is_managed(torch.zeros(3))
     assert provider.placement_of(torch.zeros(3)) is None
     assert provider.map(torch.zeros(4), device=CUDA) is None
@@ -171,7 +172,8 @@ def test_a_requirement_fails_fast_with_every_attribute(attributes: dict[str, int
             session.linear(weight)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.010
-    for key, value in (attributes or {"cupy": True, "cuda_driver": False}).items():
+    nobody_asked: dict[str, object] = {"cupy": True, "cuda_driver": False, **UNASKED}
+    for key, value in (attributes or nobody_asked).items():
         assert f"{key}={value}" in str(caught.value)
 
 

@@ -19,7 +19,7 @@ from q4_um_managed.faults import DriverFaultError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ATTRIBUTES", "CPU", "Driver", "MemoryKind", "Missing", "TorchSide", "find_driver"]
+__all__ = ["ATTRIBUTES", "CPU", "UNASKED", "Driver", "MemoryKind", "Missing", "TorchSide", "find_driver"]
 
 CPU = -1
 """cudaCpuDeviceId."""
@@ -35,6 +35,9 @@ ATTRIBUTES = {
     "integrated": "cudaDevAttrIntegrated",
 }
 """The device attributes that decide, by the driver's names and by CuPy's."""
+
+UNASKED: dict[str, None] = dict.fromkeys(ATTRIBUTES)
+"""What is told of the attributes where there is nobody to ask."""
 
 MemoryKind = Literal["managed", "host", "device", "unregistered"]
 _KINDS: dict[int, MemoryKind] = {0: "unregistered", 1: "host", 2: "device", 3: "managed"}
@@ -289,7 +292,7 @@ class Missing:
 def find_driver() -> Driver | Missing:
     """Return CUDA's runtime, or the fact that refuses it. Nothing slow is done where there is none."""
     has_cupy, has_library = importlib.util.find_spec("cupy") is not None, _has_library()
-    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": has_library}
+    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": has_library, **UNASKED}
     if not has_library:
         return Missing("there is no CUDA driver (libcuda.so.1) on this machine", facts)
     if not has_cupy:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_um_managed.budget import Budget, host_memory
-from q4_um_managed.driver import CPU, Driver, Missing, find_driver
+from q4_um_managed.driver import CPU, UNASKED, Driver, Missing, find_driver
 from q4_um_managed.dual import DualView
 from q4_um_managed.faults import DriverFaultError
 from q4_um_managed.mapping import MappedMemory
@@ -94,11 +94,14 @@ class ManagedProvider:
             driver = self._driver()
             index, count = self._index(device), driver.device_count()
             if index >= count:
-                reason = f"there is no device cuda:{index}: there are {count}"
-                return Availability(is_available=False, reason=reason, attributes={"cuda_device_count": count})
+                return Availability(
+                    is_available=False,
+                    reason=f"there is no device cuda:{index}: there are {count}",
+                    attributes={"cuda_device_count": count, **UNASKED},
+                )
             attributes = self._attributes(index)
         except UnifiedMemoryError as error:
-            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown"))}
+            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown")), **UNASKED}
             return Availability(is_available=False, reason=_told(error), attributes=facts)
         refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors())
         if refusal is not None:
