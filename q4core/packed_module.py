@@ -57,7 +57,8 @@ class PackedModule(WeightOwner):
         if device != self.device and device.type != "meta":
             config = attrs.evolve(config, device=str(device))
         if self._ready is not None:
-            return self._prepare(self.packed_weight().to(device), dtype, config)
+            weight = self.packed_weight()  # brought to its device by whoever prepares it, as the memory policy says
+            return self._prepare(weight.to(device) if device.type == "meta" else weight, dtype, config)
         buffers = tuple(torch.empty_like(buffer, device=device) for buffer in self._own_buffers())
         return attrs.evolve(self._content(buffers, None), config=config, dtype=dtype, device=device)
 

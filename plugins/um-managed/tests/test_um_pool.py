@@ -43,6 +43,7 @@ def test_one_streams_blocks_go_round_without_waiting() -> None:
     for _ in range(20):
         case.runtime.queue(case.torch.current)
         assert _take(case).data_ptr() == address
+        assert len(case.runtime.events) == 1, "a later event of a stream stands for the earlier ones"
     assert case.runtime.count("mallocManaged") == 1
     assert case.runtime.synchronised == 0
     assert case.runtime.count("eventSynchronize") == before

@@ -50,7 +50,7 @@ class Block:
         size: Its bytes.
         device: Whose it is.
         is_pinned: Whether it is pinned host memory; managed otherwise.
-        events: Behind the device work that may still use it, with the stream of each.
+        events: By stream, the one behind the device work that may still use it.
         is_unsure: Whether only waiting for the whole device tells that it is free.
         is_read_mostly: Whether the driver was told so.
     """
@@ -59,7 +59,7 @@ class Block:
     size: int
     device: int
     is_pinned: bool
-    events: list[tuple[int, int]] = attrs.field(factory=list)
+    events: dict[int, int] = attrs.field(factory=dict)
     is_unsure: bool = False
     is_read_mostly: bool = False
 
@@ -141,6 +141,7 @@ class Pool:
     def __init__(self, driver: Driver, budget: Budget, *, max_cached_bytes: int) -> None:
         self._driver, self._budget, self._max_cached_bytes = driver, budget, max_cached_bytes
         self._lock = threading.Lock()  # guards _cached and the counts; nothing waits for it in a finaliser
+        self._waiting = threading.Lock()
         self._growing = threading.Lock()  # one allocation at a time, so that two can't both take what is left
         self._cached: collections.OrderedDict[int, Block] = collections.OrderedDict()  # by address, oldest first
         self._kin: dict[tuple[int, int, bool], dict[int, Block]] = {}  # the same, by size, device and kind
@@ -204,10 +205,10 @@ class Pool:
         """Drop the events that have passed; say whether the others are of the stream itself."""
         try:
             while block.events and not block.is_unsure:
-                event, _ = block.events[-1]
+                behind, event = next(reversed(block.events.items()))
                 if not self._driver.is_done(event):
-                    return all(behind == stream for _, behind in block.events)
-                block.events.pop()
+                    return block.events.keys() == {stream}
+                del block.events[behind]
                 self._driver.forget(event)
         except DriverFaultError:
             block.is_unsure = True
@@ -238,7 +239,7 @@ class Pool:
             with contextlib.suppress(DriverFaultError):
                 self._driver.prefetch(address, size, device, device)
                 stream = self._driver.stream(device)
-                block.events.append((self._driver.record(stream, device), stream))
+                block.events[stream] = self._driver.record(stream, device)
                 self.wait_for(block)
         return block
 
@@ -248,11 +249,12 @@ class Pool:
 
     def wait_for(self, block: Block) -> None:
         """Wait for the device work that may still use a block."""
-        while block.events:
-            event, _ = block.events[-1]
-            self._driver.wait_for(event)
-            block.events.pop()
-            self._driver.forget(event)
+        with self._waiting:  # a second thread goes on when the events have passed, not when they are taken
+            while block.events:
+                stream, event = next(reversed(block.events.items()))
+                self._driver.wait_for(event)
+                del block.events[stream]
+                self._driver.forget(event)
 
     def take_back(self, block: Block, streams: set[int]) -> None:
         """Have a block again. Called by finalisers: raises nothing, and waits for no lock."""
@@ -263,7 +265,11 @@ class Pool:
                 block.is_unsure = True
             else:
                 for stream in {*streams, self._driver.stream(block.device)}:
-                    block.events.append((self._driver.record(stream, block.device), stream))
+                    event = self._driver.record(stream, block.device)
+                    old = block.events.pop(stream, None)
+                    block.events[stream] = event  # stands for the earlier one too
+                    if old is not None:
+                        self._driver.forget(old)
         except Exception:  # noqa: BLE001  # nobody hears a finaliser; waiting for the whole device is right for any cause
             block.is_unsure = True
         self._returned.append(block)
@@ -302,7 +308,7 @@ class Pool:
     def _free(self, blocks: list[Block]) -> None:
         for block in blocks:
             try:
-                for event, _ in block.events:
+                for event in block.events.values():
                     self._driver.forget(event)
                 block.events.clear()
                 free = self._driver.free_pinned if block.is_pinned else self._driver.free_managed
