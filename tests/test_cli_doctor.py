@@ -10,7 +10,8 @@ import attrs
 import pytest
 import torch
 from commands import answer, process, say
-from fakes import FakeBackend, registry
+from fakes import FakeBackend, plugin, registry
+from managed import ATTRIBUTES, Broken, FakeProvider
 
 import q4core as q4
 from q4core.cli.survey import environment_facts, survey_backends
@@ -113,3 +114,23 @@ def test_doctor_tells_plugin_names_that_fit_nothing() -> None:
     assert "unknown" in told.stdout
     assert "No problems" not in told.stdout
     assert "Traceback" not in told.stderr
+
+
+def test_doctor_tells_what_each_memory_provider_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each provider's answer for each device is shown, with why and by which attributes; one that raises too."""
+    able, unable, broken = FakeProvider("able"), FakeProvider("unable", is_available=False), Broken("is_available")
+    module = plugin(q4_memory_providers=lambda: [able, unable, broken])
+    monkeypatch.setattr("q4core.cli.doctor.default_registry", lambda: q4.Registry([("memory", module)]))
+    told = {item["provider"]: item for item in answer(capsys, "doctor", "--device", "cpu")["memory"]}
+    assert [(item["is_available"], item["device"]) for item in told.values()] == [
+        (True, "cpu"),
+        (False, "cpu"),
+        (False, "cpu"),
+    ]
+    assert told["able"]["attributes"] == told["unable"]["attributes"] == ATTRIBUTES
+    assert "RuntimeError: cudaErrorUnknown" in told["broken"]["reason"]
+    text = say(capsys, "doctor", "--device", "cpu")
+    assert "unified memory for cpu: managed memory" in text
+    assert "no unified memory for cpu: no managed memory" in text

@@ -14,6 +14,7 @@ from q4core.cli.output import clean, open_output, say
 from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions, withheld_lines
 from q4core.cli.table import bytes_text
 from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.memory import availability
 from q4core.registry import default_registry
 from q4core.runtime import MachineFacts, machine_facts
 from q4core.selecting import resolve_device
@@ -57,6 +58,7 @@ def doctor(
             "dialects": sorted({item.name for item in (*SIMPLE_DIALECTS, *registry.dialects())}),
             "checkpoint_readers": [SafetensorsReader.name, *(reader.name for reader in registry.checkpoint_readers())],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
+            "memory": _memory(registry, devices),
             "backends": _backends(registry),
             "verdicts": verdicts,
             "environment": variables,
@@ -72,6 +74,24 @@ def _devices(facts: MachineFacts, config: Any, *, asked: bool) -> list[torch.dev
     if asked:
         return [resolve_device(config, torch.device("cpu"))]
     return [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
+
+
+def _memory(registry: Registry, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
+    """Return what each provider of unified memory says of each device."""
+    found = []
+    for provider in registry.memory_providers():
+        for device in devices:
+            answer = availability(provider, device)
+            found.append(
+                {
+                    "provider": provider.name,
+                    "device": str(device),
+                    "is_available": answer.is_available,
+                    "reason": answer.reason,
+                    "attributes": answer.attributes,
+                }
+            )
+    return found
 
 
 def _backends(registry: Registry) -> list[dict[str, Any]]:
@@ -167,6 +187,10 @@ def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
             say(console, Text(clean(error), style="red"), label=" " * (width + 4))
     kinds = ("dialects", "checkpoint_readers", "memory_providers")
     _lines(console, [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
+    for item in record["memory"]:
+        word = "unified memory" if item["is_available"] else "no unified memory"
+        text = f"{word} for {item['device']}: {item['reason']}"
+        say(console, clean(text), label=f"  {clean(item['provider']):<{_LABEL}}  ")
 
 
 def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing
 reports it. Only a provider allocates managed memory; the core has none of its own.
 """
 
+from q4core.memory.answers import availability
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
     Availability,
@@ -34,6 +35,7 @@ __all__ = [
     "apply_mutable_policy",
     "apply_policy",
     "apply_source_policy",
+    "availability",
     "detached_copy",
     "managed_empty",
     "release_input",

@@ -6,12 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import PluginError
+from q4core.errors import PLUGIN_FAULTS, PluginError
+from q4core.memory.contract import Availability
 
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["is_on", "managed_by", "mapped_by"]
+__all__ = ["availability", "is_on", "managed_by", "mapped_by", "told"]
+
+
+def told(error: BaseException) -> str:
+    """Return an error as decisions quote it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def availability(provider: MemoryProvider, device: torch.device) -> Availability:
+    """Return a provider's answer for a device; one that raises, or answers with something else, is a refusal."""
+    try:
+        answer: Any = provider.is_available(device)
+    except PLUGIN_FAULTS as error:
+        return Availability(is_available=False, reason=f"is_available raised {told(error)}")
+    if not isinstance(answer, Availability):
+        kind = type(answer).__name__
+        return Availability(is_available=False, reason=f"is_available must return Availability, not {kind}")
+    return answer
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:

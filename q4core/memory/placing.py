@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4core.errors import PLUGIN_FAULTS
-from q4core.memory.answers import is_on, managed_by, mapped_by
-from q4core.memory.search import Search, told
+from q4core.memory.answers import is_on, managed_by, mapped_by, told
+from q4core.memory.search import Search
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:

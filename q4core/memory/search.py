@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError, UnifiedMemoryError
+from q4core.memory.answers import availability, told
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
-    Availability,
     MemoryAction,
     MemoryDecision,
     MemoryProvider,
@@ -21,7 +21,7 @@ from q4core.policy import UnifiedMemoryPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Search", "told"]
+__all__ = ["Search"]
 
 
 class Search:
@@ -59,15 +59,7 @@ class Search:
         if not providers:
             self.reasons.append("no provider of unified memory is there")
         for provider in providers:
-            try:
-                answer: Any = provider.is_available(self.device)
-            except PLUGIN_FAULTS as error:
-                self.reasons.append(f"{provider.name}: is_available raised {told(error)}")
-                continue
-            if not isinstance(answer, Availability):
-                kind = type(answer).__name__
-                self.reasons.append(f"{provider.name}: is_available must return Availability, not {kind}")
-                continue
+            answer = availability(provider, self.device)
             prefix = f"{provider.name}." if len(providers) > 1 else ""
             self.attributes |= {f"{prefix}{key}": value for key, value in answer.attributes.items()}
             if answer.is_available:
@@ -191,8 +183,3 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
             "total_memory_bytes": properties.total_memory,
         }
     return facts
-
-
-def told(error: BaseException) -> str:
-    """Return an error as the decision quotes it."""
-    return f"{type(error).__name__}: {error}"
