@@ -417,6 +417,7 @@ def test_a_placement_is_chosen_by_attributes(attributes: dict[str, int], wish: s
         return
     placed, placement = case.provider.place(source, device=CUDA, placement=wish)
     assert placement.kind == expected
+    assert case.provider.is_managed(placed) == (expected == "managed")
     assert any(f"{key}=" in placement.decided_by for key in attributes)
     assert case.provider.placement_of(placed) == placement
     assert torch.equal(placed.as_subclass(torch.Tensor), source)
@@ -431,3 +432,16 @@ def test_placing_refuses_what_it_does_not_know() -> None:
         provider.place(torch.zeros(4), device=CUDA, placement="shared")
     with pytest.raises(q4.ConfigError):
         provider.place(torch.zeros(4), device=CPU)
+
+
+def test_a_recycled_storage_object_is_not_mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may make an ordinary storage where one of ours was, while our memory lives on: its address tells."""
+    provider = pretend().provider
+    tensor = provider.empty((4,), torch.float32, CUDA)
+    key = tensor.untyped_storage()._cdata
+    monkeypatch.setattr("q4_um_managed.provider._storage", lambda _: key)
+    assert provider.placement_of(tensor) is not None
+    assert provider.placement_of(torch.zeros(4)) is None
+    with pytest.raises(q4.InputError):
+        provider.free(torch.zeros(4))
+    assert provider.stats().in_use_bytes == 4096
