@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,9 +18,18 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Runtime, Runti
 import q4core as q4
 from q4_um_managed import ManagedProvider, q4_memory_providers
 from q4_um_managed.driver import UNASKED
-from q4core.memory import MemoryProvider, Placement
+from q4core.memory import MemoryProvider, Placement, apply_source_policy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CPU = torch.device("cpu")
+PREFER = q4.UnifiedMemoryPolicy.PREFER_UNIFIED
+
+
+def _unaligned() -> torch.Tensor:
+    """Return floats at an address that floats can't have."""
+    return torch.frombuffer(bytearray(17), dtype=torch.float32, count=3, offset=1)
 
 
 def _bytes_at(tensor: torch.Tensor) -> bytes:
@@ -372,12 +382,35 @@ def test_a_mapped_file_becomes_a_cuda_tensor_without_a_copy() -> None:
     assert case.runtime.synchronised == before + 1  # a kernel may have been reading it
 
 
+def test_a_checkpoint_is_read_where_it_is_mapped(tmp_path: Path) -> None:
+    """On a device that reads system memory well, every tensor of a checkpoint's weight is the file's own pages."""
+    case = pretend(GB10)
+    weights = {f"layers.{index}": q4.quantize(torch.randn(16, 64), "nvfp4") for index in range(3)}
+    q4.save_checkpoint(tmp_path / "model.safetensors", weights, dialect="modelopt-nvfp4")
+    checkpoint = q4.open(tmp_path / "model.safetensors")
+    for name, written in weights.items():
+        source = checkpoint[name]
+        brought = [
+            apply_source_policy(tensor, PREFER, device=CUDA, providers=[case.provider], environment={})
+            for _, tensor in source.tensors()
+        ]
+        assert [decision.action for _, decision in brought] == ["mapped"] * 3, brought
+        assert [tensor.data_ptr() for tensor, _ in brought] == [tensor.data_ptr() for _, tensor in source.tensors()]
+        placements = {str(decision.placement) for _, decision in brought}
+        assert placements == {"pageable memory (pageableMemoryAccessUsesHostPageTables=1)"}
+        del source
+        gc.collect()
+        for (tensor, _), (_, expected) in zip(brought, written.tensors(), strict=True):
+            assert _bytes_at(tensor) == _bytes_at(expected)
+    assert case.runtime.count("mallocManaged") == 0
+
+
 @pytest.mark.parametrize(
     ("attributes", "tensor", "device"),
     [
         (CONCURRENT, torch.zeros(8), CUDA),
         (CONCURRENT | {"pageableMemoryAccess": 1}, torch.zeros(8), CUDA),
-        (GB10, torch.zeros(9, dtype=torch.uint8)[1:], CUDA),
+        (GB10, _unaligned(), CUDA),
         (GB10, torch.zeros(0), CUDA),
         (GB10, torch.zeros(8), CPU),
     ],

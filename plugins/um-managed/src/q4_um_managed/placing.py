@@ -48,7 +48,7 @@ def choose(attributes: Mapping[str, int], *, wish: str = "auto", is_readable_in_
         return Placement("pinned", "canMapHostMemory=1")
     rules = {
         "managed": "of a device with managedMemory=1",
-        "pageable": "16-byte aligned system memory, of a device with pageableMemoryAccess=1",
+        "pageable": "aligned system memory, of a device with pageableMemoryAccess=1",
         "pinned": "of a device with canMapHostMemory=1 and unifiedAddressing=1",
     }
     raise UnifiedMemoryError(

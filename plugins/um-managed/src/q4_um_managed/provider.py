@@ -442,10 +442,12 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-_ALIGNMENT = 16
-"""Bytes that a kernel may load at once."""
-
-
 def _is_readable_in_place(tensor: torch.Tensor) -> bool:
+    # Aligned for its dtype, as any view of a CUDA tensor is: safetensors files promise no more than 8 bytes.
     is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and tensor.device.type == "cpu" and tensor.numel() > 0 and tensor.data_ptr() % _ALIGNMENT == 0
+    return (
+        is_plain
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.data_ptr() % tensor.element_size() == 0
+    )
