@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from q4_um_managed.budget import Budget, host_memory
-from q4_um_managed.driver import CPU, UNASKED, Driver, Missing, find_driver
+from q4_um_managed.driver import CPU, find_driver
 from q4_um_managed.dual import DualView
 from q4_um_managed.faults import DriverFaultError
+from q4_um_managed.machine import Machine
 from q4_um_managed.mapping import MappedMemory
+from q4_um_managed.places import address_of, is_readable_in_place, span_of, storage_of
 from q4_um_managed.placing import choose, reads_system_memory
 from q4_um_managed.pool import Lease, Pool, PoolStats
 from q4core import ConfigError, InputError, UnifiedMemoryError
-from q4core.memory import Availability, Placement
+from q4core.memory import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from q4_um_managed.driver import Driver, Missing
+    from q4core.memory import Availability
 
 __all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
 
@@ -51,13 +55,10 @@ class ManagedProvider:
         host: Callable[[], tuple[int, int]] = host_memory,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
-        self._find, self._host, self._max_cached_bytes = find, host, max_cached_bytes
+        self._machine = Machine(find)
+        self._host, self._max_cached_bytes = host, max_cached_bytes
         self._lock = threading.Lock()
-        self._process = os.getpid()
-        self._found: Driver | Missing | None = None
         self._pool: Pool | None = None
-        self._facts: dict[int, dict[str, int]] = {}
-        self._answers: dict[tuple[str, int | None], Availability] = {}
         # By torch's storage object: an address may have passed on to another tensor while an old one still lives.
         self._owners: weakref.WeakValueDictionary[int, Lease | MappedMemory] = weakref.WeakValueDictionary()
         self.hints_refused = 0
@@ -67,57 +68,14 @@ class ManagedProvider:
 
     def is_available(self, device: torch.device) -> Availability:
         """Return whether managed memory can be had that ``device`` reaches, and by which attributes."""
-        index: int | None = device.index  # torch says that it is never None
-        if index is None and isinstance(self._found, Driver):
-            index = self._current()
-        key = (device.type, index)
-        answer = self._answers.get(key)
-        if answer is None or os.getpid() != self._process:
-            answer = self._answer(device)
-            self._answers[key] = answer
-        return answer
-
-    def _current(self) -> int | None:
-        try:
-            return self._driver().current_device()
-        except UnifiedMemoryError:
-            return None
-
-    def _answer(self, device: torch.device) -> Availability:
-        if device.type not in {"cpu", "cuda"}:
-            return Availability(
-                is_available=False,
-                reason=f"managed memory is for CPU and CUDA devices, not for {device}",
-                attributes={"device_type": device.type},
-            )
-        try:
-            driver = self._driver()
-            index, count = self._index(device), driver.device_count()
-            if index >= count:
-                return Availability(
-                    is_available=False,
-                    reason=f"there is no device cuda:{index}: there are {count}",
-                    attributes={"cuda_device_count": count, **UNASKED},
-                )
-            attributes = self._attributes(index)
-        except UnifiedMemoryError as error:
-            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown")), **UNASKED}
-            return Availability(is_available=False, reason=_told(error), attributes=facts)
-        refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors())
-        if refusal is not None:
-            return Availability(is_available=False, reason=refusal, attributes=attributes)
-        decided = choose(attributes, wish="managed").decided_by
-        return Availability(
-            is_available=True, reason=f"cuda:{index} has managed memory ({decided})", attributes=attributes
-        )
+        return self._machine.availability(device)
 
     def is_managed(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's memory is managed, by the driver's own word."""
-        address = _address(tensor)
-        found = self._found
-        if address == 0 or not isinstance(found, Driver) or os.getpid() != self._process:
-            return False  # who never found a driver has handed nothing out
-        return found.kind_of(address) == "managed"
+        address = address_of(tensor)
+        driver = self._machine.known_driver()
+        # Who never found a driver has handed nothing out.
+        return address != 0 and driver is not None and driver.kind_of(address) == "managed"
 
     def placement_of(self, tensor: torch.Tensor) -> Placement | None:
         """Return where a tensor of this provider's lies, and which attribute decided it; None for any other memory."""
@@ -140,7 +98,9 @@ class ManagedProvider:
             LifecycleError: A CUDA graph is being captured.
         """
         self._require(device)
-        return self._empty(shape, dtype, device, choose(self._attributes(self._index(device)), wish="managed"))
+        return self._empty(
+            shape, dtype, device, choose(self._machine.attributes(self._machine.index(device)), wish="managed")
+        )
 
     def to_managed(
         self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
@@ -154,12 +114,12 @@ class ManagedProvider:
             prefetch: Move the pages to ``device`` now.
         """
         managed = self.empty(tuple(tensor.shape), tensor.dtype, device).copy_(tensor.detach())
-        index = self._index(device)
-        if self._attributes(index)["concurrentManagedAccess"]:
+        index = self._machine.index(device)
+        if self._machine.attributes(index)["concurrentManagedAccess"]:
             size = max(1, managed.nbytes)
-            address = _address(managed)
+            address = address_of(managed)
             if read_mostly:
-                self._hint(lambda: self._driver().advise(address, size, "read_mostly", index))
+                self._hint(lambda: self._machine.driver().advise(address, size, "read_mostly", index))
                 self._lease_of(managed, "to_managed").require_block().is_read_mostly = True
             if prefetch:
                 self._hint(lambda: self.prefetch(managed, device))
@@ -174,13 +134,13 @@ class ManagedProvider:
         Raises:
             UnifiedMemoryError: The driver refuses.
         """
-        driver, index = self._driver(), self._index(device)
+        driver, index = self._machine.driver(), self._machine.index(device)
         placement = self.placement_of(tensor)
         if placement is None or placement.kind != "managed" or not tensor.numel():
             return
-        if not self._attributes(index)["concurrentManagedAccess"] or driver.is_capturing(index):
+        if not self._machine.attributes(index)["concurrentManagedAccess"] or driver.is_capturing(index):
             return
-        start, size = _span(tensor)
+        start, size = span_of(tensor)
         driver.prefetch(start, size, CPU if device.type == "cpu" else index, index)
 
     def advise(self, tensor: torch.Tensor, advice: str, device: torch.device, *, is_set: bool = True) -> None:
@@ -199,10 +159,10 @@ class ManagedProvider:
         if advice not in _ADVICE:
             rule = f"one of {', '.join(_ADVICE)}"
             raise ConfigError("advice on managed memory", name="advice", rule=rule, value=advice)
-        driver, index = self._driver(), self._index(device)
+        driver, index = self._machine.driver(), self._machine.index(device)
         if not tensor.numel():
             return
-        start, size = _span(tensor)
+        start, size = span_of(tensor)
         driver.advise(start, size, advice, CPU if device.type == "cpu" else index, is_set=is_set)
         owner = self._owner_of(tensor)
         if advice == "read_mostly" and is_set and isinstance(owner, Lease) and owner.block is not None:
@@ -256,8 +216,8 @@ class ManagedProvider:
             rule = f"one of {', '.join(_PLACEMENTS)}" if wrong else "a CUDA device"
             name, value = ("placement", placement) if wrong else ("device", str(device))
             raise ConfigError("placing a tensor", name=name, rule=rule, value=value)
-        attributes = self._attributes(self._index(device))
-        chosen = choose(attributes, wish=placement, is_readable_in_place=_is_readable_in_place(tensor))
+        attributes = self._machine.attributes(self._machine.index(device))
+        chosen = choose(attributes, wish=placement, is_readable_in_place=is_readable_in_place(tensor))
         if chosen.kind == "pageable":
             return self._mapped(tensor, device, chosen), chosen
         return self._empty(tuple(tensor.shape), tensor.dtype, device, chosen).copy_(tensor.detach()), chosen
@@ -270,9 +230,9 @@ class ManagedProvider:
         Raises:
             UnifiedMemoryError: The driver or torch refuses.
         """
-        if device.type != "cuda" or not _is_readable_in_place(tensor) or not self.is_available(device):
+        if device.type != "cuda" or not is_readable_in_place(tensor) or not self.is_available(device):
             return None
-        if reads_system_memory(self._attributes(self._index(device))) is None:
+        if reads_system_memory(self._machine.attributes(self._machine.index(device))) is None:
             return None
         return self.place(tensor, device=device, placement="pageable")[0]
 
@@ -291,12 +251,12 @@ class ManagedProvider:
         if not tensor.is_contiguous() or not tensor.numel():
             value = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
             raise InputError("dual_view", name="tensor", rule="contiguous, and not empty", value=value)
-        driver, index = self._driver(), block.device if device is None else self._index(device)
-        attributes = self._attributes(index)
-        start, size = _span(tensor)
+        driver, index = self._machine.driver(), block.device if device is None else self._machine.index(device)
+        attributes = self._machine.attributes(index)
+        start, size = span_of(tensor)
 
         def typed(raw: torch.Tensor) -> torch.Tensor:
-            self._owners[_storage(raw)] = lease
+            self._owners[storage_of(raw)] = lease
             return raw.view(tensor.dtype).view(tensor.shape)
 
         is_concurrent = block.is_pinned or bool(attributes["concurrentManagedAccess"])
@@ -314,41 +274,11 @@ class ManagedProvider:
 
     # -- inside
 
-    def _driver(self) -> Driver:
-        """Return CUDA's runtime.
-
-        Raises:
-            UnifiedMemoryError: There is none; the facts are in its attributes.
-        """
+    def _pool_of(self, driver: Driver) -> Pool:
         with self._lock:
-            if os.getpid() != self._process and isinstance(self._found, Driver):
-                raise UnifiedMemoryError(
-                    "unified memory",
-                    name="process",
-                    rule="the one that first used CUDA",
-                    value="a fork of it",
-                    hint="Start processes by spawn.",
-                    attributes={"is_fork": True},
-                )
-            if self._found is None:
-                self._found = self._find()
-                self._process = os.getpid()
-                if isinstance(self._found, Driver):
-                    budget = Budget(self._found, self._host)
-                    self._pool = Pool(self._found, budget, max_cached_bytes=self._max_cached_bytes)
-        if isinstance(self._found, Missing):
-            raise UnifiedMemoryError(self._found.reason, attributes=self._found.facts)
-        return self._found
-
-    def _index(self, device: torch.device) -> int:
-        index: int | None = device.index if device.type == "cuda" else None  # torch says that it is never None
-        return self._driver().current_device() if index is None else index
-
-    def _attributes(self, index: int) -> dict[str, int]:
-        known = self._facts.get(index)
-        if known is None:
-            known = self._facts[index] = self._driver().attributes(index)
-        return known
+            if self._pool is None:
+                self._pool = Pool(driver, Budget(driver, self._host), max_cached_bytes=self._max_cached_bytes)
+            return self._pool
 
     def _require(self, device: torch.device) -> None:
         answer = self.is_available(device)
@@ -361,11 +291,10 @@ class ManagedProvider:
     def _empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, placement: Placement
     ) -> torch.Tensor:
-        driver, index = self._driver(), self._index(device)
+        driver, index = self._machine.driver(), self._machine.index(device)
         size = torch.Size(shape).numel() * dtype.itemsize
-        pool: Any = self._pool
-        lease: Lease = pool.take(
-            max(1, size), index, self._attributes(index), placement, is_for_cpu=device.type == "cpu"
+        lease = self._pool_of(driver).take(
+            max(1, size), index, self._machine.attributes(index), placement, is_for_cpu=device.type == "cpu"
         )
         block = lease.require_block()
         if block.is_read_mostly:
@@ -377,20 +306,20 @@ class ManagedProvider:
         else:
             address = driver.device_address(block.address) if block.is_pinned else block.address
             raw = driver.cuda_bytes(lease, address, max(1, size), index)
-        self._owners[_storage(raw)] = lease
+        self._owners[storage_of(raw)] = lease
         return raw[:size].view(dtype).view(shape)
 
     def _mapped(self, tensor: torch.Tensor, device: torch.device, placement: Placement) -> torch.Tensor:
-        driver, index = self._driver(), self._index(device)
-        start, size = _span(tensor)
+        driver, index = self._machine.driver(), self._machine.index(device)
+        start, size = span_of(tensor)
         memory = MappedMemory(tensor.detach(), driver, index, placement)
         raw = driver.cuda_bytes(memory, start, size, index)
-        self._owners[_storage(raw)] = memory
+        self._owners[storage_of(raw)] = memory
         return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _owner_of(self, tensor: torch.Tensor) -> Lease | MappedMemory | None:
-        owner = self._owners.get(_storage(tensor))
-        if owner is None or not owner.holds(_address(tensor)):
+        owner = self._owners.get(storage_of(tensor))
+        if owner is None or not owner.holds(address_of(tensor)):
             return None
         return owner
 
@@ -408,46 +337,3 @@ class ManagedProvider:
             give()
         except DriverFaultError:
             self.hints_refused += 1
-
-
-def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: bool) -> str | None:
-    if not attributes["managedMemory"]:
-        return "the device has no managed memory (managedMemory=0)"
-    if device.type == "cpu" and not attributes["concurrentManagedAccess"]:
-        return (
-            "the CPU may not touch managed memory while a kernel runs (concurrentManagedAccess=0); "
-            "a dual view hands out its side in turns"
-        )
-    if device.type == "cuda" and not has_cuda:
-        return "this torch makes no CUDA tensors (torch.cuda.is_available() is False)"
-    return None
-
-
-def _told(error: UnifiedMemoryError) -> str:
-    return error.what if error.rule is None else f"{error.name} must be {error.rule}, got {error.value}"
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch's own identity of a storage
-    return key
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's first element is, and how many bytes there are up to the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (last + 1) * tensor.element_size()
-
-
-def _is_readable_in_place(tensor: torch.Tensor) -> bool:
-    # Aligned for its dtype, as any view of a CUDA tensor is: safetensors files promise no more than 8 bytes.
-    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return (
-        is_plain
-        and tensor.device.type == "cpu"
-        and tensor.numel() > 0
-        and tensor.data_ptr() % tensor.element_size() == 0
-    )

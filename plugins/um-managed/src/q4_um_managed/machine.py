@@ -1,0 +1,137 @@
+"""What this machine has: CUDA's runtime, found once, its devices' attributes, and what they allow."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from q4_um_managed.driver import UNASKED, Driver, Missing
+from q4_um_managed.placing import choose
+from q4core import UnifiedMemoryError
+from q4core.memory import Availability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+__all__ = ["Machine"]
+
+
+class Machine:
+    """CUDA's runtime and its devices. Nothing is loaded or asked until the first question; answers are remembered.
+
+    Args:
+        find: Finds CUDA's runtime, or says what is missing.
+    """
+
+    def __init__(self, find: Callable[[], Driver | Missing]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._found: Driver | Missing | None = None
+        self._facts: dict[int, dict[str, int]] = {}
+        self._answers: dict[tuple[str, int | None], Availability] = {}
+
+    def known_driver(self) -> Driver | None:
+        """Return CUDA's runtime if it was found by now, in this process."""
+        return self._found if isinstance(self._found, Driver) and os.getpid() == self._process else None
+
+    def driver(self) -> Driver:
+        """Return CUDA's runtime.
+
+        Raises:
+            UnifiedMemoryError: There is none; the facts are in its attributes.
+        """
+        with self._lock:
+            if os.getpid() != self._process and isinstance(self._found, Driver):
+                raise UnifiedMemoryError(
+                    "unified memory",
+                    name="process",
+                    rule="the one that first used CUDA",
+                    value="a fork of it",
+                    hint="Start processes by spawn.",
+                    attributes={"is_fork": True},
+                )
+            if self._found is None:
+                self._found = self._find()
+                self._process = os.getpid()
+        if isinstance(self._found, Missing):
+            raise UnifiedMemoryError(self._found.reason, attributes=self._found.facts)
+        return self._found
+
+    def index(self, device: torch.device) -> int:
+        """Return the number of a CUDA device; of any other, and of one without a number, the current one's."""
+        index: int | None = device.index if device.type == "cuda" else None  # torch says that it is never None
+        return self.driver().current_device() if index is None else index
+
+    def attributes(self, index: int) -> dict[str, int]:
+        """Return a device's attributes, asked for once."""
+        known = self._facts.get(index)
+        if known is None:
+            known = self._facts[index] = self.driver().attributes(index)
+        return known
+
+    def availability(self, device: torch.device) -> Availability:
+        """Return whether managed memory can be had that ``device`` reaches, and by which attributes."""
+        index: int | None = device.index  # torch says that it is never None
+        if index is None and isinstance(self._found, Driver):
+            index = self._current()
+        key = (device.type, index)
+        answer = self._answers.get(key)
+        if answer is None or os.getpid() != self._process:
+            answer = self._answer(device)
+            self._answers[key] = answer
+        return answer
+
+    def _current(self) -> int | None:
+        try:
+            return self.driver().current_device()
+        except UnifiedMemoryError:
+            return None
+
+    def _answer(self, device: torch.device) -> Availability:
+        if device.type not in {"cpu", "cuda"}:
+            return Availability(
+                is_available=False,
+                reason=f"managed memory is for CPU and CUDA devices, not for {device}",
+                attributes={"device_type": device.type},
+            )
+        try:
+            driver = self.driver()
+            index, count = self.index(device), driver.device_count()
+            if index >= count:
+                return Availability(
+                    is_available=False,
+                    reason=f"there is no device cuda:{index}: there are {count}",
+                    attributes={"cuda_device_count": count, **UNASKED},
+                )
+            attributes = self.attributes(index)
+        except UnifiedMemoryError as error:
+            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown")), **UNASKED}
+            return Availability(is_available=False, reason=_told(error), attributes=facts)
+        refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors())
+        if refusal is not None:
+            return Availability(is_available=False, reason=refusal, attributes=attributes)
+        decided = choose(attributes, wish="managed").decided_by
+        return Availability(
+            is_available=True, reason=f"cuda:{index} has managed memory ({decided})", attributes=attributes
+        )
+
+
+def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: bool) -> str | None:
+    if not attributes["managedMemory"]:
+        return "the device has no managed memory (managedMemory=0)"
+    if device.type == "cpu" and not attributes["concurrentManagedAccess"]:
+        return (
+            "the CPU may not touch managed memory while a kernel runs (concurrentManagedAccess=0); "
+            "a dual view hands out its side in turns"
+        )
+    if device.type == "cuda" and not has_cuda:
+        return "this torch makes no CUDA tensors (torch.cuda.is_available() is False)"
+    return None
+
+
+def _told(error: UnifiedMemoryError) -> str:
+    return error.what if error.rule is None else f"{error.name} must be {error.rule}, got {error.value}"

@@ -1,0 +1,36 @@
+"""Where a tensor lies: which storage, at which address, over how many bytes."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["address_of", "is_readable_in_place", "span_of", "storage_of"]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return torch's own identity of a tensor's storage, which views and detached aliases share."""
+    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch's own identity of a storage
+    return key
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins; 0 for one without memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's first element is, and how many bytes there are up to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def is_readable_in_place(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in system memory in a way that a GPU could read."""
+    # Aligned for its dtype, as any view of a CUDA tensor is: safetensors files promise no more than 8 bytes.
+    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        is_plain
+        and tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.data_ptr() % tensor.element_size() == 0
+    )
