@@ -7,6 +7,7 @@ import ctypes
 import gc
 import time
 import types
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ import q4_dequant_fallback
 import q4core as q4
 from q4_um_managed import ManagedProvider
 from q4core import UnifiedMemoryPolicy as Policy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 
@@ -133,8 +137,27 @@ def test_a_layer_under_each_policy(provider: ManagedProvider, policy: Policy) ->
         own = provider.stats().in_use_bytes
         layer(x)
         assert provider.stats().in_use_bytes == own, "a temporary outlived its call"
+    del layer, buffers
     gc.collect()
     assert provider.stats().in_use_bytes == held
+
+
+def test_a_checkpoint_is_never_copied_to_plain_memory(provider: ManagedProvider, tmp_path: Path) -> None:
+    """A weight comes from its file into shared memory, uncopied or written once, with no plain device memory taken."""
+    module = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]))
+    registry = q4.Registry([("um", module), ("dequant-fallback", q4_dequant_fallback)])
+    dense = torch.randn(512, 1024, generator=torch.Generator().manual_seed(2))
+    q4.save_checkpoint(tmp_path / "model.safetensors", {"proj": q4.quantize(dense, "nvfp4")}, dialect="modelopt-nvfp4")
+    config = q4.SessionConfig(device="cuda:0", unified_memory=Policy.REQUIRE_UNIFIED)
+    q4.Session(config, registry=registry).linear(q4.open(tmp_path / "model.safetensors")["proj"])  # proves the path
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    layer = q4.Session(config, registry=registry).linear(q4.open(tmp_path / "model.safetensors")["proj"])
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 4096, "the tag alone is plain"
+    kinds = {decision.kind for decision in map(provider.placement_of, layer.buffers()) if decision is not None}
+    is_mapped = provider.map(torch.zeros(16), device=CUDA) is not None
+    assert kinds == {"pageable" if is_mapped else "managed"}
 
 
 def test_a_preferred_activation_is_the_same_storage(provider: ManagedProvider) -> None:

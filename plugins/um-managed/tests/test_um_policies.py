@@ -14,7 +14,7 @@ from pretended_driver import CONCURRENT, Pretended, RuntimeFaultError, pretend
 
 import q4_dequant_fallback
 import q4core as q4
-from q4_um_managed.pool import rounded
+from q4_um_managed.blocks import rounded
 from q4core import UnifiedMemoryPolicy as Policy
 
 POLICIES = [Policy.DISABLED, Policy.PREFER_UNIFIED, Policy.REQUIRE_UNIFIED]

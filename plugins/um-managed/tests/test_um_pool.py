@@ -12,7 +12,7 @@ import torch
 from pretended_driver import CONCURRENT, CUDA, LEGACY, Pretended, RuntimeFaultError, pretend
 
 import q4core as q4
-from q4_um_managed.pool import rounded
+from q4_um_managed.blocks import rounded
 
 CPU = torch.device("cpu")
 SIDE = 8

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4_um_managed.blocks import Lease, PoolStats
 from q4_um_managed.budget import Budget, host_memory
 from q4_um_managed.driver import CPU, find_driver
 from q4_um_managed.dual import DualView
@@ -16,7 +17,7 @@ from q4_um_managed.machine import Machine
 from q4_um_managed.mapping import MappedMemory
 from q4_um_managed.places import address_of, is_readable_in_place, span_of, storage_of
 from q4_um_managed.placing import choose, reads_system_memory
-from q4_um_managed.pool import Lease, Pool, PoolStats
+from q4_um_managed.pool import Pool
 from q4core import ConfigError, InputError, UnifiedMemoryError
 from q4core.memory import Placement
 
