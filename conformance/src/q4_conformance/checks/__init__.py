@@ -3,6 +3,7 @@
 from q4_conformance.checks import (
     calls,
     core,
+    damages,
     device,
     dialect,
     dtypes,
@@ -22,6 +23,7 @@ from q4_conformance.checks import (
 __all__ = [
     "calls",
     "core",
+    "damages",
     "device",
     "dialect",
     "dtypes",
