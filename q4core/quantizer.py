@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from q4core.formats import ScaleKind
     from q4core.packing import Packing
     from q4core.registry import Registry
-    from q4core.selection import Selection
+    from q4core.selection import Rejection, Selection
 
 __all__ = ["Quantizer", "find_quantizer", "quantize", "quantize_request"]
 
@@ -148,7 +148,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
             found = find_quantizer(registry, request, chosen)
         except BackendUnavailableError as error:
             if chosen is not Rounding.NEAREST:
-                raise
+                raise _nobody_rounds_so(request, chosen, error.rejections) from None
             why = "; ".join(map(str, error.rejections))
     emit(
         "q4.quantize",
@@ -177,6 +177,20 @@ def _rounding(rounding: Rounding | str, seed: int) -> Rounding:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
         raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
     return chosen
+
+
+def _nobody_rounds_so(
+    request: Request, rounding: Rounding, rejections: tuple[Rejection, ...]
+) -> BackendUnavailableError:
+    what = f"quantize {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
+    return BackendUnavailableError(
+        what,
+        name="rounding",
+        rule="'nearest', or one that a backend's quantiser declares and may serve here",
+        value=rounding.value,
+        rejections=rejections,
+        hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
+    )
 
 
 def _is_capturing(dense: torch.Tensor) -> bool:

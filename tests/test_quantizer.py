@@ -144,6 +144,17 @@ def test_a_quantiser_that_rounds_otherwise_by_chance_is_refused(manner: str, fau
     assert len(backend.asked) == asked
 
 
+def test_nobody_who_rounds_by_chance_is_told_as_such() -> None:
+    """Where no quantiser rounds by chance, the error speaks of the rounding, and of no backend that would not help."""
+    with pytest.raises(q4.BackendUnavailableError) as caught:
+        _quantize(registry())
+    error = caught.value
+    assert (error.name, error.value) == ("rounding", "stochastic")
+    assert "fallback" not in str(error.hint)
+    assert "nearest" in str(error.hint)
+    assert error.rejections
+
+
 def test_the_proof_is_in_the_probe_book_by_rounding() -> None:
     """One that rounds wrongly by chance may still be right to nearest; both are kept for the process."""
     backend = Quantiser(manner="floor", tier=30)

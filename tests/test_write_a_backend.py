@@ -60,3 +60,22 @@ def test_hello_world_holds_what_it_declares(folder: Path) -> None:
     """Every case that it declares passes, dense weight and all, because it says so."""
     program = "from q4_conformance import run_cases; report = run_cases('hello'); print(report); assert report.passed"
     assert "hello: passed" in run(folder, "-c", program)
+
+
+@pytest.mark.parametrize(("page", "name"), [("dialect", "toy-mxfp4"), ("memory", "toy-memory")])
+def test_what_the_other_pages_show_can_be_certified(page: str, name: str) -> None:
+    """The whole dialect and the whole provider that the pages include go by the names that their commands say."""
+    text = (ROOT / f"docs/write-a-backend/{page}.md").read_text(encoding="utf-8")
+    assert f"q4 conform {name} " in text
+    assert f'q4_conformance("{name}", profile="{page}")' in text
+    file, shown = re.findall(r"\{literalinclude\} \.\./\.\./(\S+)\n.*\n:pyobject: (\w+)", text)[0]
+    source = (ROOT / file).read_text(encoding="utf-8")
+    assert f'"{name}"' in source.split(f"class {shown}")[1].split("\nclass ")[0]
+
+
+def test_a_program_may_judge_and_certify(tmp_path: Path) -> None:
+    """What the page on certificates shows of the package runs, with the reference in the example's place."""
+    text = (ROOT / "docs/write-a-backend/certify.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(from q4_conformance.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "hello.py").write_text(program.replace("example-backend", "dequant-fallback"), encoding="utf-8")
+    assert run(tmp_path, "hello.py") == "True partial\n"

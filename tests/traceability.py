@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance import cases
+from q4_conformance import cases, plain_cases
 from q4_conformance.uses import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ class Table:
 
 def tables() -> tuple[Table, ...]:
     """Return every table of the kit, with its tests and plugins."""
-    names = [
-        name.removesuffix("_cases") for name in cases.__all__ if name.endswith("_cases") and name != "select_cases"
-    ]
+    modules = {name: module for module in (cases, plain_cases) for name in module.__all__}
+    names = sorted(name.removesuffix("_cases") for name in modules if name.endswith("_cases"))
+    names.remove("select")
     used = {path: _names_in(path) for pattern in _TESTS for path in sorted(ROOT.glob(pattern))}
     return tuple(
         Table(
             name,
-            getattr(cases, f"{name}_cases")(),
+            getattr(modules[f"{name}_cases"], f"{name}_cases")(),
             tuple(str(path.relative_to(ROOT)) for path, found in used.items() if name in found),
             _plugins_with(_HOOKS.get(name)),
         )

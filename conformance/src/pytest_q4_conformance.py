@@ -23,9 +23,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from q4_conformance import CaseResult
-    from q4_conformance.isolated import Run
-    from q4_conformance.profiles import Target
+    from q4_conformance import CaseResult, Run, Target
 
 __all__ = ["CaseFailed", "CaseOfTarget"]
 
@@ -110,7 +108,7 @@ class _Run:
             self._told.put(LookupError(f"the run of {self.target.name} has ended"))
 
     def _work(self) -> None:
-        from q4_conformance.isolated import Query, run_target  # noqa: PLC0415  # see the module's docstring
+        from q4_conformance import Query, run_target  # noqa: PLC0415  # see the module's docstring
 
         only = () if set(self.chosen) == set(self.every) else tuple(self.chosen)
         try:
@@ -121,7 +119,7 @@ class _Run:
 
 
 def _run_of(metafunc: pytest.Metafunc) -> _Run:
-    from q4_conformance.profiles import cases_for, find_target  # noqa: PLC0415  # see the module's docstring
+    from q4_conformance import cases_for, find_target  # noqa: PLC0415  # see the module's docstring
 
     mark = metafunc.definition.get_closest_marker(MARK)
     name = metafunc.function.__name__
@@ -244,8 +242,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _write(run: _Run, folder: Path, command: list[str]) -> tuple[Path, ...]:
     """Write what a run showed, where it came to its end."""
-    from q4_conformance.certificate import make_certificate  # noqa: PLC0415  # see the module's docstring
-    from q4_conformance.writing import write_files  # noqa: PLC0415  # as above
+    from q4_conformance import make_certificate, write_files  # noqa: PLC0415  # see the module's docstring
 
     if len(run.results) < len(run.chosen):
         return ()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance import Case, backend_cases, core_cases, device_cases, linear_cases
-from q4_conformance.cases import dialect_cases, memory_cases, select_cases, weight_recipes
+from q4_conformance import Case, backend_cases, core_cases, device_cases, dialect_cases, linear_cases, memory_cases
+from q4_conformance.cases import select_cases, weight_recipes
 from q4_conformance.decoding import decode_codes
 from q4_conformance.oracle import as_given, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.runner import run_case

@@ -249,7 +249,8 @@ def test_pages_are_whole_and_escaped() -> None:
 def test_performance_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Measurements stand beside the document, and on the page, and never in what is hashed."""
     point = {"format": "q4_0", "point": "decode", "path": "dot", "precision": "exact", "rows": 1, "median_us": 5.0}
-    point |= {"p10_us": 4.0, "p90_us": 6.0, "gb_per_s": 3.0, "gflop_per_s": 2.0, "share_of_copy": 0.5}
+    point |= {"p10_us": 4.0, "p90_us": 6.0, "gb_per_s": 3.0, "gflop_per_s": 2.0}
+    point |= {"share_of_read": 0.25, "share_of_copy": 0.5}
     told = documents.document(points=(point,))
     assert told["verdict_hash"] == documents.document()["verdict_hash"]
     write_files(tmp_path, told, [point])

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from q4_conformance import CaseResult, Outcome, Report, check_core, check_linear, run_case, run_cases, smaller_case
+from q4_conformance.function_subject import FunctionSubject
 from q4_conformance.reproducer import with_reproducer
-from q4_conformance.subject import BackendSubject, FunctionSubject
+from q4_conformance.subject import BackendSubject
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import torch
 
 import q4core as q4
 from q4_conformance import CaseResult, Outcome, check_core, check_linear, core_cases, linear_cases, run_case, run_cases
-from q4_conformance.subject import BackendSubject, FunctionSubject, make_registry
+from q4_conformance.function_subject import FunctionSubject
+from q4_conformance.subject import BackendSubject, make_registry
 from q4_conformance.zoo import ToyKernel, function_of
 
 CASE = linear_cases(["nf4"])[0]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import q4core as q4
-from q4_conformance import Outcome, run_case
-from q4_conformance.cases import dialect_cases
+from q4_conformance import Outcome, dialect_cases, run_case
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.zoo import DIALECT_FAULTS, DialectFault, ToyDialect

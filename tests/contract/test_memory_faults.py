@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from q4_conformance import Outcome, run_case
-from q4_conformance.cases import memory_cases
+from q4_conformance import Outcome, memory_cases, run_case
 from q4_conformance.managed import MemorySubject
 from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.zoo import PROVIDER_FAULTS, ProviderFault, ToyProvider

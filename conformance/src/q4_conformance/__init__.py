@@ -1,38 +1,62 @@
-"""The kit that certifies any q4core backend: an oracle, a judge and a table of cases.
+"""The kit that certifies what plugs into q4core: an oracle, a judge and a table of cases.
 
-``run_cases("my-backend", ["nf4", "nvfp4"])`` judges an installed backend, ``check_linear(function, "nf4")`` a bare
-function, ``check_core()`` the core itself.
+``run_target(Query(name="my-backend"))`` judges an installed backend, dialect or memory provider in processes of its
+own, and ``make_certificate`` makes the document of it. In this process, ``run_cases("my-backend", ["nf4"])`` judges a
+backend, ``check_linear(function, "nf4")`` a bare function, ``check_core()`` the core itself.
 """
 
-from q4_conformance.cases import backend_cases, core_cases, device_cases, linear_cases
+from q4_conformance.cases import backend_cases, device_cases, linear_cases
+from q4_conformance.certificate import make_certificate
+from q4_conformance.compare import compare
+from q4_conformance.isolated import run_target
 from q4_conformance.judge import Verdict, judge, judge_noise
 from q4_conformance.oracle import Reference, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.outcome import CaseResult, Outcome, Report
+from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
+from q4_conformance.profiles import Target, UnknownTargetError, cases_for, find_target, subject_for, target_names
+from q4_conformance.query import Query, Run
 from q4_conformance.reproducer import smaller_case
 from q4_conformance.runner import check_core, check_linear, run_case, run_cases
 from q4_conformance.table import Case
+from q4_conformance.verify import read_certificate
 from q4_conformance.weights import WeightRecipe
+from q4_conformance.writing import write_files
 
 __all__ = [
     "Case",
     "CaseResult",
     "Outcome",
+    "Query",
     "Reference",
     "Report",
+    "Run",
+    "Target",
+    "UnknownTargetError",
     "Verdict",
     "WeightRecipe",
     "backend_cases",
+    "cases_for",
     "check_core",
     "check_linear",
+    "compare",
     "core_cases",
     "device_cases",
+    "dialect_cases",
     "exact_input_gradient",
     "exact_linear",
     "exact_weight",
+    "find_target",
     "judge",
     "judge_noise",
     "linear_cases",
+    "make_certificate",
+    "memory_cases",
+    "read_certificate",
     "run_case",
     "run_cases",
+    "run_target",
     "smaller_case",
+    "subject_for",
+    "target_names",
+    "write_files",
 ]

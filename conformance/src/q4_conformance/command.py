@@ -214,7 +214,8 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
 def _speed(point: Mapping[str, Any]) -> str:
     return (
         f"{point['format']} {point['point']} M={point['rows']} {point['path']}: {point['median_us']:,.0f} µs, "
-        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s, {point['share_of_copy']:.0%} of copy"
+        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s; "
+        f"{point['share_of_read']:.0%} of reading memory, {point['share_of_copy']:.0%} of copying it"
     )
 
 

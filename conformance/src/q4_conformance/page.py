@@ -240,12 +240,14 @@ def _speed(points: Sequence[Mapping[str, Any]]) -> str:
             spread,
             f"{point['gb_per_s']:.1f}",
             f"{point['gflop_per_s']:,.0f}",
+            f"{point['share_of_read']:.0%}",
             f"{point['share_of_copy']:.0%}",
         ]
         line = "".join(f"<td>{_escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr><th scope="row">{_escape(point["format"])}</th>{line}</tr>')
-    head = ["Format", "Point", "Path", "Median µs", "10 % to 90 %", "GB/s of weights", "GFLOP/s", "Of copy bandwidth"]
-    lead = "Measured on this machine after the cases; no verdict depends on it."
+    head = ["Format", "Point", "Path", "Median µs", "10 % to 90 %", "GB/s of weights", "GFLOP/s"]
+    head += ["Of reading memory", "Of copying memory"]
+    lead = "Measured on this machine after the cases, with weights that no cache holds; no verdict depends on it."
     return _section("Performance", lead, _table(head, rows, label="Performance"))
 
 

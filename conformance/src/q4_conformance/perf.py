@@ -1,14 +1,13 @@
 """How fast a backend is here. Another mode: it changes no verdict, and no case knows of it.
 
-Each point is warmed up and measured for at least a second; median and spread are told, with the share of the copy
-bandwidth that this machine shows at the same moment.
+Each point is warmed up and measured for at least a second; median and spread are told, with the shares of the speed at
+which this machine copies and reads memory in the same run.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,51 +15,59 @@ import torch
 
 from q4_conformance.cases import weight_recipes
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.yardsticks import Memory, synchronise
 from q4core import ActivationPrecision, Q4Error, find_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
 
-    from q4_conformance.weights import WeightRecipe
     from q4core import PackedWeight
 
-__all__ = ["POINTS", "copy_bandwidth", "measure"]
+__all__ = ["POINTS", "figures", "measure", "rounds"]
 
 POINTS = (("decode", 1), ("prefill", 128))
 """Name and rows of x of each point."""
 _SIZE = 4096
-_COLD_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""Weights of so many bytes take turns, so that none is still in a cache when it is needed again."""
-_COPY_BYTES = 256 << 20
-_LEAST_CALLS = 5
-_WARM_UP = 3
+_WEIGHTS = 8
+"""So many weights take turns. Between two turns of one, memory's yardsticks clear the caches of it."""
+_LEAST_ROUNDS = 3
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@attrs.frozen
+class _Round:
+    """Each weight once, at memory's speed of the same moment."""
+
+    samples: tuple[float, ...]
+    copying: float
+    reading: float
 
 
-def _time(call: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Return how long single calls take, in seconds."""
-    for _ in range(_WARM_UP):
-        call()
-    _synchronise(device)
-    samples: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(samples) < _LEAST_CALLS or time.perf_counter() < end:
-        started = time.perf_counter()
-        call()
-        _synchronise(device)
-        samples.append(time.perf_counter() - started)
-    return samples
+def rounds(
+    calls: Sequence[Callable[[], object]], memory: Memory, seconds: float, *, least: int = _LEAST_ROUNDS
+) -> list[_Round]:
+    """Return what calls take, each on a weight of its own, in seconds.
 
+    Before each round memory is measured, over more than the caches hold. The first call of a round wakes threads, and
+    is not counted.
 
-def copy_bandwidth(device: torch.device, seconds: float) -> float:
-    """Return the bytes per second, read and written, at which a device copies what fits into no cache."""
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / statistics.median(_time(lambda: target.copy_(source), device, seconds))
+    Args:
+        calls: Two at least.
+        memory: What is measured beside them.
+        seconds: How long to go on.
+        least: How many rounds there are whatever they take.
+    """
+    found: list[_Round] = []
+    end = memory.clock() + seconds
+    while len(found) < least or memory.clock() < end:
+        copying, reading = memory.speeds()
+        samples = []
+        for call in calls:
+            started = memory.clock()
+            call()
+            synchronise(memory.device)
+            samples.append(memory.clock() - started)
+        found.append(_Round(tuple(samples[1:]), copying, reading))
+    return found
 
 
 def _bytes_of(weight: PackedWeight) -> int:
@@ -79,8 +86,8 @@ def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, An
     device: torch.device = subject.device
     recipe = weight_recipes(find_format(format_name))[0]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    bandwidth = copy_bandwidth(device, seconds)
-    weights = list(_cold_weights(recipe, _COLD_BYTES["cpu" if device.type == "cpu" else "cuda"]))
+    memory = Memory(device)
+    weights = [attrs.evolve(recipe, n=_SIZE, k=_SIZE, seed=seed).build() for seed in range(_WEIGHTS)]
     points: list[dict[str, Any]] = []
     for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8):
         try:
@@ -89,30 +96,30 @@ def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, An
             continue
         for name, rows in POINTS:
             x = torch.randn(rows, _SIZE, dtype=dtype, device=device)
-            turns = itertools.cycle([layer.module for layer in layers])
+            calls = [functools.partial(layer.module, x) for layer in layers]
             with torch.inference_mode():
-                samples = _time(lambda turns=turns, x=x: next(turns)(x), device, seconds)  # type: ignore[misc]  # bound now
+                rounds(calls, memory, 0.0, least=1)
+                found = rounds(calls, memory, seconds)
             points.append(
                 {"format": format_name, "point": name, "path": layers[0].paths(rows).name, "precision": wish.value}
                 | {"rows": rows, "n": _SIZE, "k": _SIZE, "dtype": str(dtype).removeprefix("torch.")}
                 | {"weights": len(weights)}
-                | _figures(samples, _bytes_of(weights[0]), 2 * rows * _SIZE * _SIZE, bandwidth)
+                | figures(found, _bytes_of(weights[0]), 2 * rows * _SIZE * _SIZE)
             )
     return points
 
 
-def _cold_weights(recipe: WeightRecipe, most_bytes: int) -> Iterator[PackedWeight]:
-    total, seed = 0, 0
-    while total < most_bytes:
-        weight = attrs.evolve(recipe, n=_SIZE, k=_SIZE, seed=seed).build()
-        total, seed = total + _bytes_of(weight), seed + 1
-        yield weight
+def figures(found: Sequence[_Round], weight_bytes: int, operations: int) -> dict[str, Any]:
+    """Return what is told of a point. Shares are of the best that memory showed beside it.
 
-
-def _figures(samples: list[float], weight_bytes: int, operations: int, bandwidth: float) -> dict[str, Any]:
+    Whoever else uses the machine then makes a share smaller, never larger. Decode only reads, and a machine may read
+    faster than it copies: more than all of copying says no more than that.
+    """
+    samples = [item for turn in found for item in turn.samples]
     median = statistics.median(samples)
     tenths = statistics.quantiles(samples, n=10)
     speed = weight_bytes / median
+    copying, reading = (max(values) for values in zip(*((turn.copying, turn.reading) for turn in found), strict=True))
     return {
         "calls": len(samples),
         "median_us": round(median * 1e6, 2),
@@ -120,6 +127,8 @@ def _figures(samples: list[float], weight_bytes: int, operations: int, bandwidth
         "p90_us": round(tenths[-1] * 1e6, 2),
         "gb_per_s": round(speed / 1e9, 2),
         "gflop_per_s": round(operations / median / 1e9, 2),
-        "copy_gb_per_s": round(bandwidth / 1e9, 2),
-        "share_of_copy": round(speed / bandwidth, 3),
+        "copy_gb_per_s": round(copying / 1e9, 2),
+        "read_gb_per_s": round(reading / 1e9, 2),
+        "share_of_copy": round(speed / copying, 3),
+        "share_of_read": round(speed / reading, 3),
     }

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.cases import cases_of, core_cases, dialect_cases, memory_cases
+from q4_conformance.cases import cases_of
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.managed import MemorySubject
 from q4_conformance.outcome import FailureError
+from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
 from q4_conformance.subject import BackendSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry, dialects
 

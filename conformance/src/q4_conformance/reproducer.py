@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.cases import backend_cases, core_cases, device_cases, linear_cases
+from q4_conformance.cases import backend_cases, device_cases, linear_cases
 from q4_conformance.judge import Fault
 from q4_conformance.outcome import CaseResult, Outcome
+from q4_conformance.plain_cases import core_cases
 from q4core import Precision, Q4Error
 
 if TYPE_CHECKING:

@@ -7,12 +7,14 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance import checks
-from q4_conformance.cases import cases_of, core_cases, linear_cases, select_cases
+from q4_conformance.cases import cases_of, linear_cases, select_cases
+from q4_conformance.function_subject import FunctionSubject
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
 from q4_conformance.overrides import overrides_of, overriding
+from q4_conformance.plain_cases import core_cases
 from q4_conformance.recording import muted
 from q4_conformance.reproducer import with_reproducer
-from q4_conformance.subject import REFERENCE, BackendSubject, FunctionSubject
+from q4_conformance.subject import REFERENCE, BackendSubject
 from q4_conformance.table import CHECKS
 from q4core import BUILTIN_FORMATS, PathKind, Precision
 

@@ -1,4 +1,4 @@
-"""Who is judged: a backend behind a session, or a bare function."""
+"""Who is judged: a backend behind a session."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
 
-__all__ = ["BackendSubject", "FunctionSubject", "Layer", "Subject", "make_registry", "plugin_of", "reference_backend"]
+__all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of", "reference_backend"]
 
 REFERENCE = "dequant-fallback"
-_WISHES = {
+WISHES = {
     ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
     ActivationPrecision.INT8: frozenset({Precision.W4A8}),
     ActivationPrecision.FP4: frozenset({Precision.W4A4}),
@@ -222,7 +222,7 @@ class BackendSubject:
         reasons = self.backend.capabilities.refusals(request)
         if reasons:
             raise NotDeclaredError("; ".join(reason.message for reason in reasons))
-        wanted = _WISHES.get(request.precision)
+        wanted = WISHES.get(request.precision)
         if wanted is not None and not wanted & self.backend.capabilities.precisions:
             raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
 
@@ -274,89 +274,3 @@ class BackendSubject:
         """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""
         verdict = self.backend.check(request)
         return tuple(path for path in verdict.paths if path.kind is PathKind.KERNEL)
-
-
-@attrs.frozen(eq=False)
-class FunctionLayer:
-    """A bare function over one weight."""
-
-    function: Callable[..., torch.Tensor]
-    weight: PackedWeight
-    bias: torch.Tensor | None
-    activations: Precision
-    approximate: tuple[float, ...] | None
-    device: torch.device
-    roundings: int
-
-    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Call the function."""
-        if out is None:
-            return self.function(x, self.weight, self.bias)
-        return self.function(x, self.weight, self.bias, out=out)
-
-    def precision(self, rows: int) -> Precision:
-        """Return the declared precision."""
-        del rows
-        return self.activations
-
-    def codebook(self, rows: int) -> tuple[float, ...] | None:
-        """Return the declared approximation of the codebook."""
-        del rows
-        return self.approximate
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class FunctionSubject:
-    """A function ``fn(x, weight, bias) -> y`` and what is claimed of it.
-
-    Args:
-        function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None; with ``has_out`` also ``out=``.
-        name: For messages.
-        precision: In what precision it computes.
-        dtypes: dtypes of x.
-        codebook: The values that it uses in place of the format's codebook.
-        has_out: Whether it takes ``out=``.
-        has_gradients: Whether gradients flow to x.
-        device: Where x is.
-        has_bias: Whether it takes a bias.
-        roundings: By dtype of x, how often each weight is rounded to that dtype before it is multiplied; not at all
-            where nothing is said. A function that multiplies by a dense weight in x's dtype rounds once.
-        limit: Takes a weight and the dtype of x, and returns why the function does not claim to serve them, or None.
-    """
-
-    function: Callable[..., torch.Tensor]
-    name: str = "function"
-    precision: Precision = Precision.W4A32
-    dtypes: Sequence[torch.dtype] = (torch.float32,)
-    codebook: tuple[float, ...] | None = None
-    has_out: bool = False
-    has_gradients: bool = False
-    device: torch.device = attrs.field(default=torch.device("cpu"), converter=torch.device)
-    has_bias: bool = True
-    roundings: Mapping[torch.dtype, int] = attrs.field(factory=dict)
-    limit: Callable[[PackedWeight, torch.dtype], str | None] | None = None
-
-    def layer(
-        self,
-        weight: PackedWeight,
-        bias: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype,
-        precision: ActivationPrecision = ActivationPrecision.EXACT,
-        gradients: bool = False,
-    ) -> FunctionLayer:
-        """Return a layer, as ``Subject.layer`` says."""
-        if dtype not in self.dtypes:
-            raise NotDeclaredError(f"dtype {dtype} is not declared")
-        if self.precision not in _WISHES.get(precision, frozenset(Precision)):
-            raise NotDeclaredError(f"activation precision {precision.value!r} is not declared")
-        if gradients and not self.has_gradients:
-            raise NotDeclaredError("gradients are not declared")
-        if bias is not None and not self.has_bias:
-            raise NotDeclaredError("a bias is not declared")
-        reason = None if self.limit is None else self.limit(weight, dtype)
-        if reason is not None:
-            raise NotDeclaredError(reason)
-        placed = weight.to(self.device)
-        roundings = self.roundings.get(dtype, 0)
-        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device, roundings)

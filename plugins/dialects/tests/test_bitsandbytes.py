@@ -133,6 +133,13 @@ def test_wrong_part_is_named(key: str, tensor: torch.Tensor, code: str) -> None:
     assert (code, key) in found or (code == "unknown_key" and any(item[0] == code for item in found))
 
 
+def test_missing_json_is_asked_for_under_the_name_of_the_code_books_format() -> None:
+    """Without its JSON text, a layer whose code book is FP4's lacks FP4's text."""
+    tensors = _layer(kind="fp4")
+    del tensors["proj.weight.quant_state.bitsandbytes__fp4"]
+    assert _problems(tensors) == {("missing_key", "proj.weight.quant_state.bitsandbytes__fp4")}
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -3,6 +3,7 @@
 from q4_conformance.checks import (
     calls,
     core,
+    damages,
     device,
     dialect,
     dtypes,
@@ -14,6 +15,7 @@ from q4_conformance.checks import (
     plugins,
     policy,
     rounding,
+    sharing,
     steady,
     tracing,
     values,
@@ -22,6 +24,7 @@ from q4_conformance.checks import (
 __all__ = [
     "calls",
     "core",
+    "damages",
     "device",
     "dialect",
     "dtypes",
@@ -33,6 +36,7 @@ __all__ = [
     "plugins",
     "policy",
     "rounding",
+    "sharing",
     "steady",
     "tracing",
     "values",

@@ -15,14 +15,13 @@ from q4_conformance.table import check, expect
 from q4core import Catalogue, dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from q4_conformance.table import Case
     from q4core import LayerSchema, PackedWeight, WrittenLayer
 
 _MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
 _DENSE = {"model.norm.weight": torch.ones(16), "model.embed.weight": torch.zeros(4, 16)}
-_MISSING, _SHORT, _EMPTY = "missing", "one row short", "empty"
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -73,76 +72,6 @@ def _expect_layer(
     expect("qdata" in layer.keys, f"{what}: no role 'qdata' among {sorted(layer.keys)}")
     problems = subject.problems(layer, catalogue)
     expect(not problems, f"{what}: problems of a layer that is right: {[str(item) for item in problems]}")
-
-
-def _damages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
-    """Yield (what, key, what stands there now; None for nothing) for each way in which a tensor can be wrong."""
-    for key, tensor in tensors.items():
-        yield _MISSING, key, None
-        if tensor.numel() < 2:  # noqa: PLR2004  # a scalar has no shape to lose
-            continue
-        yield _SHORT, key, tensor[:-1]
-        yield _EMPTY, key, tensor[:0]
-        yield "of two ranks more", key, tensor[None, None]
-        yield "a scalar", key, torch.zeros((), dtype=tensor.dtype)
-        other = torch.int64 if tensor.dtype != torch.int64 else torch.float32
-        yield f"of dtype {other}", key, torch.zeros(tensor.shape, dtype=other)
-
-
-_Look = tuple[list["LayerSchema"], dict[str, str]]
-
-
-def _look(subject: DialectSubject, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> _Look:
-    """Return the layers that are found, and key → code of each problem that is told of them."""
-    catalogue = Catalogue(tensors, metadata=metadata)
-    layers = subject.find(catalogue)
-    return layers, {item.key: item.code for layer in layers for item in subject.problems(layer, catalogue)}
-
-
-@check("dialect_validate")
-def check_validate(case: Case, subject: DialectSubject) -> str:
-    """Missing, short, misshapen and mistyped tensors are told by their keys, all at once; nothing is guessed."""
-    count = 0
-    for name, weight, layer in subject.written(case.format):
-        metadata = subject.dialect.merge_metadata({"proj": layer}, ())
-        tensors = dict(layer.tensors)
-        damaged: dict[str, dict[str, torch.Tensor | None]] = {}
-        for way, key, value in _damages(tensors):
-            layers, told = _look(subject, _with(tensors, {key: value}), metadata)
-            # One row less may be a smaller layer, and as right as the whole one.
-            is_smaller = way == _SHORT and all(item.shape not in {None, weight.shape} for item in layers)
-            expect(told or not layers or is_smaller, f"{name}: {key} is {way}, and nothing is told of the layer")
-            is_same = [set(item.keys.values()) for item in layers] == [set(tensors)]
-            if key in told and is_same:
-                damaged.setdefault(way, {})[key] = value
-            count += 1
-        for changes in _together(damaged):
-            layers, told = _look(subject, _with(tensors, changes), metadata)
-            untold = sorted(set(changes) - set(told))
-            expect(not layers or not untold, f"{name}: of {sorted(changes)} at once, {untold} is not told")
-            count += 1
-        unknown = tensors | {"proj.weight_scale_of_tomorrow": torch.ones(3)}
-        layers, told = _look(subject, unknown, metadata)
-        expect(told or not layers, f"{name}: a scale key that nobody knows is passed over")
-        count += 1
-    return f"{count} damages"
-
-
-def _together(damaged: Mapping[str, Mapping[str, torch.Tensor | None]]) -> Iterator[dict[str, torch.Tensor | None]]:
-    """Yield changes of several tensors at once, each of which is told where it is the only one."""
-    for way, changes in damaged.items():
-        if way not in {_MISSING, _SHORT, _EMPTY}:  # with all of these nothing is left to measure against
-            yield dict(changes)
-    for gone, nothing in damaged.get(_MISSING, {}).items():
-        for way, changes in damaged.items():
-            for key, value in changes.items():
-                if key != gone and way not in {_MISSING, _SHORT, _EMPTY}:
-                    yield {gone: nothing, key: value}
-
-
-def _with(tensors: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    both = {**tensors, **changes}
-    return {key: tensor for key, tensor in both.items() if tensor is not None}
 
 
 _HOSTILE: dict[str, Any] = {

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from q4_conformance.table import Case
 
-__all__ = ["judge_race"]
+__all__ = ["content_of", "judge_race"]
 
 _WRITERS, _READERS, _UPDATES = 3, 4, 200
 _SHAPE = (4096,)
 _SHOWN = 3
 
 
-def _content(tensor: torch.Tensor) -> Hashable:
+def content_of(tensor: torch.Tensor) -> Hashable:
     """Return all that a tensor holds: one number, or every different one where an update was seen half done."""
     values = torch.unique(tensor)
     return int(values[0]) if values.numel() == 1 else tuple(values.tolist())
@@ -91,7 +91,7 @@ def judge_race(make: Callable[[torch.Tensor, MutableMode], Any], mode: MutableMo
         start.wait()
         while not done.is_set():
             with recorder.record("read") as seen, state.read() as view:
-                seen["version"], seen["value"] = view.version, _content(view.tensor)
+                seen["version"], seen["value"] = view.version, content_of(view.tensor)
             time.sleep(0)
 
     _run([writer(index) for index in range(_WRITERS)], [read] * _READERS, done)

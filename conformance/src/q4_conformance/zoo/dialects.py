@@ -154,6 +154,16 @@ class TellsFirst(ToyDialect):
             return
 
 
+class BlamesCodes(ToyDialect):
+    """Tells that something is wrong, and always names the codes."""
+
+    name: ClassVar[str] = "fault-blames-the-codes"
+
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+        for problem in super().validate(layer, catalogue):
+            yield attrs.evolve(problem, key=layer.keys["qdata"])
+
+
 class AssumesScales(ToyDialect):
     """Takes scales that are not there for 1.0."""
 
@@ -244,6 +254,7 @@ DIALECT_FAULTS: tuple[DialectFault, ...] = tuple(
         (WritesItsProcess, "EX-11/round/mxfp4", "other bytes of proj.toy_stamp"),
         (ClaimsBytes, "TC-03/foreign", "bytes: claims"),
         (TellsFirst, "TC-03/validate/mxfp4", "is not told"),
+        (BlamesCodes, "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not told"),
         (AssumesScales, "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is told"),
         (IgnoresUnknown, "TC-03/validate/mxfp4", "a scale key that nobody knows is passed over"),
         (ReadsShapesBlindly, "TC-03/validate/mxfp4", "find raised IndexError"),

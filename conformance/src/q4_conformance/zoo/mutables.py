@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
-
     from q4core import MutableMode
 
-__all__ = ["MUTABLE_FAULTS", "MutableFault", "Register"]
+__all__ = ["MUTABLE_FAULTS", "MutableFault", "Register", "SharedRegister", "Unguarded"]
 
 
 @attrs.frozen
@@ -113,6 +113,60 @@ class LabelsEarly(Register):
         version = self.version
         time.sleep(0.0002)
         yield _View(self.tensor.clone(), version)
+
+
+class SharedRegister:
+    """A right one between processes, by one lock around everything; it can be given to a spawned process."""
+
+    def __init__(self, tensor: torch.Tensor, mode: MutableMode | None = None) -> None:
+        del mode
+        context = multiprocessing.get_context("spawn")
+        self._words: Any = context.RawArray("q", [0, *tensor.tolist()])
+        self._lock: Any = context.RLock()
+
+    @property
+    def version(self) -> int:
+        """Number of the newest content."""
+        return int(self._words[0])
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The content, in the memory that all share."""
+        return torch.frombuffer(self._words, dtype=torch.int64)[1:]
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Let one writer change the content."""
+        del wait
+        with self._lock:
+            yield self.tensor
+            self._words[0] += 1
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[_View]:
+        """Show the content."""
+        with self._lock:
+            yield _View(self.tensor, self.version)
+
+
+class Unguarded(SharedRegister):
+    """Writes in two halves, and lets readers look between."""
+
+    @contextlib.contextmanager
+    def write(self, *, wait: bool) -> Iterator[torch.Tensor]:
+        """Copy the update over in two steps."""
+        with super().write(wait=wait) as tensor:
+            own = tensor.clone()
+            yield own
+            half = own.numel() // 2
+            tensor[:half] = own[:half]
+            time.sleep(0.0005)
+            tensor[half:] = own[half:]
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[_View]:
+        """Look without the lock."""
+        yield _View(self.tensor.clone(), self.version)
 
 
 @attrs.frozen

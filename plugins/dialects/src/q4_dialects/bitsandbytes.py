@@ -84,7 +84,7 @@ class BitsAndBytes(Dialect):
         below = catalogue.children(parameter)
         states = [suffix for suffix in below if suffix.startswith(_STATE)]
         kinds = [suffix.removeprefix(_STATE) for suffix in states if suffix.removeprefix(_STATE) in _KINDS]
-        kind = kinds[0] if kinds else "nf4"
+        kind = kinds[0] if kinds else _kind_of(catalogue, f"{parameter}.{_SIDE['codebook']}")
         keys = {"qdata": parameter}
         keys |= {role: f"{parameter}.{suffix}" for role, suffix in _SIDE.items() if role not in _NESTED}
         keys["quant_state"] = f"{parameter}.{_STATE}{kind}"
@@ -300,6 +300,13 @@ class BitsAndBytes(Dialect):
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": list(unquantised) or None,
         }
+
+
+def _kind_of(catalogue: Catalogue, codebook: str) -> str:
+    """Return the format whose JSON text is missing, as its code book tells; ``nf4`` where that tells nothing."""
+    table = catalogue.load_small(codebook)
+    numbers = None if table is None else table.reshape(-1).tolist()
+    return next((kind for kind in _KINDS if numbers == list(find_format(kind).codebook)), "nf4")
 
 
 def _matrix_of(state: State, *, is_weight: bool) -> tuple[int, int] | str:

@@ -1,0 +1,130 @@
+"""Check of mutable tensors that processes share: they race, each records what it did, and one order must explain all.
+
+The clock of the records is the system's, so that the operations of different processes can be compared.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core
+from q4_conformance.checks.mutable import content_of
+from q4_conformance.history import Operation, Recorder, violations
+from q4_conformance.outcome import FailureError, NotTestableError
+from q4_conformance.table import check, expect
+from q4core import MutableMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from q4_conformance.table import Case
+
+__all__ = ["judge_processes"]
+
+_WRITERS, _READERS, _UPDATES = 2, 2, 150
+_TOTAL = _WRITERS * _UPDATES
+_SHAPE = (4096,)
+_SECONDS = 90.0
+_SHOWN = 3
+_MODES = tuple(MutableMode)
+
+
+def _write(state: Any, index: int, recorder: Recorder) -> None:
+    for turn in range(_UPDATES):
+        mark = 1 + index + _WRITERS * turn
+        with recorder.record("write") as seen:
+            with state.write(wait=True) as tensor:
+                tensor.fill_(mark)
+                seen["version"] = state.version + 1
+            seen["value"] = mark
+
+
+def _read(state: Any, recorder: Recorder, ended: Any, writers: int) -> None:
+    end = time.monotonic() + _SECONDS
+    while ended.value < writers and time.monotonic() < end:
+        with recorder.record("read") as seen, state.read() as view:
+            seen["version"], seen["value"] = view.version, content_of(view.tensor)
+        time.sleep(0)
+
+
+def _act(index: int, states: tuple[Any, ...], start: Any, ended: Any, answers: Connection) -> None:
+    """Be one process: write or read each tensor in its turn, and tell what was seen."""
+    torch.set_num_threads(1)
+    try:
+        for turn, state in enumerate(states, 1):
+            recorder = Recorder()
+            start.wait(_SECONDS)
+            if index < _WRITERS:
+                _write(state, index, recorder)
+                with ended.get_lock():
+                    ended.value += 1
+            else:
+                _read(state, recorder, ended, turn * _WRITERS)
+            answers.send(recorder.operations)
+    except BaseException as error:  # noqa: BLE001  # a process's failure is the case's
+        start.abort()
+        answers.send(f"{type(error).__name__}: {error}")
+
+
+def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
+    """Let writers and readers in processes of their own race on a tensor in each mode; return the number of reads.
+
+    Args:
+        make: Gives the tensor under judgement, for its first content and a mode; it can be sent to a process.
+
+    Raises:
+        FailureError: No one order explains what was seen; or an update was lost, or a process did not come to its end.
+    """
+    states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in _MODES)
+    context = multiprocessing.get_context("spawn")
+    start, ended = context.Barrier(_WRITERS + _READERS), context.Value("i", 0)
+    pipes = [context.Pipe(duplex=False) for _ in range(_WRITERS + _READERS)]
+    actors = [
+        context.Process(target=_act, args=(index, states, start, ended, writing), daemon=True)
+        for index, (_, writing) in enumerate(pipes)
+    ]
+    try:
+        for actor, (_, writing) in zip(actors, pipes, strict=True):
+            actor.start()
+            writing.close()
+        reads = sum(_judge_mode(mode, state, pipes) for mode, state in zip(_MODES, states, strict=True))
+    finally:
+        for actor in actors:
+            if actor.pid is not None:
+                actor.kill()
+                actor.join()
+    return reads
+
+
+def _judge_mode(mode: MutableMode, state: Any, pipes: list[Any]) -> int:
+    history: list[Operation] = []
+    for index, (answers, _) in enumerate(pipes):
+        try:
+            told = answers.recv() if answers.poll(2 * _SECONDS) else "no answer in time"
+        except EOFError:
+            told = "it died"
+        if isinstance(told, str):
+            raise FailureError(f"{mode.value}: process {index}: {told}")
+        history += told
+    faults = violations(history, 0)
+    expect(not faults, f"{mode.value}: no order explains {'; '.join(faults[:_SHOWN])}")
+    expect(state.version == _TOTAL, f"{mode.value}: version {state.version} after {_TOTAL} updates")
+    reads = [item for item in history if item.kind == "read"]
+    expect(len({item.version for item in reads}) > 1, f"{mode.value}: the readers saw nothing change")
+    return len(reads)
+
+
+@check("mutable_processes")
+def check_mutable_processes(case: Case, subject: object) -> str:
+    """Processes race on one tensor, in both modes: no torn read, versions only grow, one order explains everything."""
+    del case, subject
+    shared: Any = getattr(q4core, "SharedMutableTensor", None)
+    if shared is None:
+        raise NotTestableError("this q4core shares mutable tensors among the threads of one process alone")
+    reads = judge_processes(lambda tensor, mode: shared(tensor, mode=mode))
+    return f"{len(_MODES) * _TOTAL} updates by {_WRITERS} processes, {reads} reads by {_READERS}"

@@ -1,0 +1,181 @@
+"""One run under way: processes are asked for cases, group by group, until each case has a result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.outcome import CaseResult, Outcome
+from q4_conformance.process import Child, Ended
+from q4_conformance.profiles import Target, UnknownTargetError
+from q4core import ConfigError, Q4Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from q4_conformance.query import Query
+    from q4_conformance.table import Case
+
+__all__ = ["Judging"]
+
+_MODULE = "q4_conformance.child"
+_THREADS = 2
+"""Of each process: enough to let kernels share their work, and the same on every machine."""
+
+
+class Judging:
+    """One run under way."""
+
+    def __init__(self, query: Query, watch: Callable[[CaseResult], object] | None) -> None:
+        self.query = query
+        self.results: dict[str, CaseResult] = {}
+        self.points: list[Mapping[str, Any]] = []
+        self.manifest: Mapping[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
+        self.target: Target | None = None
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._end = time.monotonic() + query.budget_seconds
+        self.fault: Ended | None = None
+        """Why no process comes to its first case, once that was found."""
+
+    def _over(self) -> bool:
+        """Say whether no further case may begin."""
+        return self._stopped.is_set() or time.monotonic() >= self._end
+
+    def stop(self) -> None:
+        """Let no further case begin."""
+        self._stopped.set()
+
+    def open(self, *, survey: bool = False, threads: int = _THREADS) -> Child:
+        """Start a process and let it find the target.
+
+        Raises:
+            Ended: It did not come so far.
+            UnknownTargetError, ConfigError: Nobody of that name is there.
+        """
+        query = self.query
+        child = Child(_MODULE, query.limits, threads=threads)
+        try:
+            child.send(
+                {
+                    "name": query.name,
+                    "profile": query.profile,
+                    "formats": query.formats,
+                    "device": query.device,
+                    "survey": survey,
+                }
+            )
+            message = child.receive(query.limits.start_seconds, is_over=self._over)
+            if "refused" in message:
+                raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
+            if survey:
+                self.target, self.facts = Target(**message["target"]), message["facts"]
+            manifest = child.receive(query.limits.start_seconds, is_over=self._over)["manifest"]
+            if survey:
+                self.manifest = manifest
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    def keep(self, result: CaseResult) -> None:
+        """Keep a result and show it."""
+        with self._lock:
+            self.results[result.case] = result
+            if self._watch is not None:
+                self._watch(result)
+
+    def run_group(self, cases: tuple[Case, ...], child: Child | None) -> None:
+        """Run the cases of one group until each has a result."""
+        limits, deaths, served = self.query.limits, 0, False
+        while left := [case for case in cases if case.id not in self.results]:
+            if self._over():
+                break
+            if self.fault is not None or deaths >= limits.deaths:
+                self._give_up(left, deaths)
+                break
+            try:
+                child = child or self.open()
+                served = True
+                self._converse(child, left)
+                child.finish()
+            except TimeoutError:
+                if child is not None:
+                    child.close()
+                break
+            except Ended as ended:
+                deaths += 1
+                if not served:
+                    self.fault = ended
+            child = None
+        if child is not None:
+            child.close()
+
+    def _converse(self, child: Child, cases: list[Case]) -> None:
+        """Let a process run cases; the one at which it ends gets its result here.
+
+        Raises:
+            Ended: The process did not come to the end of them.
+            TimeoutError: The time is spent.
+        """
+        by_id = {case.id: case for case in cases}
+        current: Case | None = None
+        is_reproducing = False
+        child.send({"cases": list(by_id)})
+        limits = self.query.limits
+        try:
+            while True:
+                slow = current is not None and current.is_slow
+                seconds = limits.slow_seconds if slow else limits.case_seconds
+                message = child.receive(seconds, is_over=self._over)
+                if message.get("done"):
+                    return
+                is_reproducing = "reproducing" in message
+                if "start" in message:
+                    current = by_id[message["start"]]
+                elif "reproduced" in message:
+                    self.results[message["reproduced"]["case"]] = CaseResult.from_dict(message["reproduced"])
+                elif "result" in message and current is not None:
+                    self.keep(CaseResult.from_dict(message["result"]))
+                    current = None
+                if current is None and self._over():
+                    raise TimeoutError
+        except Ended as ended:
+            if is_reproducing:
+                raise  # the failure itself was told, and no further case was begun
+            if current is None:  # it ended between two cases: the one that it should have begun answers for it
+                current = next(case for case in cases if case.id not in self.results)
+            self.keep(_bad(current, ended.outcome, ended.reason))
+            raise
+
+    def _give_up(self, cases: Iterable[Case], deaths: int) -> None:
+        for case in cases:
+            if self.fault is not None:
+                self.keep(_bad(case, self.fault.outcome, f"no process came to its first case: {self.fault.reason}"))
+            else:
+                self.keep(_bad(case, Outcome.CRASH, f"not begun: {deaths} processes of this group had ended badly"))
+
+    def measure(self, formats: Iterable[str], seconds: float) -> None:
+        """Measure, one format after the other, in a process of its own each."""
+        for name in formats:
+            with contextlib.suppress(Ended, TimeoutError):
+                child = self.open(threads=os.cpu_count() or 1)
+                with contextlib.closing(child):
+                    child.send({"measure": name, "seconds": seconds})
+                    self.points += child.receive(self.query.limits.slow_seconds, is_over=self._over)["points"]
+
+
+def _bad(case: Case, outcome: Outcome, message: str) -> CaseResult:
+    return CaseResult(case=case.id, contract=case.contract, outcome=outcome, message=message)
+
+
+def _refusal(message: dict[str, Any]) -> Q4Error:
+    fields = dict(message["fields"])
+    what = fields.pop("what")
+    kinds: dict[str, type[Q4Error]] = {"UnknownTargetError": UnknownTargetError}
+    return kinds.get(message["refused"], ConfigError)(what, **{key: item for key, item in fields.items() if item})
