@@ -278,6 +278,15 @@ def peerenv(session: nox.Session) -> None:
     _install_packages(session, environment="peerenv")
 
 
+@nox.session(venv_backend="none", requires=["env", "peerenv"])
+def ready(session: nox.Session) -> None:
+    """Install what the sessions of CI need, so that two of them may run side by side."""
+    for group in ("test", "lint", "types"):
+        _install_group(session, group)
+    _install_group(session, "peer", environment="peerenv")
+    _install_model(session, environment="peerenv")
+
+
 @nox.session(venv_backend="none", requires=["peerenv"])
 def bench(session: nox.Session) -> None:
     """Measure beside the peers, and keep the results as JSON and pictures under benchmarks/results.
