@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from sharing import MODES
 
 import q4core as q4
+from q4_conformance.zoo import plugin
 from q4core.mutable import MutableMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -75,3 +76,18 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Give a pool whose threads are joined at the end."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         yield pool
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that installs animals of the zoo, as a plugin of this process and of its children."""
+
+    def installed(*names: str) -> None:
+        plugin.release(*names)
+        monkeypatch.setenv("Q4_PLUGIN_MODULES", plugin.MODULE)
+        monkeypatch.setenv(plugin.VARIABLE, ",".join(names))
+        q4.reset_registry()
+
+    yield installed
+    monkeypatch.undo()
+    q4.reset_registry()

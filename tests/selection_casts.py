@@ -40,7 +40,13 @@ CODE = q4.ReasonCode
 EXACT = {q4.Precision.W4A32, q4.Precision.W4A16}
 ON_ASKING = ("refuses", "declines", "raises", "leaves", "junk")
 MIXED = [kind for kind in q4.PathKind if kind is not q4.PathKind.QUANTIZE]
-KINDS = [MIXED, [q4.PathKind.REFERENCE], [q4.PathKind.KERNEL], MIXED, [q4.PathKind.REFERENCE]]
+KINDS: list[Sequence[q4.PathKind]] = [
+    MIXED,
+    [q4.PathKind.REFERENCE],
+    [q4.PathKind.KERNEL],
+    MIXED,
+    [q4.PathKind.REFERENCE],
+]
 STATES = st.sampled_from([State.PROVEN] * 3 + [State.UNKNOWN, State.FAILED])
 WITHHELD = [q4.Precision.W4A32, q4.Precision.W4A4]
 REFUSED = {"old api", "no manifest", "twice", "fails"}

@@ -38,7 +38,8 @@ def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
     step = share.to(torch.float8_e4m3fn).to(torch.float64)
     sizes = torch.where(step > 0, blocks.abs() / step, 0.0).to(torch.float32)
     codes = LEVELS[torch.bucketize(sizes, (LEVELS[1:] + LEVELS[:-1]) / 2)].to(torch.float64)
-    return (codes * blocks.sign() * step * power).flatten(1)
+    rounded: torch.Tensor = (codes * blocks.sign() * step * power).flatten(1)
+    return rounded
 
 
 class Static(FakeBackend):

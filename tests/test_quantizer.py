@@ -71,7 +71,8 @@ class Quantiser(FakeBackend):
     def __init__(self, name: str = "native", *, manner: str = "right", tier: int = 20, **facts: Any) -> None:
         given = {"ops": {"quantize"}, "roundings": BOTH, "dtypes": {torch.float32}} | facts
         super().__init__(name, paths=(attrs.evolve(PATH, tier=tier),), **given)
-        self.manner, self.asked = manner, []
+        self.manner = manner
+        self.asked: list[tuple[tuple[int, ...], q4.Rounding, int]] = []
 
     def quantize(
         self, dense: torch.Tensor, request: q4.Request, *, rounding: q4.Rounding = q4.Rounding.NEAREST, seed: int = 0
@@ -98,7 +99,9 @@ def _quantize(plugins: q4.Registry, dense: torch.Tensor | None = None, format_: 
 def test_a_quantisers_path_has_neither_rows_nor_precision_to_give() -> None:
     """It is of its own kind, covers every M and is allowed whatever precision is wished for."""
     assert (PATH.kind, PATH.m) == (q4.PathKind.QUANTIZE, (1, None))
-    request = attrs.evolve(q4.Request.for_weight(codec.quantize(_dense(), "nf4"), precision="fp4"), op="quantize")
+    request = attrs.evolve(
+        q4.Request.for_weight(codec.quantize(_dense(), "nf4"), precision=q4.ActivationPrecision.FP4), op="quantize"
+    )
     assert all(request.allows(precision) for precision in q4.Precision)
 
 

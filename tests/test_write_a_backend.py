@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/write-a-backend/index.md").read_text(encoding="utf-8")
-HELLO, USE = re.findall(r"^```(?:\{code-block\} )?python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+HELLO, USE = re.findall(r"^```(?:\{code-block\} py3|python)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 SERVES, RECORD = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 

@@ -76,7 +76,7 @@ def unjudged(tree: ast.AST, judging: set[str]) -> list[str]:
             continue
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _called(node) in judging]
         judged = [node.lineno for node in calls if node not in function.decorator_list]
-        judged += [node.lineno for node in ast.walk(function) if _raises(node)]
+        judged += [node.lineno for node in ast.walk(function) if isinstance(node, ast.Raise) and _raises(node)]
         own = [node for node in _own_nodes(function) if isinstance(node, ast.Return)]
         if not own:
             found.append(f"{function.name} never says what it measured")
