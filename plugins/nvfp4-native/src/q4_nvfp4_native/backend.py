@@ -105,7 +105,8 @@ class Nvfp4Native(WeightOnlyBackend):
         """Lay the weight out for the paths that its request is served by, and compile and load their kernels."""
         if request.precision is not ActivationPrecision.FP4:
             return super().prepare(weight, request, context)
-        self.native.load(request)
+        served = [item.path for item in context.paths] or self.native.check(request).paths
+        self.native.load(request, {path.name for path in served})
         return Prepared(*prepare_operand(weight, context))
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
