@@ -18,6 +18,7 @@ from nvfp4_emulation import BLACKWELL, emulated_backend, emulated_library, emula
 from q4_conformance.subject import make_registry
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.compiler import Compiled
+from q4_nvfp4_native.configurations import _data
 from q4_nvfp4_native.driver import Driver
 from q4_triton_kernels.program import Program
 from q4core import (
@@ -34,6 +35,7 @@ from q4core import (
     Session,
     SessionConfig,
     Standing,
+    Tier,
     dequantize,
     quantize,
 )
@@ -111,19 +113,36 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
 
 
-@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
-def test_a_path_says_whether_it_ran_on_hardware(
-    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+def _measure(monkeypatch: pytest.MonkeyPatch, *architectures: int) -> None:
+    """Let a record say of these architectures alone that their tilings were measured."""
+    data = {**_data(), "measured": {f"sm_{arch}": arch in architectures for arch in (120, 121)}}
+    monkeypatch.setattr("q4_nvfp4_native.configurations._data", lambda: data)
+
+
+@pytest.mark.parametrize("arch", [120, 121])
+def test_what_was_measured_of_one_architecture_is_claimed_of_no_other(
+    arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our kernels are compiled, or measured where a record says so; other people's code claims no more than that."""
-    monkeypatch.setattr("q4_nvfp4_native.native.is_measured", lambda: is_measured)
-    verdict = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu")))
-    told = {path.name.removeprefix("native-fp4-"): path.standing for path in verdict.paths}
-    assert told == {"external-fp4": Standing.COMPILED, "m16": standing, "m64": standing, "m128": standing}
-    assert len({path.tier for path in verdict.paths}) == 1
-    assert "hardware" not in verdict.native_state
+    """A record of sm_120 tells nothing of sm_121, and the other way round; there is none of either yet."""
+    before = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
+    assert {(path.tier, path.standing) for path in before} == {(Tier.GENERIC, Standing.COMPILED)}
+    _measure(monkeypatch, 120)
+    wanted = (Tier.TUNED, Standing.MEASURED) if arch == 120 else (Tier.GENERIC, Standing.COMPILED)
+    paths = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
+    assert {(path.tier, path.standing) for path in paths} == {wanted}
+
+
+def test_nobody_else_s_code_is_measured_by_our_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of our kernels gives an external library and ``dot_scaled`` no tier; the library is still used first."""
+    _measure(monkeypatch, 120, 121)
+    paths = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu"))).paths
+    told = {path.name.removeprefix("native-fp4-"): (path.tier, path.standing) for path in paths}
+    own = dict.fromkeys(("m16", "m64", "m128"), (Tier.GENERIC, Standing.MEASURED))
+    assert told == {"external-fp4": (Tier.GENERIC, Standing.COMPILED), **own}
+    layer = Session(_config(), registry=make_registry(emulated_backend(emulated_library()))).linear(_weight())
+    assert [segment.path.name for segment in layer.diagnostics().segments] == ["external-fp4"]
     dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
-    assert {path.standing for path in dot.paths} == {Standing.COMPILED}
+    assert {(path.tier, path.standing) for path in dot.paths} == {(Tier.GENERIC, Standing.COMPILED)}
 
 
 def test_what_does_not_work_beside_what_does_is_withheld() -> None:

@@ -145,8 +145,10 @@ class Native:
         elif fault is not None:
             withheld.append(Withheld(own, Precision.W4A4, [fault]))
         elif arch in NATIVE_ARCHITECTURES:
-            standing = Standing.MEASURED if is_measured() else Standing.COMPILED
-            paths += [_path(f"{NATIVE}-{tile}", rows, standing) for tile, rows in rows_served(arch).items()]
+            standing = Standing.MEASURED if is_measured(arch) else Standing.COMPILED
+            # Beside an external library, which is to be used first and is so by its name, ours claim no more.
+            tier = Tier.TUNED if is_measured(arch) and not paths else Tier.GENERIC
+            paths += [_path(f"{NATIVE}-{tile}", rows, standing, tier) for tile, rows in rows_served(arch).items()]
             states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a")
         else:
             dot = self._tools.dot_problem(arch, name)
@@ -292,7 +294,7 @@ def _toolchain(name: str, problem: str) -> Withheld:
     return Withheld(name, Precision.W4A4, [Reason(ReasonCode.TOOLCHAIN, problem)])
 
 
-def _path(name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED) -> KernelPath:
-    # One tier for all, so that an external library, which comes first by name, is used first.
-    tier = Tier.TUNED if is_measured() else Tier.GENERIC
+def _path(
+    name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED, tier: Tier = Tier.GENERIC
+) -> KernelPath:
     return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier, standing=standing)
