@@ -385,6 +385,15 @@ def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
     assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.SHAPE]
 
 
+@pytest.mark.parametrize(("rows", "codes"), [(1 << 19, []), ((1 << 19) + 1, [ReasonCode.SHAPE])])
+def test_quantiser_refuses_what_is_too_large_before_it_is_asked(rows: int, codes: list[ReasonCode]) -> None:
+    """More than 2^33 elements are a matter of shape that ``check`` tells, so that the reference serves; 2^33 are not."""
+    large = attrs.evolve(
+        _request(precision=ActivationPrecision.AUTO), op="quantize", out_features=rows, in_features=1 << 14
+    )
+    assert [reason.code for reason in Nvfp4Native(_facts(), emulated_tools()).check(large).reasons] == codes
+
+
 def test_quantiser_is_offered_on_every_listed_architecture() -> None:
     """The native quantiser needs no FP4 tensor cores; no Triton is its reason."""
     request = attrs.evolve(_request(precision=ActivationPrecision.AUTO), op="quantize")

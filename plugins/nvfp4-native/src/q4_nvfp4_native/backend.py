@@ -8,7 +8,7 @@ import attrs
 
 from q4_nvfp4_native.native import Native, Tools
 from q4_nvfp4_native.operands import BYTE_KINDS, OperandMeta, export_operand, prepare_operand
-from q4_nvfp4_native.quantizer import KINDS, quantize_packed
+from q4_nvfp4_native.quantizer import KINDS, MOST_ELEMENTS, quantize_packed
 from q4_triton_kernels import WeightOnlyBackend
 from q4core import (
     ActivationPrecision,
@@ -94,6 +94,9 @@ class Nvfp4Native(WeightOnlyBackend):
             reasons.append(Reason(ReasonCode.FORMAT, message))
         if request.in_features % request.block_size:
             message = f"K must be a multiple of {request.block_size}, got {request.in_features}"
+            reasons.append(Reason(ReasonCode.SHAPE, message))
+        if request.out_features * request.in_features > MOST_ELEMENTS:
+            message = f"the quantiser takes at most 2^33 elements, got {request.out_features} x {request.in_features}"
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
