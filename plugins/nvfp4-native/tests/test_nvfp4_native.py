@@ -387,7 +387,7 @@ def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
 
 @pytest.mark.parametrize(("rows", "codes"), [(1 << 19, []), ((1 << 19) + 1, [ReasonCode.SHAPE])])
 def test_quantiser_refuses_what_is_too_large_before_it_is_asked(rows: int, codes: list[ReasonCode]) -> None:
-    """More than 2^33 elements are a matter of shape that ``check`` tells, so that the reference serves; 2^33 are not."""
+    """More than 2^33 elements are a matter of shape, told by ``check``, so that the reference serves; 2^33 are not."""
     large = attrs.evolve(
         _request(precision=ActivationPrecision.AUTO), op="quantize", out_features=rows, in_features=1 << 14
     )
