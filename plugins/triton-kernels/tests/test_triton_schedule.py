@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from triton_programs import RECIPES
+from triton_programs import BY_ROW, RECIPES
 
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightMeta, WeightOnlyBackend
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
-from q4core import KernelPath, Request, ScaleKind
+from q4core import Feature, KernelPath, Request, ScaleKind
 from q4core.probe_book import ProbeBook, row_counts
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 SIDES = (32, 64, 96, 128, 384, 1024, 2048, 4096, 8192, 14336, 28672, 33, 1000, 4100)
 ROWS = sorted({*range(1, 11), *(2**i + j for i in range(4, 13) for j in (0, 1)), 25, 100, 529, 100_000})
-LAYERS = (("nf4", 64), ("int4", 128), ("int4", 32), ("int4_zero", 128), ("nvfp4", 16), ("int4", 300), ("int4", 4096))
+LAYERS = (
+    ("nf4", 64), ("int4", 128), ("int4", 32), ("int4_zero", 128), ("nvfp4", 16), ("int4", 300), ("int4", 4096),
+    ("by_row", 16),
+)  # fmt: skip
 RANGES = ((1, None), (1, 1), (20, 40), (3, 700), (513, None))
 
 
@@ -55,7 +58,7 @@ def _backend(arch: int) -> Every:
 
 @functools.cache
 def _weight(recipe: str, block: int) -> PackedWeight:
-    return attrs.evolve(RECIPES[recipe], block_size=block).build()
+    return attrs.evolve(RECIPES.get(recipe, BY_ROW), block_size=block).build()
 
 
 def _meta(recipe: str, block: int, n: int, k: int) -> WeightMeta:
@@ -86,7 +89,9 @@ def _launched(meta: WeightMeta, request: Request, target: Target, path: KernelPa
 
 
 def _gradient(meta: WeightMeta, request: Request, target: Target) -> Gradient:
-    return gradient_for(meta, request.out_dtype, request.dtype, target, request.device, is_by_row=False)
+    # As ``has_row_globals`` says of the prepared tensors, which are not made here.
+    is_by_row = Feature.ROW_GLOBAL_SCALE in request.features
+    return gradient_for(meta, request.out_dtype, request.dtype, target, request.device, is_by_row=is_by_row)
 
 
 @functools.cache

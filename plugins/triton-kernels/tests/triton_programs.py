@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from q4_triton_kernels.program import Program
 
-__all__ = ["RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
+__all__ = ["BY_ROW", "RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
 
 RECIPES = {
     "nf4": WeightRecipe(format="nf4"),
@@ -35,6 +35,8 @@ RECIPES = {
     "nvfp4_plain": WeightRecipe(format="nvfp4", scale_kind=ScaleKind.PLAIN),
     "mxfp4": WeightRecipe(format="mxfp4", scale_kind=ScaleKind.E8M0),
 }
+BY_ROW = attrs.evolve(RECIPES["nvfp4"], features={Feature.ROW_GLOBAL_SCALE})
+"""NVFP4 with a global scale of each out-feature's own, which an input gradient takes into its weights."""
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _COMMON = {
     "gemv": (("nf4", torch.bfloat16), ("nvfp4", torch.bfloat16), ("q4_1", torch.float16), ("int4_zero", torch.float32)),
