@@ -16,6 +16,7 @@ from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
+from q4_triton_kernels.schedule import gemm_tile, gradient_schedule_for, schedule_for
 from q4core import Feature, KernelPath, Request, ScaleKind
 from q4core.probe_book import ProbeBook, row_counts
 
@@ -170,3 +171,22 @@ def test_probes_stay_few_and_small(arch: int | None) -> None:
                 if (n, k) in {(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (6144, 4096)}:
                     variants.add((family, kind, schedule.variant(kind)))
     assert len(variants) <= 3 * 2 * 4
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, None])
+def test_the_last_tile_is_probed_with_three_blocks_of_rows(arch: int | None) -> None:
+    """The tile for any number of rows is proven where its blocks of rows are three, the last of one row or more.
+
+    Whatever the shape, in gemm and in the input gradient, its sum cut or not.
+    """
+    processors = PROCESSORS.get(arch or 0, 8)
+    for n, k in itertools.product(SIDES, SIDES):
+        for family in config_for(arch).gemm:
+            schedules = {
+                "gemm": schedule_for(arch, family, n, k, 64, processors),
+                "gradient": gradient_schedule_for(arch, family, n, k, processors),
+            }
+            for kind, schedule in schedules.items():
+                last = schedule.stretches(kind)[-1]
+                rows = [item for item in schedule.probe_rows(kind) if item >= last.low]
+                assert any(-(-item // gemm_tile(last.tile).bm) >= 3 for item in rows), (kind, family, n, k, rows)
