@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 import torch
 from gpu_results import LARGE, gpu_result
@@ -38,6 +39,7 @@ from benchmarks.verdict import lines
 from benchmarks.weights import exact_value
 from q4_conformance import run_cases
 from q4_dequant_fallback import DequantFallback
+from q4core.probe_book import ProbeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,11 +228,54 @@ def test_overhead_and_probe_are_measured_with_fp4_activations_too(monkeypatch: p
     assert len(layers) == 2 * len([name for name in layers if name.endswith(" fp4")])
 
 
+def _gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> dict[str, Any]:
+    """Run the stage of input gradients by a backend that computes them, wrong by a factor."""
+
+    def computes(self: DequantFallback, prepared: q4.Prepared, grad: Any, out: Any, *, path: str) -> None:
+        out.copy_(factor * grad.double() @ q4.dequantize(self.export(prepared), torch.float64))
+
+    own = DequantFallback.check
+
+    def check(self: DequantFallback, request: q4.Request) -> q4.Verdict:
+        precision = q4.Precision.W4A16
+        path = q4.KernelPath("own", (1, None), q4.PathKind.KERNEL, precision, q4.Tier.GENERIC)
+        return q4.Verdict.offer([path], native_state="") if request.op == "input_gradient" else own(self, request)
+
+    declared = attrs.evolve(DequantFallback().capabilities, ops={"linear", "input_gradient"})
+    monkeypatch.setattr(DequantFallback, "capabilities", declared)
+    monkeypatch.setattr(DequantFallback, "check", check)
+    monkeypatch.setattr(DequantFallback, "input_gradient", computes, raising=False)
+    if factor != 1.0:
+        monkeypatch.setattr("q4core.proving.probe_gradient", lambda *_: ProbeResult(None, 0.0, 0.0))
+    return stages.STAGES["gradient"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
+
+
+@pytest.mark.usefixtures("reference_measured")
+def test_input_gradients_are_measured_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backends' own gradients are timed beside cuBLAS, those without one are told, and no wrong one is timed."""
+    nothing = stages.STAGES["gradient"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
+    assert [set(table["calls"]) for table in nothing["tables"]] == [{dense.NAME}] * 2
+    assert all("input_gradient" in why for why in nothing["refused"].values())
+    assert len(nothing["refused"]) == 2
+    ours.registry.cache_clear()
+    found = _gradients(monkeypatch, 1.0)
+    assert [table["rows"] for table in found["tables"]] == [1, 17]
+    for table in found["tables"]:
+        assert set(table["calls"]) == {dense.NAME, "nf4 exact", "nvfp4 exact"}
+        assert all(call["median"] > 0 for call in table["calls"].values())
+
+
+@pytest.mark.usefixtures("reference_measured")
+def test_a_wrong_input_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is off by a hundredth ends its stage."""
+    assert "NMSE" in _gradients(monkeypatch, 1.01).get("error", "nothing")
+
+
 @pytest.mark.usefixtures("reference_measured")
 def test_what_there_is_no_time_for_is_told() -> None:
     """After the deadline nothing is begun, and the result says what was left out."""
     work = stages.Work(HERE, Deadline(0), is_tiny=True)
-    for name in ("gemv", "gemm", "overhead", "probe"):
+    for name in ("gemv", "gemm", "gradient", "overhead", "probe"):
         assert stages.STAGES[name].guarded(work)["left_out"], name
     found = stages.STAGES["cases"].guarded(work)
     assert not any(one["passed"] for one in found["reports"].values())

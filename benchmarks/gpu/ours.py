@@ -68,10 +68,16 @@ def precisions_of(backend: q4.Backend) -> list[str]:
     return [EXACT, FP4] if q4.Precision.W4A4 in backend.capabilities.precisions else [EXACT]
 
 
-def session(backend: str, place: Place, precision: str = EXACT, *, own: q4.Registry | None = None) -> q4.Session:
+def session(
+    backend: str, place: Place, precision: str = EXACT, *, own: q4.Registry | None = None, gradients: bool = False
+) -> q4.Session:
     """Return a session that takes nothing but one backend."""
     config = q4.SessionConfig(
-        device=str(place.device), backend=backend, activation_precision=precision, compute_dtype=DTYPE
+        device=str(place.device),
+        backend=backend,
+        activation_precision=precision,
+        compute_dtype=DTYPE,
+        gradients=gradients,
     )
     return q4.Session(config, registry=own or registry())
 
@@ -103,6 +109,17 @@ class Made:
         return call
 
     @property
+    def gradients(self) -> tuple[q4.Segment, ...]:
+        """Which of the backend's input gradients serves which rows."""
+        return self.layers[0].diagnostics().gradients
+
+    def gradient(self, copy: int, grad: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        """Return the call of the backend's own ``input_gradient`` that a backward of so many rows makes."""
+        ready: Any = self.layers[copy]._require_ready()  # noqa: SLF001  # autograd's own time is not the backend's
+        path = ready.plan.gradient_path(grad.shape[0])
+        return functools.partial(ready.plan.backend.input_gradient, ready.prepared, grad, out, path=path)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one prepared copy."""
         return self.layers[0].diagnostics().prepared_bytes
@@ -129,7 +146,9 @@ class Made:
         return [self._ready.plan.backend.prepare(self.weight, request, context) for _ in self.layers]
 
 
-def make(backend: str, name: str, problem: Problem, place: Place, precision: str = EXACT) -> Made:
+def make(  # noqa: PLR0913  # what a layer is
+    backend: str, name: str, problem: Problem, place: Place, precision: str = EXACT, *, gradients: bool = False
+) -> Made:
     """Return a problem's weight, prepared by a backend.
 
     Raises:
@@ -137,7 +156,7 @@ def make(backend: str, name: str, problem: Problem, place: Place, precision: str
     """
     pattern = weight_of(name, problem.pattern)
     weight = q4.cat([pattern.to(place.device)] * problem.repeats)
-    made = session(backend, place, precision)
+    made = session(backend, place, precision, gradients=gradients)
     first = made.linear(weight)
     copies = problem.copies(first.diagnostics().prepared_bytes, place.rotation_bytes)
     layers = [first, *(made.linear(weight) for _ in range(copies - 1))]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     _Choice: TypeAlias = "tuple[Candidate, q4.KernelPath | None]"
 
-__all__ = ["GEMM", "GEMV", "TINY_GEMM", "TINY_GEMV", "Table", "measure"]
+__all__ = ["GEMM", "GEMV", "GRADIENT", "TINY_GEMM", "TINY_GEMV", "TINY_GRADIENT", "Table", "measure"]
 
 _FAULTS = (RuntimeError, ValueError, TypeError, q4.Q4Error)
 """What a path that is called alone may raise: told beside the others."""
@@ -64,6 +64,12 @@ GEMM = (
     Table((4096, 4096), (16, 64, 256, 512, 1024, 2048, 4096), _SOME, has_paths=True),
     Table((14336, 4096), (512, 2048, 8192), _FEW),
 )
+GRADIENT = (
+    Table((8192, 8192), (1, 16, 128, 512, 2048, 8192), _FEW),
+    Table((4096, 4096), (1, 16, 128, 512, 2048), _SOME),
+    Table((14336, 4096), (512, 2048), _FEW),
+)
+TINY_GRADIENT = (Table((64, 128), (1, 17), _FEW),)
 TINY_GEMV = (Table((64, 128), (1, 2), frozenset({"nf4", "nvfp4", "int4 g128"})),)
 TINY_GEMM = (Table((64, 128), (17,), frozenset({"nf4", "nvfp4"}), has_paths=True),)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from benchmarks.gpu import cases, ours, overhead, probe_time, products, quantiser, tree_tests
+from benchmarks.gpu import cases, gradient, ours, overhead, probe_time, products, quantiser, tree_tests
 from benchmarks.gpu import limits as yardsticks
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.timing import Budget
@@ -81,6 +81,11 @@ def _gemm(work: Work) -> dict[str, Any]:
     return products.measure(tables, work.place, work.budget, work.deadline)
 
 
+def _gradient(work: Work) -> dict[str, Any]:
+    tables = products.TINY_GRADIENT if work.is_tiny else products.GRADIENT
+    return gradient.measure(tables, work.place, work.budget, work.deadline)
+
+
 def _quantiser(work: Work) -> dict[str, Any]:
     shapes = quantiser.TINY_SHAPES if work.is_tiny else quantiser.SHAPES
     return quantiser.measure(shapes, work.place, work.budget, work.deadline)
@@ -94,6 +99,7 @@ STAGES = {
     ),
     "quantiser": Stage("the native quantiser", _quantiser, has_ratios=True),
     "gemm": Stage("M = 16 … 8192 beside cuBLAS, each path alone as well", _gemm, has_ratios=True),
+    "gradient": Stage("input gradients for M = 1 … 8192 beside cuBLAS", _gradient),
     "cases": Stage(
         "every contract case",
         lambda work: cases.run(work.place, work.deadline, jobs=work.jobs, only=work.only),

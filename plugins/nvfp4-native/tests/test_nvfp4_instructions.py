@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 import torch
 import triton
+from compiling import compiled_aside, selected
 
 from q4_nvfp4_native import scaled_dot
 from q4_nvfp4_native.compiler import compile_kernels, nvrtc_problem, source
 from q4_nvfp4_native.configurations import configurations
 from q4_nvfp4_native.kernels import quantize as quantize_kernels
-from q4_triton_kernels import compile_for
+from q4_nvfp4_native.quantizer import KINDS
+from q4_triton_kernels import ARCHITECTURES, compile_for
 from q4core import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from compiling import Compiling
+
     from q4_nvfp4_native.compiler import Compiled
+    from q4_triton_kernels import Compiled as Program
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PTX_PRODUCT = {
@@ -150,32 +157,103 @@ def test_dot_scaled_that_is_not_native_is_a_problem() -> None:
     assert scaled_dot.problem(90, "mxfp4")
 
 
-NUMBERS = {"row_step": "i32", "blocks": "i32", "total": "i32", "seed": "i32"}
-POINTERS = {"codes_ptr": "*u8", "scales_ptr": "*u8", "parts_ptr": "*i32", "global_ptr": "*fp32", "bad_ptr": "*i32"}
-QUANTISERS = {
+_NUMBERS = {"row_step": "i32", "blocks": "i32", "total": "i32", "seed": "i32", "programs": "i32"}
+_POINTERS = {"codes_ptr": "*u8", "scales_ptr": "*u8", "parts_ptr": "*i32", "global_ptr": "*fp32", "bad_ptr": "*i32"}
+_KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
     "largest": (quantize_kernels.largest_bits, {"BLOCK": 16, "TILE": 256}),
-    "nvfp4": (quantize_kernels.quantize_nvfp4, {"PARTS": 1024, "KIND": 1, "TILE": 256}),
+    "nvfp4": (quantize_kernels.quantize_nvfp4, {"PARTS": 1024, "TILE": 256}),
     "mxfp4": (quantize_kernels.quantize_mxfp4, {"TILE": 128}),
 }
+_IN_FULL = frozenset({80, 90, 100, 103, 120, 121})
+"""Architectures of which each quantiser is compiled; of the others, which are like sm_80, a few are."""
 
 
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120, 121])
-@pytest.mark.parametrize(
-    ("name", "stochastic"), [("largest", False), ("nvfp4", False), ("mxfp4", False), ("nvfp4", True), ("mxfp4", True)]
-)
-def test_quantiser_compiles_everywhere_and_rounds_once(name: str, stochastic: bool, arch: int) -> None:
+@attrs.frozen
+class Quantiser:
+    """One program of the quantiser of weights.
+
+    Args:
+        arch: Compute capability × 10.
+        name: ``"nvfp4"``, ``"mxfp4"``, or ``"largest"``, which looks for the largest magnitude first.
+        kind: The kernel's KIND, of ``KINDS``.
+        stochastic: Whether it rounds by chance.
+        swizzled: Whether it writes scales in tiles.
+        x: dtype of the weight.
+    """
+
+    arch: int
+    name: str
+    kind: int = 0
+    stochastic: bool = False
+    swizzled: bool = False
+    x: str = "bf16"
+
+    def __str__(self) -> str:
+        """Return an id for pytest."""
+        words = [f"sm{self.arch}", self.name, str(self.kind), self.x]
+        return "-".join([*words, *["chance"] * self.stochastic, *["swizzled"] * self.swizzled])
+
+    def compile(self) -> Program:
+        """Return what it becomes, launched as the quantiser launches it."""
+        kernel, constants = _KERNELS[self.name]
+        choices = {"KIND": self.kind, "STOCHASTIC": self.stochastic, "SWIZZLED": self.swizzled}
+        constants = constants | {key: value for key, value in choices.items() if key in kernel.arg_names}
+        types = {"x_ptr": f"*{self.x}", **_POINTERS, **_NUMBERS}
+        signature = {key: value for key, value in types.items() if key in kernel.arg_names}
+        aligned = tuple(key for key in ("x_ptr", "codes_ptr", "scales_ptr", "row_step") if key in kernel.arg_names)
+        return compile_for(
+            kernel, signature, constants, self.arch, aligned=aligned, num_warps=4, enable_fp_fusion=False
+        )
+
+
+def _quantisers() -> Iterator[Quantiser]:
+    for turn, arch in enumerate(ARCHITECTURES):
+        yield Quantiser(arch, "largest")
+        formats = [(name, kind) for name, kinds in KINDS.items() for kind in kinds.values()]
+        for place, ((name, kind), stochastic) in enumerate(itertools.product(formats, (False, True)), turn):
+            x = ("bf16", "fp16", "fp32")[place % 3]
+            if arch in _IN_FULL:
+                yield from (Quantiser(arch, name, kind, stochastic, swizzled, x) for swizzled in (False, True))
+            elif kind == max(KINDS[name].values()):
+                yield Quantiser(arch, name, kind, stochastic, bool(place % 2), x)
+
+
+QUANTISERS = [*_quantisers()]
+
+
+@pytest.fixture(scope="module")
+def compiling(request: pytest.FixtureRequest) -> Iterator[Compiling]:
+    """What the quantisers of the selected tests become, compiled on every core."""
+    with compiled_aside(selected(request, "quantiser")) as found:
+        yield found
+
+
+def test_each_quantiser_is_compiled() -> None:
+    """Each format and kind of scales, order of scales and rounding is there for each architecture, each dtype of x too.
+
+    Of sm_86 and sm_89, each format and rounding is.
+    """
+    kinds = {(name, kind) for name, kinds in KINDS.items() for kind in kinds.values()}
+    choices = {(*one, chance, order) for one in kinds for chance in (False, True) for order in (False, True)}
+    for arch in (80, 90, 100, 103, 120, 121):
+        own = [item for item in QUANTISERS if item.arch == arch]
+        assert {(item.name, item.kind, item.stochastic, item.swizzled) for item in own} == {
+            *choices,
+            ("largest", 0, False, False),
+        }
+        assert {item.x for item in own} == {"bf16", "fp16", "fp32"}
+    for arch in (86, 89):
+        found = {(item.name, item.stochastic) for item in QUANTISERS if item.arch == arch}
+        assert found == {("largest", False), *((name, chance) for name in KINDS for chance in (False, True))}
+
+
+@pytest.mark.parametrize("quantiser", QUANTISERS, ids=str)
+def test_quantiser_compiles_everywhere_and_rounds_once(quantiser: Quantiser, compiling: Compiling) -> None:
     """Loads are of 16 bytes, division is correctly rounded, nothing is fused or flushed to zero, and nothing spills."""
-    kernel, constants = QUANTISERS[name]
-    choices = {"STOCHASTIC": stochastic, "SWIZZLED": False} if name != "largest" else {}
-    signature = {"x_ptr": "*bf16", "programs": "i32", **POINTERS, **NUMBERS}
-    signature = {key: value for key, value in signature.items() if key in kernel.arg_names}
-    aligned = tuple(key for key in ("x_ptr", "codes_ptr", "scales_ptr", "row_step") if key in kernel.arg_names)
-    compiled = compile_for(
-        kernel, signature, {**constants, **choices}, arch, aligned=aligned, num_warps=4, enable_fp_fusion=False
-    )
-    assert "ld.global.v4.b32" in compiled.ptx
-    assert ".ftz" not in compiled.ptx
-    assert not re.search(r"\bfma\.\w+\.f32|\bdiv\.(?:full|approx)", compiled.ptx)
-    if name != "largest":
-        assert "div.rn.f32" in compiled.ptx
-    assert compiled.usage().spill_bytes == 0
+    became = compiling[quantiser]
+    assert "ld.global.v4.b32" in became.ptx
+    assert ".ftz" not in became.ptx
+    assert not re.search(r"\bfma\.\w+\.f32|\bdiv\.(?:full|approx)", became.ptx)
+    if quantiser.name != "largest":
+        assert "div.rn.f32" in became.ptx
+    assert became.usage.spill_bytes == 0

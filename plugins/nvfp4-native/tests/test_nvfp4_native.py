@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -17,22 +18,30 @@ from nvfp4_emulation import BLACKWELL, emulated_backend, emulated_library, emula
 from q4_conformance.subject import make_registry
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.compiler import Compiled
+from q4_nvfp4_native.configurations import _data
+from q4_nvfp4_native.driver import Driver
+from q4_triton_kernels.program import Program
 from q4core import (
     ActivationPrecision,
     BackendError,
     BackendUnavailableError,
     ComputePath,
     Precision,
+    PrepareContext,
     ReasonCode,
+    RefusedError,
     Request,
+    Segment,
     Session,
     SessionConfig,
     Standing,
+    Tier,
     dequantize,
     quantize,
 )
 
 if TYPE_CHECKING:
+    from q4_nvfp4_native.driver import Kernel
     from q4_triton_kernels import Facts
     from q4core import PackedWeight
 
@@ -104,19 +113,36 @@ def test_tools_that_are_missing_are_the_reason(arch: int, tool: str) -> None:
     assert [(reason.code, reason.message) for reason in reasons] == [(ReasonCode.TOOLCHAIN, "the tool's words")]
 
 
-@pytest.mark.parametrize(("is_measured", "standing"), [(False, Standing.COMPILED), (True, Standing.MEASURED)])
-def test_a_path_says_whether_it_ran_on_hardware(
-    is_measured: bool, standing: Standing, monkeypatch: pytest.MonkeyPatch
+def _measure(monkeypatch: pytest.MonkeyPatch, *architectures: int) -> None:
+    """Let a record say of these architectures alone that their tilings were measured."""
+    data = {**_data(), "measured": {f"sm_{arch}": arch in architectures for arch in (120, 121)}}
+    monkeypatch.setattr("q4_nvfp4_native.configurations._data", lambda: data)
+
+
+@pytest.mark.parametrize("arch", [120, 121])
+def test_what_was_measured_of_one_architecture_is_claimed_of_no_other(
+    arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our kernels are compiled, or measured where a record says so; other people's code claims no more than that."""
-    monkeypatch.setattr("q4_nvfp4_native.native.is_measured", lambda: is_measured)
-    verdict = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu")))
-    told = {path.name.removeprefix("native-fp4-"): path.standing for path in verdict.paths}
-    assert told == {"external-fp4": Standing.COMPILED, "m16": standing, "m64": standing, "m128": standing}
-    assert len({path.tier for path in verdict.paths}) == 1
-    assert "hardware" not in verdict.native_state
+    """A record of sm_120 tells nothing of sm_121, and the other way round; there is none of either yet."""
+    before = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
+    assert {(path.tier, path.standing) for path in before} == {(Tier.GENERIC, Standing.COMPILED)}
+    _measure(monkeypatch, 120)
+    wanted = (Tier.TUNED, Standing.MEASURED) if arch == 120 else (Tier.GENERIC, Standing.COMPILED)
+    paths = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
+    assert {(path.tier, path.standing) for path in paths} == {wanted}
+
+
+def test_nobody_else_s_code_is_measured_by_our_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of our kernels gives an external library and ``dot_scaled`` no tier; the library is still used first."""
+    _measure(monkeypatch, 120, 121)
+    paths = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu"))).paths
+    told = {path.name.removeprefix("native-fp4-"): (path.tier, path.standing) for path in paths}
+    own = dict.fromkeys(("m16", "m64", "m128"), (Tier.GENERIC, Standing.MEASURED))
+    assert told == {"external-fp4": (Tier.GENERIC, Standing.COMPILED), **own}
+    layer = Session(_config(), registry=make_registry(emulated_backend(emulated_library()))).linear(_weight())
+    assert [segment.path.name for segment in layer.diagnostics().segments] == ["external-fp4"]
     dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
-    assert {path.standing for path in dot.paths} == {Standing.COMPILED}
+    assert {(path.tier, path.standing) for path in dot.paths} == {(Tier.GENERIC, Standing.COMPILED)}
 
 
 def test_what_does_not_work_beside_what_does_is_withheld() -> None:
@@ -188,6 +214,93 @@ def test_code_that_does_not_load_is_refused_and_remembered(compile_: object, cod
     layer = Session(_config(ComputePath.KERNEL_OR_FALLBACK), registry=make_registry(backend))
     with pytest.warns(UserWarning, match="nvfp4"):
         assert layer.linear(_weight()).diagnostics().backend == "dequant-fallback"
+
+
+class _Image:
+    """What Triton compiled, for a driver that refuses it."""
+
+    class handle:  # noqa: N801  # an attribute's name
+        """Triton's own."""
+
+        @staticmethod
+        def _init_handles() -> None:
+            raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+
+def _refused(*_: object, **__: object) -> Any:
+    raise ValueError("unsupported instruction")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "code"),
+    [(lambda *_, **__: _Image(), ReasonCode.DRIVER), (_refused, ReasonCode.TOOLCHAIN)],
+    ids=["image-that-does-not-load", "source-that-does-not-compile"],
+)
+def test_a_product_by_triton_fails_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, compiler: object, code: ReasonCode
+) -> None:
+    """An image of ``dot_scaled`` that the driver rejects is a matter of the driver, one that Triton refuses its own."""
+    monkeypatch.setattr("q4_triton_kernels.program.compile_for", compiler)
+    monkeypatch.setattr(Program, "_current_device", lambda _: contextlib.nullcontext(0))
+    tools = attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)
+    backend = Nvfp4Native(_facts(100), tools, devices=("cpu",))
+    request = _request(device=torch.device("cpu"))
+    with pytest.raises(RefusedError) as caught:
+        backend.prepare(_weight(), request, PrepareContext("cpu"))
+    assert [reason.code for reason in caught.value.reasons] == [code]
+    assert [reason.code for reason in backend.check(request).reasons] == [code]
+
+
+def _no_triton(*_: object) -> Any:
+    raise ModuleNotFoundError("No module named 'triton'")
+
+
+@pytest.mark.parametrize("has_nvrtc", [True, False])
+def test_a_library_on_sm_100_needs_no_triton(has_nvrtc: bool) -> None:
+    """Where a complete library is all that is offered, it serves, and nothing of Triton or NVRTC is asked for."""
+    tools = attrs.evolve(
+        emulated_tools(emulated_library(), driver=has_nvrtc),
+        dot_problem=lambda *_: "no Triton",
+        product=_no_triton,
+        driver=_no_triton,
+    )
+    backend = Nvfp4Native(_facts(100, triton=None, has_compiler=False), tools, devices=("cpu",))
+    layer = Session(_config(), registry=make_registry(backend)).linear(_weight())
+    layer(torch.randn(3, 160))
+    assert [segment.path.name for segment in layer.diagnostics().segments] == ["external-fp4"]
+
+
+class _NotingDriver(Driver):
+    """The emulated driver, which notes the kernels that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(ctypes.CDLL(str(emulated_library())))
+        self.asked: list[str] = []
+
+    def kernel(self, module: Any, name: str, *, threads: int, shared_bytes: int) -> Kernel:
+        """Return a kernel."""
+        self.asked.append(name)
+        return super().kernel(module, name, threads=threads, shared_bytes=shared_bytes)
+
+
+def test_prepare_loads_what_its_paths_launch() -> None:
+    """An external library's path loads nothing of ours, a tile's its own two kernels, and nothing is loaded twice."""
+    driver = _NotingDriver()
+    tools = attrs.evolve(emulated_tools(emulated_library()), driver=lambda: driver)
+    backend = Nvfp4Native(BLACKWELL, tools, devices=("cpu",))
+    request = _request(device=torch.device("cpu"))
+    paths = {path.name: path for path in backend.check(request).paths}
+
+    def loaded(*names: str) -> list[str]:
+        del driver.asked[:]
+        segments = tuple(Segment(1, 1, paths[name]) for name in names)
+        backend.prepare(_weight(), request, PrepareContext("cpu", paths=segments))
+        return sorted(driver.asked)
+
+    assert loaded("external-fp4") == []
+    assert loaded("external-fp4", "native-fp4-m16") == ["q4_gemm_nvfp4_m16", "q4_quantize_nvfp4"]
+    assert loaded("native-fp4-m16", "native-fp4-m64") == ["q4_gemm_nvfp4_m64"]
+    assert loaded("native-fp4-m64") == []
 
 
 def test_fp4_is_given_to_nobody_who_did_not_ask() -> None:
@@ -270,6 +383,15 @@ def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
     )
     reasons = Nvfp4Native(_facts(), emulated_tools()).check(request).reasons
     assert [reason.code for reason in reasons] == [ReasonCode.FORMAT, ReasonCode.SHAPE]
+
+
+@pytest.mark.parametrize(("rows", "codes"), [(1 << 19, []), ((1 << 19) + 1, [ReasonCode.SHAPE])])
+def test_quantiser_refuses_what_is_too_large_before_it_is_asked(rows: int, codes: list[ReasonCode]) -> None:
+    """More than 2^33 elements are a matter of shape, told by ``check``, so that the reference serves; 2^33 are not."""
+    large = attrs.evolve(
+        _request(precision=ActivationPrecision.AUTO), op="quantize", out_features=rows, in_features=1 << 14
+    )
+    assert [reason.code for reason in Nvfp4Native(_facts(), emulated_tools()).check(large).reasons] == codes
 
 
 def test_quantiser_is_offered_on_every_listed_architecture() -> None:

@@ -73,6 +73,17 @@ def test_bytes_are_those_of_the_reference(name: str, kind: ScaleKind, dtype: tor
         _assert_same(quantize_packed(given, name, scale_kind=kind), quantize(given, name, scale_kind=kind))
 
 
+@pytest.mark.parametrize(("name", "kind"), CHOICES, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_subnormal_numbers_are_no_zeros(name: str, kind: ScaleKind, dtype: torch.dtype) -> None:
+    """Each subnormal number of 16 bits, alone in a block and beside others, gives the reference's bytes."""
+    lowest = torch.arange(1, 128 if dtype is torch.bfloat16 else 1024, dtype=torch.int16).view(dtype)
+    alone = torch.zeros(len(lowest), 32, dtype=dtype)
+    alone[:, 3], alone[:, 20] = lowest, -lowest
+    for dense in (alone, lowest[:96].repeat(3, 1), torch.full((1, 32), 2.0**-127, dtype=dtype)):
+        _assert_same(quantize_packed(dense, name, scale_kind=kind), quantize(dense, name, scale_kind=kind))
+
+
 def test_every_mxfp4_scale_is_the_reference_s() -> None:
     """Around every power of two, where the reference rounds its logarithm before the ceiling, the scale is the same."""
     near = [*range(40), *(0x400000 + step for step in range(-2, 16)), 0x7FFFFF]

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from compiling import compiled_aside, selected
 from triton_programs import RECIPES, Candidate, candidates
 
-if TYPE_CHECKING:
-    from q4_triton_kernels import Compiled
+from q4_triton_kernels import ARCHITECTURES
+from q4_triton_kernels.configs import config_for
 
-ARCHITECTURES = (80, 90, 100, 120)
-GB10 = 121
-ALIKE = (86, 89, 103, GB10)
-"""Their code differs from that of another one in little: of all but GB10's, split sums and uneven K are left out."""
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from compiling import Became, Compiling
+
+    from q4_triton_kernels.program import Program
+
 SHARED_BYTES = {
     80: 166_912,
     86: 101_376,
@@ -32,65 +36,111 @@ _FROM_REGISTERS = re.compile(r"wgmma\.mma_async[^{]*\{[^}]*\},\s*\{")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync")
 
 
-def _check(candidate: Candidate, *, may_spill: bool = False) -> Compiled:
-    """Assert what must hold for every program: it does something, and nothing lies in local memory."""
+CHOSEN = [item for arch in ARCHITECTURES for item in candidates(arch)]
+OTHERS = [item for arch in ARCHITECTURES for item in candidates(arch, every=True)]
+
+
+@pytest.fixture(scope="module")
+def compiling(request: pytest.FixtureRequest) -> Iterator[Compiling]:
+    """What the candidates of the selected tests become, compiled on every core."""
+    with compiled_aside(selected(request, "candidate")) as found:
+        yield found
+
+
+def _check(candidate: Candidate, became: Became) -> None:
+    """Assert what must hold for every program: it does something, and nothing lies in local memory.
+
+    A gemm in float32, which runs without tensor cores, may spill: for some formats ptxas keeps 8 to 72 bytes in local
+    memory at 72 to 128 registers of 255, and which formats these are changes with tile, warps and stages alike.
+    """
+    assert "trap;" not in became.ptx
+    assert re.search(r"\.local|ld\.local|st\.local", became.ptx) is None
+    if candidate.kind != "gemm" or candidate.dtype is not torch.float32:
+        assert (became.usage.stack_bytes, became.usage.spill_bytes) == (0, 0), became.usage
+    assert became.shared_bytes <= SHARED_BYTES[candidate.arch]
     program = candidate.program()
-    compiled = program.compile()
-    assert "trap;" not in compiled.ptx
-    assert re.search(r"\.local|ld\.local|st\.local", compiled.ptx) is None
-    if not may_spill:
-        usage = compiled.usage()
-        assert (usage.stack_bytes, usage.spill_bytes) == (0, 0), usage
-    assert compiled.shared_bytes <= SHARED_BYTES[candidate.arch]
     if candidate.kind == "gemv" and candidate.even:
-        vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.ptx)
+        vectors = re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", became.ptx)
         of_x = program.constants["ROWS"] * (8 if program.signature["x_ptr"] == "*fp32" else 4)
         assert len(vectors) >= program.constants["R"] + of_x, "codes must be loaded 16 bytes at a time, as x is"
     if candidate.kind in {"gemm", "gradient"}:
         if candidate.dtype is torch.float32:
-            assert "tf32" not in compiled.ptx
+            assert "tf32" not in became.ptx
         else:
-            assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in compiled.ptx
-    return compiled
+            assert TENSOR_INSTRUCTIONS[candidate.arch // 10] in became.ptx
 
 
-MAIN = [item for arch in ARCHITECTURES for item in candidates(arch)]
-LIKE = [item for arch in ALIKE for item in candidates(arch) if arch == GB10 or (item.even and item.final)]
-OTHERS = [item for arch in (*ARCHITECTURES, *ALIKE) for item in candidates(arch, every=True)]
+def _family(program: Program) -> str:
+    """Return the family that a gemm or a gradient was compiled for, from what it is compiled from alone."""
+    given = program.signature.get("x_ptr") or program.signature["d_ptr"]
+    return "wide" if given == "*fp32" else "weights" if program.constants["WEIGHTS"] else "blocks"
 
 
-def test_each_format_is_compiled_for_each_architecture_in_every_run() -> None:
-    """Whatever is left to the long run, no format and no architecture is left out of gemv or gemm."""
-    compiled = {(item.arch, item.kind, item.recipe) for item in (*MAIN, *LIKE)}
-    for arch in (*ARCHITECTURES, *ALIKE):
-        for recipe in RECIPES:
-            assert {(arch, "gemv", recipe), (arch, "gemm", recipe)} <= compiled
+def _matrix_facts(program: Program) -> Hashable:
+    constants = program.constants
+    return _family(program), constants["BN"], constants["BM"], program.warps, program.stages
 
 
-@pytest.mark.parametrize("candidate", [*MAIN, *LIKE], ids=str)
-def test_compiles(candidate: Candidate) -> None:
+def _of(programs: list[Program], kernel: str) -> list[Program]:
+    return [program for program in programs if program.name == kernel]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_run_compiles_each_configuration(arch: int) -> None:
+    """Whatever is left to the long run: each tile of each family, each kernel and each format is compiled in every run.
+
+    A gradient by a global scale of each row takes the tiles of ``blocks``, and each family meets two dtypes once.
+    """
+    config = config_for(arch)
+    chosen = [item for item in CHOSEN if item.arch == arch]
+    programs = [item.program() for item in chosen]
+    gemv = {
+        (*(program.constants[name] for name in ("ROWS", "R", "T")), program.warps, program.stages)
+        for program in _of(programs, "gemv")
+    }
+    assert gemv >= {(tile.rows, tile.r, tile.t, tile.warps, tile.stages) for tile in config.gemv}
+    for kernel, families in (("gemm", config.gemm), ("gradient", config.gradient)):
+        tiles = {
+            (family, tile.bn, tile.bm, tile.warps, tile.stages) for family, own in families.items() for tile in own
+        }
+        assert {_matrix_facts(program) for program in _of(programs, kernel)} >= tiles
+    gradients = _of(programs, "gradient")
+    by_row = {_matrix_facts(program)[1:] for program in gradients if program.constants["BY_ROW"]}  # type: ignore[index]  # a tuple
+    assert by_row >= {(tile.bn, tile.bm, tile.warps, tile.stages) for tile in config.gradient["blocks"]}
+    mixed = {_family(program) for program in gradients if program.signature["d_ptr"] != program.signature["out_ptr"]}
+    assert mixed == set(config.gradient)
+    dense = {(program.constants["R"], program.warps, program.constants["TERMS"]) for program in _of(programs, "dense")}
+    assert dense == {(config.dense_rows, config.dense_warps, terms) for terms in (1, 2)}
+    finish = {
+        (*(program.constants[name] for name in ("BM", "BN", "GLOBAL")), program.warps)
+        for program in _of(programs, "finish")
+    }
+    assert finish == {(config.finish_rows, config.finish_columns, kind, config.finish_warps) for kind in (0, 1)}
+    for kernel in ("gemv", "gemm"):
+        assert {item.recipe for item in chosen if item.kind == kernel} == set(RECIPES)
+
+
+@pytest.mark.parametrize("candidate", CHOSEN, ids=str)
+def test_compiles(candidate: Candidate, compiling: Compiling) -> None:
     """Each kernel compiles in each configuration, without spills, with wide loads and tensor instructions."""
-    _check(candidate)
+    _check(candidate, compiling[candidate])
 
 
 @pytest.mark.slow
 @pytest.mark.every
 @pytest.mark.parametrize("candidate", OTHERS, ids=str)
-def test_compiles_too(candidate: Candidate) -> None:
-    """The same for every other format, dtype and specialisation.
-
-    Products in float32 run without tensor cores; for a few formats ptxas spills some bytes there, with registers left.
-    """
-    _check(candidate, may_spill=candidate.kind == "gemm" and candidate.dtype is torch.float32)
+def test_compiles_too(candidate: Candidate, compiling: Compiling) -> None:
+    """The same for every other format, dtype and specialisation."""
+    _check(candidate, compiling.take(candidate))
 
 
-HOPPER = [item for item in MAIN if item.arch == 90 and item.kind == "gemm" and "32" not in str(item.dtype)]
+HOPPER = [item for item in CHOSEN if item.arch == 90 and item.kind == "gemm" and "32" not in str(item.dtype)]
 
 
 @pytest.mark.parametrize("candidate", HOPPER, ids=str)
-def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
+def test_hopper_feeds_weights_from_registers(candidate: Candidate, compiling: Compiling) -> None:
     """On sm_90 each wgmma takes its weights from registers, and nothing was stored to shared memory before the last."""
-    ptx = candidate.program().compile().ptx
+    ptx = compiling[candidate].ptx
     found = len(_WGMMA.findall(ptx))
     assert found
     assert len(_FROM_REGISTERS.findall(ptx)) == found
@@ -101,10 +151,10 @@ def test_hopper_feeds_weights_from_registers(candidate: Candidate) -> None:
         assert "st.shared" not in ptx[:last]
 
 
-@pytest.mark.parametrize("candidate", [item for item in MAIN if str(item).startswith("sm90-gradient")], ids=str)
-def test_hopper_feeds_gradients_from_registers(candidate: Candidate) -> None:
+@pytest.mark.parametrize("candidate", [item for item in CHOSEN if str(item).startswith("sm90-gradient")], ids=str)
+def test_hopper_feeds_gradients_from_registers(candidate: Candidate, compiling: Compiling) -> None:
     """On sm_90 each wgmma of an input gradient takes its weights from registers, all of their terms."""
-    ptx = candidate.program().compile().ptx
+    ptx = compiling[candidate].ptx
     found = len(_WGMMA.findall(ptx))
     assert len(_FROM_REGISTERS.findall(ptx)) == found
     assert bool(found) is (candidate.dtype is not torch.float32)
@@ -112,7 +162,7 @@ def test_hopper_feeds_gradients_from_registers(candidate: Candidate) -> None:
 
 def test_a_table_is_read_once() -> None:
     """The lanes' entries of a table are made once per thread, and each code costs one shuffle."""
-    candidate = next(item for item in MAIN if str(item) == "sm90-gemv-0-nf4-bf16")
+    candidate = next(item for item in CHOSEN if str(item) == "sm90-gemv-0-nf4-bf16")
     program = candidate.program()
     ptx = program.compile().ptx
     assert ptx.count("%laneid") == 1

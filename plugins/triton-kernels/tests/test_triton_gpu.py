@@ -13,7 +13,16 @@ from q4_conformance import exact_input_gradient, exact_linear, judge
 from q4_triton_kernels import WeightOnlyBackend
 from q4_triton_kernels.kernels.decode import look_up, table_text
 from q4_triton_kernels.tables import entries_of, values_of
-from q4core import Precision, PrepareContext, Request, ScaleKind, WeightSpec, grid_activations
+from q4core import (
+    Precision,
+    PrepareContext,
+    Request,
+    ScaleKind,
+    Session,
+    SessionConfig,
+    WeightSpec,
+    grid_activations,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -107,3 +116,48 @@ def test_a_graph_captures_each_path() -> None:
         x.copy_(fresh)
         graph.replay()
         assert judge(out.cpu(), exact_linear(weight.to("cpu"), fresh), out_dtype=torch.bfloat16).passed
+
+
+@pytest.mark.parametrize("name", ["nf4", "nvfp4"])
+def test_a_graph_captures_an_input_gradient(name: str) -> None:
+    """A CUDA graph replays input gradients, in each tile's rows and with cut sums, on new gradients to y."""
+    weight = RECIPES[name].build().to("cuda")
+    backend = Every()
+    request = Request.for_weight(weight, dtype=torch.bfloat16, gradients=True)
+    prepared = backend.prepare(weight, request, PrepareContext("cuda"))
+    (path,) = backend.check(attrs.evolve(request, op="input_gradient")).paths
+    for rows in (1, 17, 300):
+        grad = torch.zeros((rows, weight.out_features), dtype=torch.bfloat16, device="cuda")
+        out = torch.empty((rows, weight.in_features), dtype=torch.bfloat16, device="cuda")
+        backend.input_gradient(prepared, grad, out, path=path.name)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            backend.input_gradient(prepared, grad, out, path=path.name)
+        fresh = grid_activations(rows, weight.out_features, Precision.W4A16, dtype=torch.bfloat16) / 16
+        grad.copy_(fresh)
+        out.fill_(torch.nan)
+        graph.replay()
+        verdict = judge(out.cpu(), exact_input_gradient(weight.to("cpu"), fresh), out_dtype=torch.bfloat16)
+        assert verdict.passed, (rows, verdict)
+
+
+def test_a_graph_captures_a_training_step() -> None:
+    """Forward and backward of a frozen layer, captured as one graph, replay on new numbers."""
+    weight = RECIPES["nf4"].build()
+    layer = Session(SessionConfig(device="cuda", gradients=True, compute_dtype=torch.bfloat16)).linear(weight)
+    assert layer.diagnostics().gradients
+    x = torch.zeros((17, weight.in_features), dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = torch.zeros((17, weight.out_features), dtype=torch.bfloat16, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(layer(x), x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = torch.autograd.grad(layer(x), x, grad)
+    fresh = grid_activations(17, weight.out_features, Precision.W4A16, dtype=torch.bfloat16) / 16
+    grad.copy_(fresh)
+    graph.replay()
+    assert judge(out.cpu(), exact_input_gradient(weight, fresh), out_dtype=torch.bfloat16).passed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from triton_programs import RECIPES
+from triton_programs import BY_ROW, RECIPES
 
 from q4_conformance import exact_input_gradient, judge
 from q4_triton_kernels import Target, WeightOnlyBackend, prepare_weight
@@ -17,7 +17,6 @@ from q4_triton_kernels.factory import twin_table
 from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4_triton_kernels.schedule import GradientSchedule
 from q4core import (
-    Feature,
     Precision,
     PrepareContext,
     Registry,
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.interpreted, *map(pytest.mark.filterwarnings, IGNORED_WARNINGS)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BY_ROW = attrs.evolve(RECIPES["nvfp4"], features={Feature.ROW_GLOBAL_SCALE})
 BY_ROW_DIVIDED = attrs.evolve(BY_ROW, scale_kind=ScaleKind.E4M3_DIV)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,22 +36,30 @@ class _Compiled:
     handle = _Handle()
 
 
+class _Unbuilt:
+    class handle:  # noqa: N801  # an attribute's name
+        @staticmethod
+        def _init_handles() -> None:
+            raise subprocess.CalledProcessError(1, ["gcc"])
+
+
 def _refused(**_: Any) -> Any:
     raise ValueError("unsupported instruction")
 
 
 @pytest.mark.parametrize(
-    ("compiler", "words"),
+    ("compiler", "code", "words"),
     [
-        (lambda *arguments, **options: _Compiled(), ("loaded by the driver", "image is invalid")),
-        (lambda *arguments, **options: _refused(), ("compiled by the installed Triton", "unsupported instruction")),
+        (lambda *_, **__: _Compiled(), ReasonCode.DRIVER, ("loaded by the driver", "image is invalid")),
+        (lambda *_, **__: _Unbuilt(), ReasonCode.TOOLCHAIN, ("launcher", "gcc")),
+        (lambda *_, **__: _refused(), ReasonCode.TOOLCHAIN, ("compiled by the installed Triton", "unsupported")),
     ],
-    ids=["does not load", "does not compile"],
+    ids=["does not load", "has no launcher", "does not compile"],
 )
 def test_code_that_fails_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., Any], words: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., Any], code: ReasonCode, words: tuple[str, ...]
 ) -> None:
-    """``prepare`` refuses with a reason of the build, which names the kernel and holds the tool's own words."""
+    """``prepare`` refuses by the driver's fact or by the build's, names the kernel and gives the tool's own words."""
     monkeypatch.setattr(program, "compile_for", compiler)
     monkeypatch.setattr(type(driver), "active", _Driver())
     facts = Facts(
@@ -68,7 +77,8 @@ def test_code_that_fails_is_a_reason(
     with pytest.raises(RefusedError) as caught:
         backend.prepare(weight, request, PrepareContext("cpu"))
     (reason,) = caught.value.reasons
-    assert reason.code is ReasonCode.TOOLCHAIN
+    assert reason.code is code
+    assert code.domain == ("hardware" if code is ReasonCode.DRIVER else "build")
     assert all(word in reason.message for word in (*words, "gemv"))
 
 

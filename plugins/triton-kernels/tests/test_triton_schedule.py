@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from triton_programs import RECIPES
+from triton_programs import BY_ROW, RECIPES
 
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightMeta, WeightOnlyBackend
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
-from q4core import KernelPath, Request, ScaleKind
+from q4_triton_kernels.schedule import gemm_tile, gradient_schedule_for, schedule_for
+from q4core import Feature, KernelPath, Request, ScaleKind
 from q4core.probe_book import ProbeBook, row_counts
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 PROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 SIDES = (32, 64, 96, 128, 384, 1024, 2048, 4096, 8192, 14336, 28672, 33, 1000, 4100)
 ROWS = sorted({*range(1, 11), *(2**i + j for i in range(4, 13) for j in (0, 1)), 25, 100, 529, 100_000})
-LAYERS = (("nf4", 64), ("int4", 128), ("int4", 32), ("int4_zero", 128), ("nvfp4", 16), ("int4", 300), ("int4", 4096))
+LAYERS = (
+    ("nf4", 64), ("int4", 128), ("int4", 32), ("int4_zero", 128), ("nvfp4", 16), ("int4", 300), ("int4", 4096),
+    ("by_row", 16),
+)  # fmt: skip
 RANGES = ((1, None), (1, 1), (20, 40), (3, 700), (513, None))
 
 
@@ -55,7 +59,7 @@ def _backend(arch: int) -> Every:
 
 @functools.cache
 def _weight(recipe: str, block: int) -> PackedWeight:
-    return attrs.evolve(RECIPES[recipe], block_size=block).build()
+    return attrs.evolve(RECIPES.get(recipe, BY_ROW), block_size=block).build()
 
 
 def _meta(recipe: str, block: int, n: int, k: int) -> WeightMeta:
@@ -86,7 +90,9 @@ def _launched(meta: WeightMeta, request: Request, target: Target, path: KernelPa
 
 
 def _gradient(meta: WeightMeta, request: Request, target: Target) -> Gradient:
-    return gradient_for(meta, request.out_dtype, request.dtype, target, request.device, is_by_row=False)
+    # As ``has_row_globals`` says of the prepared tensors, which are not made here.
+    is_by_row = Feature.ROW_GLOBAL_SCALE in request.features
+    return gradient_for(meta, request.out_dtype, request.dtype, target, request.device, is_by_row=is_by_row)
 
 
 @functools.cache
@@ -165,3 +171,22 @@ def test_probes_stay_few_and_small(arch: int | None) -> None:
                 if (n, k) in {(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (6144, 4096)}:
                     variants.add((family, kind, schedule.variant(kind)))
     assert len(variants) <= 3 * 2 * 4
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, None])
+def test_the_last_tile_is_probed_with_three_blocks_of_rows(arch: int | None) -> None:
+    """The tile for any number of rows is proven where its blocks of rows are three, the last of one row or more.
+
+    Whatever the shape, in gemm and in the input gradient, its sum cut or not.
+    """
+    processors = PROCESSORS.get(arch or 0, 8)
+    for n, k in itertools.product(SIDES, SIDES):
+        for family in config_for(arch).gemm:
+            schedules = {
+                "gemm": schedule_for(arch, family, n, k, 64, processors),
+                "gradient": gradient_schedule_for(arch, family, n, k, processors),
+            }
+            for kind, schedule in schedules.items():
+                last = schedule.stretches(kind)[-1]
+                rows = [item for item in schedule.probe_rows(kind) if item >= last.low]
+                assert any(-(-item // gemm_tile(last.tile).bm) >= 3 for item in rows), (kind, family, n, k, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -13,15 +14,16 @@ from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import Factory, Layout
 from q4_triton_kernels.gradient import Gradient, gradient_for
 from q4_triton_kernels.layout import WeightMeta
-from q4_triton_kernels.target import Target
+from q4_triton_kernels.target import ARCHITECTURES, Target
 from q4core import Feature, ScaleKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from q4_triton_kernels import Compiled
     from q4_triton_kernels.program import Program
 
-__all__ = ["RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
+__all__ = ["BY_ROW", "RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
 
 RECIPES = {
     "nf4": WeightRecipe(format="nf4"),
@@ -35,23 +37,14 @@ RECIPES = {
     "nvfp4_plain": WeightRecipe(format="nvfp4", scale_kind=ScaleKind.PLAIN),
     "mxfp4": WeightRecipe(format="mxfp4", scale_kind=ScaleKind.E8M0),
 }
+BY_ROW = attrs.evolve(RECIPES["nvfp4"], features={Feature.ROW_GLOBAL_SCALE})
+"""NVFP4 with a global scale of each out-feature's own, which an input gradient takes into its weights."""
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_COMMON = {
-    "gemv": (("nf4", torch.bfloat16), ("nvfp4", torch.bfloat16), ("q4_1", torch.float16), ("int4_zero", torch.float32)),
-    "weights": (("nvfp4", torch.bfloat16), ("mxfp4", torch.bfloat16)),
-    "blocks": (("nf4", torch.bfloat16), ("q4_1", torch.bfloat16), ("int4_zero", torch.float16)),
-    "wide": (("nf4", torch.float32),),
-}
-"""What is compiled in every run: each path through the kernels in one dtype, and beside these each format once."""
-_COMMON_GRADIENTS = (
-    ("nvfp4", torch.bfloat16, (0, 1)),
-    ("nf4", torch.bfloat16, (0, 1)),
-    ("q4_1", torch.float16, (1,)),
-    ("nf4", torch.float32, (1,)),
-)
-"""The same of the input gradient, with the places of its tiles; Q4_1 in float16 needs most registers."""
+_LAYOUTS = {**RECIPES, "by_row": BY_ROW}
+_SHORT_WEIGHTS = ("nvfp4", "mxfp4")
+_BLOCKS = tuple(name for name in RECIPES if name not in _SHORT_WEIGHTS)
 _OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
-"""Architectures of which more than two input gradients are compiled in every run."""
+"""Architectures of which split sums and uneven K are compiled in every run; those of the others are like them."""
 
 
 @attrs.frozen
@@ -65,16 +58,22 @@ class Candidate:
     place: int = 0
     even: bool = True
     final: bool = True
+    out_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         """Return an id for pytest."""
         words = [f"sm{self.arch}", self.kind, str(self.place), self.recipe, _SHORT[self.dtype]]
         words += [word for word, holds in (("uneven", not self.even), ("split", not self.final)) if holds]
+        words += [f"to_{_SHORT[self.out_dtype]}"] if self.out_dtype is not None else []
         return "-".join(words)
+
+    def compile(self) -> Compiled:
+        """Return what the program becomes."""
+        return self.program().compile()
 
     def program(self) -> Program:
         """Return the program."""
-        factory = factory_for(self.recipe, self.dtype, self.arch)
+        factory = factory_for(self.recipe, self.dtype, self.arch, self.out_dtype)
         config = factory.config
         if self.kind == "gemv":
             cut = config.gemv[self.place]
@@ -82,7 +81,7 @@ class Candidate:
                 cut = attrs.evolve(cut, r=max(1, cut.r // 2))  # as plans do
             return factory.gemv(cut, even=self.even, final=self.final)
         if self.kind == "gradient":
-            code = gradient_of(self.recipe, self.dtype, self.arch).code
+            code = gradient_of(self.recipe, self.dtype, self.arch, self.out_dtype).code
             return code.program(config.gradient[code.family][self.place], even=self.even)
         if self.kind == "gemm":
             tile = config.gemm[factory.layout.family(self.dtype)][self.place]
@@ -91,17 +90,18 @@ class Candidate:
 
 
 @functools.cache
-def factory_for(recipe: str, dtype: torch.dtype, arch: int | None) -> Factory:
+def factory_for(recipe: str, dtype: torch.dtype, arch: int | None, out_dtype: torch.dtype | None = None) -> Factory:
     """Return what makes the programs of a format for an architecture."""
-    meta = WeightMeta.of(RECIPES[recipe].build())
-    return Factory(Layout.of(meta), dtype, dtype, Target(arch))
+    meta = WeightMeta.of(_LAYOUTS[recipe].build())
+    return Factory(Layout.of(meta), dtype, out_dtype or dtype, Target(arch))
 
 
 @functools.cache
-def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None) -> Gradient:
+def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None, out_dtype: torch.dtype | None = None) -> Gradient:
     """Return the input gradient of a format for an architecture."""
-    meta = WeightMeta.of(RECIPES[recipe].build())
-    return gradient_for(meta, dtype, dtype, Target(arch), torch.device("cpu"), is_by_row=False)
+    meta = WeightMeta.of(_LAYOUTS[recipe].build())
+    is_by_row = recipe == "by_row"
+    return gradient_for(meta, dtype, out_dtype or dtype, Target(arch), torch.device("cpu"), is_by_row=is_by_row)
 
 
 def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
@@ -112,37 +112,69 @@ def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
 
 
 def _all(arch: int) -> Iterator[Candidate]:
-    config = config_for(arch)
-    for recipe in RECIPES:
-        for dtype in _SHORT:
-            family = factory_for(recipe, dtype, arch).layout.family(dtype)
-            for kind, tiles in (("gemv", config.gemv), ("gemm", config.gemm[family])):
-                for place in range(len(tiles)):
-                    for even, final in ((True, True), (True, False), (False, True), (False, False)):
-                        yield Candidate(arch, kind, recipe, dtype, place, even, final)
-            for place in range(len(gradient_of(recipe, dtype, arch).tiles)):
-                for even in (True, False):
-                    yield Candidate(arch, "gradient", recipe, dtype, place, even)
+    for recipe, dtype in itertools.product(_LAYOUTS, _SHORT):
+        yield from _all_gradients(arch, recipe, dtype)
+        if recipe == "by_row":  # linear takes a global scale of each row as it takes a single one
+            continue
+        config, family = config_for(arch), factory_for(recipe, dtype, arch).layout.family(dtype)
+        for kind, tiles in (("gemv", config.gemv), ("gemm", config.gemm[family])):
+            for place, even, final in itertools.product(range(len(tiles)), (True, False), (True, False)):
+                yield Candidate(arch, kind, recipe, dtype, place, even, final)
+        yield Candidate(arch, "finish", recipe, dtype)
+        if dtype is torch.bfloat16 or family == "weights":  # as paths are offered
+            yield Candidate(arch, "dense", recipe, dtype)
+
+
+def _all_gradients(arch: int, recipe: str, dtype: torch.dtype) -> Iterator[Candidate]:
+    outs = [None, *(out for out in _SHORT if out is not dtype)] if recipe in {"nf4", "nvfp4"} else [None]
+    places = range(len(gradient_of(recipe, dtype, arch).tiles))
+    for place, even, out in itertools.product(places, (True, False), outs):
+        yield Candidate(arch, "gradient", recipe, dtype, place, even, out_dtype=out)
 
 
 def _common(arch: int) -> Iterator[Candidate]:
-    config = config_for(arch)
-    for recipe, dtype in _COMMON["gemv"]:
-        for place in range(len(config.gemv)):
-            yield Candidate(arch, "gemv", recipe, dtype, place)
-    for family, tiles in config.gemm.items():
-        for recipe, dtype in _COMMON[family]:
-            for place in range(len(tiles)):
-                yield Candidate(arch, "gemm", recipe, dtype, place)
-    for recipe in RECIPES:
-        yield Candidate(arch, "gemv", recipe, torch.bfloat16)
-        yield Candidate(arch, "gemm", recipe, torch.bfloat16)
-    for even, final in ((False, True), (True, False)):
-        yield Candidate(arch, "gemv", "nf4", torch.bfloat16, 0, even, final)
-        yield Candidate(arch, "gemm", "nf4", torch.bfloat16, 0, even, final)
-    for recipe, dtype, places in _COMMON_GRADIENTS if arch in _OF_ITS_OWN else _COMMON_GRADIENTS[:2]:
-        for place in places if arch in _OF_ITS_OWN else (1,):
-            yield Candidate(arch, "gradient", recipe, dtype, place)
-    yield Candidate(arch, "dense", "nvfp4", torch.bfloat16)
-    yield Candidate(arch, "dense", "nf4", torch.bfloat16)
-    yield Candidate(arch, "finish", "nvfp4", torch.bfloat16)
+    """Yield each tile of each family, and each format by gemv and by gemm, once.
+
+    Which format meets which tile and dtype turns from one architecture to the next.
+    """
+    config, turn = config_for(arch), ARCHITECTURES.index(arch)
+    wide, short, half = torch.float32, torch.bfloat16, torch.float16
+    for number, recipe in enumerate(RECIPES, turn):
+        dtype = (short, half, wide)[number % 3]
+        out = None if number % 4 else short if dtype is wide else wide
+        yield Candidate(arch, "gemv", recipe, dtype, number % len(config.gemv), out_dtype=out)
+    for place in range(len(config.gemm["weights"])):
+        recipe = _SHORT_WEIGHTS[(place + turn) % 2]
+        out = None if place else wide
+        yield Candidate(arch, "gemm", recipe, short if place or recipe == "mxfp4" else half, place, out_dtype=out)
+    for number, recipe in enumerate(_BLOCKS, turn):
+        place = number % len(config.gemm["blocks"])
+        yield Candidate(arch, "gemm", recipe, (short, half)[number // 3 % 2], place)
+    for place in range(len(config.gemm["wide"])):
+        yield Candidate(arch, "gemm", list(RECIPES)[(3 * turn + 2 * place) % len(RECIPES)], wide, place)
+    if arch in _OF_ITS_OWN:
+        for kind in ("gemv", "gemm"):
+            yield Candidate(arch, kind, "nf4", short, even=False)
+            yield Candidate(arch, kind, "nf4", short, final=False)
+    yield from _common_gradients(arch)
+    yield Candidate(arch, "dense", "nvfp4", (short, half)[turn % 2])
+    yield Candidate(arch, "dense", _BLOCKS[turn % len(_BLOCKS)], short)
+    yield Candidate(arch, "finish", "nvfp4", short)
+    yield Candidate(arch, "finish", "nf4", (half, wide)[turn % 2])
+
+
+def _common_gradients(arch: int) -> Iterator[Candidate]:
+    tiles, turn = config_for(arch).gradient, ARCHITECTURES.index(arch)
+    wide, short, half = torch.float32, torch.bfloat16, torch.float16
+    for place in range(len(tiles["weights"])):
+        recipe = _SHORT_WEIGHTS[(place + turn) % 2]
+        dtype = half if recipe == "nvfp4" and turn % 4 > 1 else short
+        yield Candidate(arch, "gradient", recipe, dtype, place, out_dtype=wide if place else None)
+    for place in range(len(tiles["blocks"])):
+        # Q4_1 in float16 needs most registers, in the largest tile.
+        recipe, dtype = ("q4_1", half) if place else (_BLOCKS[turn % len(_BLOCKS)], short)
+        yield Candidate(arch, "gradient", recipe, dtype, place, out_dtype=None if place else wide)
+        yield Candidate(arch, "gradient", "by_row", (short, half)[(place + turn) % 2], place)
+    for place in range(len(tiles["wide"])):
+        recipe = list(_LAYOUTS)[(3 * turn + 5 * place) % len(_LAYOUTS)]
+        yield Candidate(arch, "gradient", recipe, wide, place, out_dtype=short if place else None)

@@ -8,7 +8,7 @@ import attrs
 
 from q4_nvfp4_native.native import Native, Tools
 from q4_nvfp4_native.operands import BYTE_KINDS, OperandMeta, export_operand, prepare_operand
-from q4_nvfp4_native.quantizer import KINDS, quantize_packed
+from q4_nvfp4_native.quantizer import KINDS, MOST_ELEMENTS, quantize_packed
 from q4_triton_kernels import WeightOnlyBackend
 from q4core import (
     ActivationPrecision,
@@ -95,6 +95,9 @@ class Nvfp4Native(WeightOnlyBackend):
         if request.in_features % request.block_size:
             message = f"K must be a multiple of {request.block_size}, got {request.in_features}"
             reasons.append(Reason(ReasonCode.SHAPE, message))
+        if request.out_features * request.in_features > MOST_ELEMENTS:
+            message = f"the quantiser takes at most 2^33 elements, got {request.out_features} x {request.in_features}"
+            reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
         standing = Standing.COMPILED if isinstance(target, tuple) else target.standing
@@ -105,7 +108,8 @@ class Nvfp4Native(WeightOnlyBackend):
         """Lay the weight out for the paths that its request is served by, and compile and load their kernels."""
         if request.precision is not ActivationPrecision.FP4:
             return super().prepare(weight, request, context)
-        self.native.load(request)
+        served = [item.path for item in context.paths] or self.native.check(request).paths
+        self.native.load(request, {path.name for path in served})
         return Prepared(*prepare_operand(weight, context))
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:

@@ -75,9 +75,9 @@ def rows_served(arch: int) -> Mapping[str, tuple[int, int | None]]:
     return {name: (low, high) for name, (low, high) in _data()["rows"][f"sm_{arch}"].items()}
 
 
-def is_measured() -> bool:
-    """Return whether the choice comes from recorded measurements."""
-    return bool(_data()["measured"])
+def is_measured(arch: int) -> bool:
+    """Return whether the choice for an architecture comes from measurements that were recorded on one of its kind."""
+    return bool(_data()["measured"][f"sm_{arch}"])
 
 
 def header() -> str:

@@ -7,6 +7,7 @@ activations by a kernel of its own first; the latter two by the same one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from q4_nvfp4_native.driver import Driver, Kernel
     from q4_nvfp4_native.library import Search
@@ -78,6 +79,7 @@ class Native:
         # Whether Triton can build kernels is no matter of hardware: only one of the engines asks for it.
         self._facts = attrs.evolve(facts, triton="1000.0", is_interpreted=False, has_compiler=True)
         self._tools = tools
+        self._modules: dict[tuple[int, str], tuple[Any, Driver]] = {}
         self._kernels: dict[tuple[int, str], dict[str, Kernel]] = {}
         self._products: dict[tuple[int, str, int, torch.dtype], scaled_dot.Product] = {}
         self._faults: dict[tuple[int, str], Reason] = {}
@@ -143,8 +145,10 @@ class Native:
         elif fault is not None:
             withheld.append(Withheld(own, Precision.W4A4, [fault]))
         elif arch in NATIVE_ARCHITECTURES:
-            standing = Standing.MEASURED if is_measured() else Standing.COMPILED
-            paths += [_path(f"{NATIVE}-{tile}", rows, standing) for tile, rows in rows_served(arch).items()]
+            standing = Standing.MEASURED if is_measured(arch) else Standing.COMPILED
+            # Beside an external library, which is to be used first and is so by its name, ours claim no more.
+            tier = Tier.TUNED if is_measured(arch) and not paths else Tier.GENERIC
+            paths += [_path(f"{NATIVE}-{tile}", rows, standing, tier) for tile, rows in rows_served(arch).items()]
             states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a")
         else:
             dot = self._tools.dot_problem(arch, name)
@@ -155,31 +159,57 @@ class Native:
                 withheld.append(_toolchain(own, dot))
         return paths, withheld, states
 
-    def load(self, request: Request) -> None:
-        """Compile and load every kernel that the request's paths launch.
+    def load(self, request: Request, paths: Iterable[str]) -> None:
+        """Compile and load every kernel that these paths launch; an external library's are its own matter.
+
+        Args:
+            request: What they were offered for.
+            paths: Their names.
 
         Raises:
-            RefusedError: That failed, and no external library serves; our kernels are not offered from now on.
+            RefusedError: That failed; our kernels are not offered from now on.
         """
         key = (_index(request.device), request.format.name)
+        own = frozenset(paths) - {EXTERNAL}
         arch = self._arch(request.device)
-        if not isinstance(arch, int) or self._tools.nvrtc_problem(arch) is not None:
-            return  # an external library serves
-        code = ReasonCode.TOOLCHAIN
-        has_library = request.format.name == "nvfp4" and self.search.library is not None
+        if not own or not isinstance(arch, int):
+            return
         with self._lock:
             try:
-                if key not in self._kernels:
-                    compiled = self._tools.compile(request.format.name, arch)
-                    code = ReasonCode.DRIVER
-                    self._kernels[key] = self._loaded(compiled.cubin, request, arch)
-                if arch not in NATIVE_ARCHITECTURES:
-                    code = ReasonCode.TOOLCHAIN
+                self._load_kernels(key, arch, request, {name.removeprefix(f"{NATIVE}-") for name in own - {DOT}})
+                if DOT in own:
                     self._load_product(key, arch, request)
-            except BackendError as error:
-                self._faults[key] = Reason(code, str(error))
-                if not has_library:
-                    raise RefusedError([self._faults[key]]) from error
+            except RefusedError as error:
+                self._faults[key] = error.reasons[0]
+                raise
+
+    def _load_kernels(self, key: tuple[int, str], arch: int, request: Request, tiles: set[str]) -> None:
+        """Load the kernel that rounds activations, and the tiles' own, where they are not there yet."""
+        kernels = self._kernels.get(key, {})
+        shapes = {"quantize": (f"q4_quantize_{key[1]}", _QUANTIZE_THREADS, _QUANTIZE_SHARED_BYTES)}
+        for tile in sorted(tiles):
+            own = configurations()[tile]
+            shapes[tile] = (f"q4_gemm_{key[1]}_{tile}", own.threads, own.shared_bytes(request.format.block_size))
+        missing = {name: shape for name, shape in shapes.items() if name not in kernels}
+        if not missing:
+            return
+        module, driver = self._module(key, arch)
+        with _refusal(ReasonCode.DRIVER):
+            loaded = {
+                name: driver.kernel(module, symbol, threads=threads, shared_bytes=shared_bytes)
+                for name, (symbol, threads, shared_bytes) in missing.items()
+            }
+        self._kernels[key] = {**kernels, **loaded}
+
+    def _module(self, key: tuple[int, str], arch: int) -> tuple[Any, Driver]:
+        """Return the machine code of a format, loaded once, and the driver that holds it."""
+        if key not in self._modules:
+            with _refusal(ReasonCode.TOOLCHAIN):
+                compiled = self._tools.compile(key[1], arch)
+            with _refusal(ReasonCode.DRIVER):
+                driver = self._tools.driver()
+                self._modules[key] = driver.load(compiled.cubin, f"the {key[1]} kernels for sm_{arch}"), driver
+        return self._modules[key]
 
     def _load_product(self, key: tuple[int, str], arch: int, request: Request) -> None:
         kind = scaled_dot.GLOBAL_KINDS[request.scale_kind]
@@ -188,19 +218,6 @@ class Native:
             product = self._tools.product(arch, request.format.name, kind, request.out_dtype)
             product.load()
             self._products[place] = product
-
-    def _loaded(self, machine_code: bytes, request: Request, arch: int) -> dict[str, Kernel]:
-        driver = self._tools.driver()
-        name = request.format.name
-        module = driver.load(machine_code, f"the {name} kernels for sm_{arch}")
-        shape = {"threads": _QUANTIZE_THREADS, "shared_bytes": _QUANTIZE_SHARED_BYTES}
-        kernels = {"quantize": driver.kernel(module, f"q4_quantize_{name}", **shape)}
-        if arch not in NATIVE_ARCHITECTURES:
-            return kernels
-        for tile, own in configurations().items():
-            shape = {"threads": own.threads, "shared_bytes": own.shared_bytes(request.format.block_size)}
-            kernels[tile] = driver.kernel(module, f"q4_gemm_{name}_{tile}", **shape)
-        return kernels
 
     def linear(  # noqa: PLR0913  # the facts of one call
         self,
@@ -255,6 +272,17 @@ class Native:
         kernels[tile].launch(configurations()[tile].blocks(rows, spec.out_features), stream, gemm)
 
 
+@contextlib.contextmanager
+def _refusal(code: ReasonCode) -> Iterator[None]:
+    """Make a refusal of a failure, by a code; what is a refusal already keeps its own."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except BackendError as error:
+        raise RefusedError([Reason(code, str(error))]) from error
+
+
 def _index(device: torch.device) -> int:
     index: Any = device.index  # torch's annotation leaves out None
     if index is None:
@@ -266,7 +294,7 @@ def _toolchain(name: str, problem: str) -> Withheld:
     return Withheld(name, Precision.W4A4, [Reason(ReasonCode.TOOLCHAIN, problem)])
 
 
-def _path(name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED) -> KernelPath:
-    # One tier for all, so that an external library, which comes first by name, is used first.
-    tier = Tier.TUNED if is_measured() else Tier.GENERIC
+def _path(
+    name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED, tier: Tier = Tier.GENERIC
+) -> KernelPath:
     return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier, standing=standing)

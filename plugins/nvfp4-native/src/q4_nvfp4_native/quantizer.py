@@ -13,7 +13,7 @@ from q4core import BUILTIN_FORMATS, FormatError, InputError, PackedWeight, Packi
 if TYPE_CHECKING:
     from q4core import Format
 
-__all__ = ["KINDS", "Quantised", "quantize_packed", "quantize_parts", "swizzle_scales"]
+__all__ = ["KINDS", "MOST_ELEMENTS", "Quantised", "quantize_packed", "quantize_parts", "swizzle_scales"]
 
 KINDS: dict[str, dict[ScaleKind, int]] = {
     "nvfp4": {ScaleKind.E4M3: 0, ScaleKind.E4M3_MUL: 1, ScaleKind.E4M3_DIV: 2},
@@ -27,7 +27,8 @@ _ELEMENTS = 4096
 """Elements that a program takes at a time."""
 _PARTS = 1024
 _INFINITY = 0x7F800000
-_MOST_ELEMENTS = 1 << 33  # numbers of blocks, and of draws, are 31-bit
+MOST_ELEMENTS = 1 << 33
+"""Numbers of blocks, and of draws, are 31-bit."""
 _SWIZZLE_ROWS, _SWIZZLE_COLUMNS, _SWIZZLE_BYTES = 128, 4, 512
 
 
@@ -203,7 +204,7 @@ def _check(dense: torch.Tensor, kind: Format, seed: int) -> None:
     if not is_matrix or dense.dtype not in _DTYPES:
         rule = f"[N, K] of dtype {', '.join(map(str, _DTYPES))}"
         raise InputError("quantize", name="dense", rule=rule, value=f"{dense.dtype} {list(dense.shape)}")
-    if dense.numel() > _MOST_ELEMENTS:
+    if dense.numel() > MOST_ELEMENTS:
         raise InputError("quantize", name="N * K", rule="at most 2^33", value=dense.numel())
     if dense.shape[1] % kind.block_size:
         rule = f"a multiple of the block size {kind.block_size}"

@@ -26,7 +26,6 @@ from q4core import (
     Prepared,
     Reason,
     ReasonCode,
-    RefusedError,
     Request,
     ScaleKind,
     Segment,
@@ -174,7 +173,7 @@ class WeightOnlyBackend:
         """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
 
         Raises:
-            RefusedError: Code does not compile, or the driver does not load it.
+            RefusedError: Code does not compile (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
         """
         target = self.target(request.device)
         if not isinstance(target, Target):
@@ -184,19 +183,15 @@ class WeightOnlyBackend:
         tensors, meta = prepare_weight(weight, context)
         plan = plan_for(meta, request.dtype, request.out_dtype, target, request.device)
         served = context.paths or [Segment(*_within(path.m, request.m), path) for path in self.paths(request, target)]
-        try:
-            for segment in served:
-                plan.load(frozenset({segment.path.name.partition("_")[0]}), (segment.low, segment.high))
-            gradients = [item.m for item in context.gradient_paths]
-            if request.gradients and not context.paths:
-                gradients = [request.m]
-            for m in gradients:
-                self._gradient(Prepared(tensors, meta), request.out_dtype, request.dtype, target, request.device).load(
-                    m
-                )
-        except BackendError as error:
-            raise RefusedError([Reason(ReasonCode.TOOLCHAIN, str(error))]) from error
-        return Prepared(tensors, meta)
+        for segment in served:
+            plan.load(frozenset({segment.path.name.partition("_")[0]}), (segment.low, segment.high))
+        gradients = [item.m for item in context.gradient_paths]
+        if request.gradients and not context.paths:
+            gradients = [request.m]
+        prepared = Prepared(tensors, meta)
+        for m in gradients:
+            self._gradient(prepared, request.out_dtype, request.dtype, target, request.device).load(m)
+        return prepared
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the weight, whole or the given rows, bit for bit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import attrs
 import torch
 
 from q4_triton_kernels.ahead import Compiled, compile_for
-from q4core import BackendError
+from q4core import BackendError, Reason, ReasonCode, RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +32,9 @@ TYPES = {
 
 _INTERPRETER = threading.Lock()
 """Triton's interpreter keeps its place in the grid in one global."""
+
+_UNBUILT = (subprocess.CalledProcessError, OSError, ImportError)
+"""What Triton raises where it can't build its launcher, on which the driver has no say."""
 
 
 @attrs.define(eq=False)
@@ -79,28 +83,31 @@ class Program:
         """Compile the kernel and load its code onto the device, once.
 
         Raises:
-            BackendError: Either fails.
+            RefusedError: Triton does not compile it (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
         """
         if self._launch is not None:
             return
         if self.target.is_interpreted:
             self._launch = self._interpret
             return
-        what = f"kernel {self.name}"
         try:
             handle = self.compile().handle
         except Exception as error:
             rule = f"compiled by the installed Triton for {self.target}"
-            raise BackendError(what, name="source", rule=rule, value=f"{type(error).__name__}: {error}") from error
+            raise self._refusal(ReasonCode.TOOLCHAIN, "source", rule, error) from error
         try:
             with self._current_device() as device:
                 handle._init_handles()  # noqa: SLF001  # what its first launch would do
+        except _UNBUILT as error:
+            raise self._refusal(ReasonCode.TOOLCHAIN, "launcher", "built by the C compiler", error) from error
         except Exception as error:
             rule = f"loaded by the driver on {self.target}"
-            raise BackendError(
-                what, name="machine code", rule=rule, value=f"{type(error).__name__}: {error}"
-            ) from error
+            raise self._refusal(ReasonCode.DRIVER, "machine code", rule, error) from error
         self._launch = _launcher(handle, tuple(self.constants.values()), device)
+
+    def _refusal(self, code: ReasonCode, name: str, rule: str, error: Exception) -> RefusedError:
+        value = f"{type(error).__name__}: {error}"
+        return RefusedError([Reason(code, str(BackendError(f"kernel {self.name}", name=name, rule=rule, value=value)))])
 
     @contextlib.contextmanager
     def _current_device(self) -> Iterator[int]:

@@ -100,9 +100,15 @@ class Schedule:
         return next(item for item in self.stretches(kind) if item.high is None or rows <= item.high)
 
     def probe_rows(self, kind: str) -> tuple[int, ...]:
-        """Return the lowest number of rows of each program, and the highest ones as far as there is room."""
+        """Return the lowest number of rows of each program, and the highest ones as far as there is room.
+
+        The last program, which has no highest one, is given a number that takes three of its blocks of rows.
+        """
         stretches = self.stretches(kind)
         rows = [item.low for item in stretches]
+        last = stretches[-1]
+        if isinstance(last.tile, GemmTile) and 2 * last.tile.bm + 1 > last.low:
+            rows.append(2 * last.tile.bm + 1)
         rows += [item.high for item in stretches if item.high is not None and item.high not in rows]
         return tuple(rows[:_MOST_PROBE_ROWS])
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from q4_triton_kernels.kernels.numbers import widen
+
 __all__ = ["largest_bits", "quantize_mxfp4", "quantize_nvfp4"]
 
 # Values of the constexpr KIND: how scales are stored.
@@ -29,7 +31,7 @@ def _block(x_ptr, row_step, blocks, total, block, BLOCK: tl.constexpr):
     row = (block // blocks).to(tl.int64)
     place = row * row_step + (block % blocks).to(tl.int64) * BLOCK
     lanes = tl.arange(0, BLOCK)
-    return tl.load(x_ptr + place[:, None] + lanes[None, :], mask=(block < total)[:, None], other=0.0).to(tl.float32)
+    return widen(tl.load(x_ptr + place[:, None] + lanes[None, :], mask=(block < total)[:, None], other=0.0))
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -2,8 +2,8 @@
 
 The sum runs over out-features, of which each has scales of its own, so no scale can wait for the end of a sum, as it
 does in gemm. Where 16 bits hold scale × code, one product serves. Otherwise a float32 weight is cut into three bfloat16
-whose sum it is, and so is a float16 gradient into two: three products, or five, of which the two that are left out are
-2^-25 of the whole.
+whose sum it is. A bfloat16 gradient meets these in three products. A float16 one is cut into two bfloat16, and of their
+six products the smallest, of the lowest parts of both, is left out: it is below 2^-25 of the whole.
 """
 
 from __future__ import annotations
