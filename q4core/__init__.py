@@ -68,7 +68,7 @@ from q4core.formats import BUILTIN_FORMATS, BlockOrder, Form, Format, ScaleKind,
 from q4core.hooks import hookimpl
 from q4core.linear import Q4Linear
 from q4core.memory import MemoryDecision, MemoryProvider
-from q4core.mutable import MutableMode, MutableTensor
+from q4core.mutable import MutableMode, MutableTensor, SharedMutableTensor
 from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
 from q4core.policy import (
     ActivationPrecision,
@@ -160,6 +160,7 @@ __all__ = [
     "Selection",
     "Session",
     "SessionConfig",
+    "SharedMutableTensor",
     "Standing",
     "TensorInfo",
     "Tier",

@@ -68,7 +68,7 @@ class ReadView(Ticket):
     def __del__(self) -> None:
         """Leave word that nobody will end this read."""
         if self.is_admitted:
-            self._content.gate.lost_reads.append(self.thread)
+            self._content.lose_read(self)
 
 
 class WriteBlock(Ticket):
@@ -112,7 +112,7 @@ class WriteBlock(Ticket):
     def __del__(self) -> None:
         """Leave word that nobody will end this update."""
         if self.is_admitted:
-            self._content.gate.lost_writes.append(self.thread)
+            self._content.lose_write(self)
 
 
 def _refuse_again(label: str) -> NoReturn:

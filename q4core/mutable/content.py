@@ -19,10 +19,10 @@ from q4core.mutable.records import Snapshot
 if TYPE_CHECKING:
     from q4core.mutable.blocks import WriteBlock
 
-__all__ = ["Content"]
+__all__ = ["Content", "mark_of", "refuse_late"]
 
 
-def _refuse_late(label: str, error: BaseException | None) -> None:
+def refuse_late(label: str, error: BaseException | None) -> None:
     """Complain about a block that was put out before it was left, unless it is left by an error of its own."""
     if error is not None:
         return
@@ -30,7 +30,7 @@ def _refuse_late(label: str, error: BaseException | None) -> None:
     raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
 
 
-def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return torch's count of in-place changes, which all aliases share, and the address."""
     return tensor._version, tensor.data_ptr()  # noqa: SLF001  # torch documents it under this name
 
@@ -46,7 +46,7 @@ class Content:
         self.grown = threading.Condition(self.lock)
         self.waiting = 0
         self.tensor = tensor
-        self.mark = _mark_of(tensor)
+        self.mark = mark_of(tensor)
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.nbytes
         self.is_asynchronous = tensor.device.type == "cuda"
@@ -58,6 +58,14 @@ class Content:
         self.bytes_copied = 0
 
     # -- places that nobody leaves
+
+    def lose_read(self, view: ReadView) -> None:
+        """Take word from a finaliser that nobody will leave this block."""
+        self.gate.lost_reads.append(view.thread)
+
+    def lose_write(self, block: WriteBlock) -> None:
+        """Take word from a finaliser that nobody will leave this block."""
+        self.gate.lost_writes.append(block.thread)
 
     def reclaim(self) -> None:
         """Take back what can't be left any more: a reader's place, and an update, which has failed."""
@@ -146,7 +154,7 @@ class Content:
                 if self.is_closed or self.poison is not None:
                     self.check()
                 base, mark = self.tensor, self.mark
-                if _mark_of(base) != mark:
+                if mark_of(base) != mark:
                     self.refuse_touched(base, self.version)
                 view.base, view.mark, view.version = base, mark, self.version
             return base.detach()
@@ -169,7 +177,7 @@ class Content:
             with self.lock:
                 view.is_admitted = False
                 is_late = not self.gate.end_read(view.thread) and self.is_in_place
-                is_touched = _mark_of(base) != view.mark and not is_late
+                is_touched = mark_of(base) != view.mark and not is_late
                 if is_copied:
                     self.snapshots += 1
                     self.copies += 1
@@ -183,7 +191,7 @@ class Content:
                     if error is None:
                         raise
         if is_late:
-            _refuse_late(self.label, error)
+            refuse_late(self.label, error)
 
     def snapshot(self, timeout: float | None) -> Snapshot:
         """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
@@ -213,7 +221,7 @@ class Content:
                 if not self.gate.try_write(block):
                     self.enter_write(block)
                 base, mark = self.tensor, self.mark
-                if _mark_of(base) != mark and not block.healing:
+                if mark_of(base) != mark and not block.healing:
                     self.refuse_touched(base, self.version)
             block.work = work = self.working_copy(block, base, mark)
             block.alias = alias = work.detach()
@@ -253,7 +261,7 @@ class Content:
         elif self.is_in_place:
             return base
         copy = detached_copy(base if block.source is None else block.source)
-        if _mark_of(base) != mark and not block.healing:
+        if mark_of(base) != mark and not block.healing:
             with self.lock:
                 self.refuse_touched(base, self.version)
         return copy
@@ -273,7 +281,7 @@ class Content:
         with self.lock:
             block.is_admitted = False
             if self.gate.writer is not block.thread:  # it was put out, and counted as a failure
-                _refuse_late(self.label, error)
+                refuse_late(self.label, error)
                 return
             try:
                 if not self.is_in_place or block.source is not None:
@@ -313,7 +321,7 @@ class Content:
     def publish(self, work: torch.Tensor) -> None:
         """Make ``work`` the newest version."""
         self.tensor = work
-        self.mark = _mark_of(work)
+        self.mark = mark_of(work)
         self.version += 1
         self.poison = None
         self.writes += 1

@@ -45,11 +45,12 @@ HERE = _Here()
 
 
 class Ticket:
-    """One request to read or to write, and the thread that made it."""
+    """One request to read or to write, the thread that made it, and (between processes) where it was let in."""
 
-    __slots__ = ("is_admitted", "thread")
+    __slots__ = ("is_admitted", "place", "thread")
 
     thread: Thread | None
+    place: tuple[int, int]
 
     def __init__(self) -> None:
         self.is_admitted = False

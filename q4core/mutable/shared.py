@@ -1,0 +1,187 @@
+"""``SharedMutableTensor``: the contract of ``MutableTensor`` between processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from q4core.errors import ConfigError, InputError
+from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
+from q4core.mutable.segment import MAX_SLOTS, Form, Segment
+from q4core.mutable.shared_content import SharedContent
+from q4core.mutable.tensor import MutableTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+    from typing_extensions import Self
+
+__all__ = ["SharedMutableTensor"]
+
+LEAST_SLOTS = 3
+
+
+class SharedMutableTensor(MutableTensor):
+    """A tensor that one thread of one process at a time updates, and any number of processes read, on one machine.
+
+    Give it to a ``Process`` (spawned or forked) as an argument, or send its ``segment`` and ``attach`` there. Keep the
+    maker's tensor while others may attach: its end takes the name away. A process that dies holds nothing any more.
+
+    Args:
+        tensor: The first content, version 0: strided, on the CPU. It is copied.
+        mode: How an update and its readers are kept apart.
+        name: For messages.
+        slots: ``VERSIONED``: how many versions there is room for, 3 … 64. Of these, one is the newest and one the
+            writer's; the others are for readers that still hold older versions.
+
+    Raises:
+        InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
+        ConfigError: ``mode``, ``name`` or ``slots`` is not legal, or the platform is not Linux.
+        LifecycleError: The system refuses a file or a lock.
+    """
+
+    _content: SharedContent
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        mode: MutableMode = MutableMode.VERSIONED,
+        name: str | None = None,
+        slots: int = 4,
+    ) -> None:
+        label = label_of(name)
+        mode = to_mode(label, mode)
+        check_content(label, tensor, copy=True)
+        if tensor.device.type != "cpu":
+            raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
+        if not isinstance(slots, int) or isinstance(slots, bool) or not LEAST_SLOTS <= slots <= MAX_SLOTS:
+            raise ConfigError(label, name="slots", rule=f"{LEAST_SLOTS} … {MAX_SLOTS}", value=slots)
+        form = Form(mode, tensor.dtype, tuple(tensor.shape), slots if mode is MutableMode.VERSIONED else 1)
+        segment = Segment.create(label, form, tensor.detach())
+        self._adopt(segment, label, name)
+
+    def _adopt(self, segment: Segment, label: str, name: str | None) -> None:
+        self._mode = segment.form.mode
+        self._name = name
+        self._content = SharedContent(segment, label)
+
+    @classmethod
+    def attach(
+        cls,
+        segment: str,
+        *,
+        name: str | None = None,
+        mode: MutableMode | None = None,
+        dtype: torch.dtype | None = None,
+        shape: Iterable[int] | None = None,
+    ) -> Self:
+        """Return this process's own handle of a tensor that another process shares.
+
+        Args:
+            segment: The maker's ``segment``.
+            name: For messages.
+            mode: What it must be; None takes what is there, also below.
+            dtype: What it must be.
+            shape: What it must be.
+
+        Raises:
+            LifecycleError: It has vanished, or its size or header is wrong.
+            InputError: It has another mode, dtype or shape.
+            ConfigError: ``segment``, ``mode`` or ``name`` is not legal, or the platform is not Linux.
+        """
+        label = label_of(name)
+        wanted = {
+            "mode": None if mode is None else to_mode(label, mode),
+            "dtype": dtype,
+            "shape": None if shape is None else tuple(shape),
+        }
+        joined = Segment.attach(label, segment)
+        for what, rule in wanted.items():
+            got = getattr(joined.form, what)
+            if rule is not None and rule != got:
+                joined.close()
+                raise InputError(f"segment of {label}", name=what, rule=str(rule), value=str(got))
+        tensor = cls.__new__(cls)
+        tensor._adopt(joined, label, name)  # noqa: SLF001  # its own class's
+        return tensor
+
+    @property
+    def segment(self) -> str:
+        """What another process gives to ``attach``."""
+        return self._content.segment.name
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version, of whichever process; 0 is the first content.
+
+        Raises:
+            LifecycleError: It is closed.
+        """
+        content = self._content
+        with content.lock:
+            content.refresh()
+            if content.is_closed:
+                content.check()
+            return content.version
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` was called in this process, or by the maker."""
+        content = self._content
+        with content.lock:
+            content.refresh()
+            return content.is_closed
+
+    def wait(self, version: int, timeout: float | None = None) -> bool:
+        """Wait until the version is at least ``version``; arguments and errors as for ``MutableTensor.wait``.
+
+        What another process writes is seen within a millisecond.
+        """
+        content = self._content
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ConfigError(content.label, name="version", rule="an integer", value=version)
+        return content.wait_for(version, None if timeout is None else to_seconds(content.label, timeout))
+
+    def close(self) -> None:
+        """Let go of it here; the maker's ``close()`` ends it for all processes. Closing twice is allowed.
+
+        Whoever waits is told; readers inside their block keep their version; an update under way is dropped.
+        """
+        self._content.close()
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., MutableTensor], tuple[object, ...]]:  # type: ignore[override]  # it can be pickled
+        """Pickle as a handle: another process that unpickles it attaches to the same tensor."""
+        form = self._content.segment.form
+        return _attached, (type(self), self.segment, self._name, form)
+
+    def __repr__(self) -> str:
+        """Name, mode, form and state."""
+        with self._content.lock:
+            self._content.refresh()
+        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)
+
+    def __copy__(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        super().__reduce_ex__(2)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        super().__reduce_ex__(2)
+
+
+def _attached(
+    cls: type[SharedMutableTensor],
+    segment: str,
+    name: str | None,
+    form: Form,
+) -> SharedMutableTensor:
+    return cls.attach(segment, name=name, mode=form.mode, dtype=form.dtype, shape=form.shape)

@@ -1,0 +1,392 @@
+"""The protocol between processes: what the blocks of a ``SharedMutableTensor`` do.
+
+A thread first takes its turn among the threads of its process, then its process takes a lock among the processes.
+``docs/memory.md`` states the protocol, its memory order, and why no reader sees half an update.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from q4core.errors import LifecycleError
+from q4core.mutable.content import mark_of, refuse_late
+from q4core.mutable.exclusion import HERE
+from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
+from q4core.mutable.segment import (
+    CLOSED,
+    CURRENT,
+    FIRST_SLOT,
+    READER_WAITS,
+    TAINTED,
+    WRITER,
+    WRITER_PROCESS,
+    WRITER_WAITS,
+)
+from q4core.mutable.shared_state import HEALTHY, WRITING, SharedState
+
+if TYPE_CHECKING:
+    import torch
+
+    from q4core.mutable.blocks import ReadView, WriteBlock
+
+__all__ = ["MAX_VERSION", "SharedContent"]
+
+MAX_VERSION = 2**55 - 1
+"""The word that publishes has 8 bits for the slot, and a sign."""
+READERS_TURN_S = 2.4 * LONGEST_PAUSE_S
+"""How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""
+LOOKS_FOR_A_SLOT = 5
+"""How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
+
+
+class SharedContent(SharedState):
+    """The protocol."""
+
+    # -- reading
+
+    def begin_read(self, view: ReadView) -> torch.Tensor:
+        """Let the view in, when its turn comes, to the newest version."""
+        try:
+            with self.lock:
+                view.place = (self.epoch, -1)
+                if self.is_in_place:
+                    pauses = None if view.timeout is None else Pauses(view.timeout)
+                    self._take_turn_to_read(view)
+                    is_in = self._hold_in_place(view)
+                else:
+                    if self.lost or self.is_closed:
+                        self.check_waiting()
+                    self.gate.enter_read(view, None, self.check_waiting)
+                    is_in = self._hold_newest(view)
+            while not is_in:
+                pauses = pauses or Pauses(view.timeout)
+                is_in = self._hold_later(view, pauses)
+            return view.base.detach()
+        except BaseException:
+            with self.lock:
+                self._drop_read(view)
+            raise
+
+    def _take_turn_to_read(self, view: ReadView) -> None:
+        gate = self.gate
+        if self.lost or self.is_closed or gate.writer is view.thread:
+            self.check_waiting()
+        if gate.writer is view.thread:
+            self.refuse("read()", "outside this thread's own write()", "inside", "Read what write() gave you.")
+        if not gate.enter_read(view, view.timeout, self.check_waiting):
+            self._refuse_late_read(view)
+
+    def _refuse_late_read(self, view: ReadView) -> None:
+        self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
+
+    def _hold_newest(self, view: ReadView) -> bool:
+        """Hold the slot of the newest version. Begins anew only after another version was published."""
+        words, holds, locks = self.words, self.holds, self.locks
+        while True:
+            word = words[CURRENT]
+            slot = word & 255
+            if holds[slot]:  # so nobody has written there since, and it has what the word says
+                break
+            if locks.try_shared(FIRST_SLOT + slot):
+                word = words[CURRENT]  # anew, since a later version may have been begun there before the hold
+                if word & 255 == slot:
+                    break
+                locks.release(FIRST_SLOT + slot)
+        if words[CLOSED] or words[TAINTED]:
+            self.refresh()
+            self.check()
+        self._enter(view, slot, word >> 8)
+        return True
+
+    def _hold_in_place(self, view: ReadView) -> bool:
+        """Hold the one slot, or return False while another process writes or waits to."""
+        words, locks = self.words, self.locks
+        if words[WRITER_WAITS] and (view.thread, 0) not in self.holds_by_thread:
+            if locks.is_taken(WRITER):
+                return False
+            words[WRITER_WAITS] = 0  # left behind by a process that died
+        if not self.holds[0] and not locks.try_shared(FIRST_SLOT):
+            words[READER_WAITS] = 1
+            return False
+        word = words[CURRENT]
+        if words[CLOSED] or word & 255 != HEALTHY:
+            self.refresh()
+            self.check()
+        self._enter(view, 0, word >> 8)
+        return True
+
+    def _hold_later(self, view: ReadView, pauses: Pauses) -> bool:
+        is_in_time = pauses.sleep()
+        with self.lock:
+            if not is_in_time:
+                self._refuse_late_read(view)
+            self.check_waiting()
+            return self._hold_in_place(view)
+
+    def _enter(self, view: ReadView, slot: int, version: int) -> None:
+        key = (view.thread, slot)
+        self.holds_by_thread[key] = self.holds_by_thread.get(key, 0) + 1
+        self.holds[slot] += 1
+        view.place = (self.epoch, slot)
+        base = self.slots[slot]
+        view.base, view.mark, view.version = base, mark_of(base), version
+        seen = self.seen[slot]
+        if seen[0] != version:
+            self.seen[slot] = (version, view.mark)
+        elif seen[1] != view.mark:
+            self.refuse_touched(base, version)
+
+    def _drop_read(self, view: ReadView) -> None:
+        """Take back whatever a read that was not let in has taken, wherever it was interrupted."""
+        if view.place[0] != self.epoch:
+            return
+        self.release_hold(view.thread, view.place[1])
+        if view.is_admitted:
+            view.is_admitted = False
+            self.gate.end_read(view.thread)
+        self.release_unheld()
+
+    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
+        """Let the view out, after a look at whether its version is still what it was."""
+        base, version = view.base, view.version
+        del view.base
+        with self.lock:
+            view.is_admitted = False
+            epoch, slot = view.place
+            is_late = epoch != self.epoch or not self.gate.end_read(view.thread)
+            if is_copied:
+                self.snapshots += 1
+                self.copies += 1
+                self.bytes_copied += self.nbytes
+            else:
+                self.reads += 1
+            try:
+                if not is_late and mark_of(base) != view.mark:
+                    self.refuse_touched(base, version)
+            except BaseException:
+                if error is None:
+                    raise
+            finally:
+                if not is_late:
+                    self.release_hold(view.thread, slot)
+        if is_late:
+            refuse_late(self.label, error)
+
+    # -- waiting for a version
+
+    def wait_for(self, version: int, timeout: float | None) -> bool:
+        """Wait until the version is there; return False if the time ran out."""
+        pauses = Pauses(timeout)
+        thread = HERE.thread
+        while True:
+            with self.lock:
+                self.check_waiting()
+                if self.version >= version:
+                    return True
+                if self.gate.is_writing(thread) or (self.is_in_place and self.gate.is_reading(thread)):
+                    self.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
+                pause = pauses.next()
+                if pause is None:
+                    return False
+                self.waiting += 1
+                try:
+                    self.grown.wait(pause)  # which ends early when this process itself writes
+                finally:
+                    self.waiting -= 1
+
+    # -- writing
+
+    def begin_write(self, block: WriteBlock) -> torch.Tensor:
+        """Let the block in, when its turn comes, and return an alias of what it may change."""
+        try:
+            with self.lock:
+                block.place = (self.epoch, -1)
+                pauses = None if block.timeout is None else Pauses(block.timeout)
+                if block.healing:
+                    self.check_healing()
+                elif self.lost or self.is_closed:
+                    self.check_waiting()
+                if not self.gate.try_write(block):
+                    self.enter_write(block)
+                lets_readers_go = self.is_in_place and (block.timeout is None or block.timeout > READERS_TURN_S)
+                obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
+                if obstacle is None:
+                    self._begin_update(block)
+            if obstacle is not None:
+                self._wait_for_claim(block, obstacle, pauses or Pauses(block.timeout))
+            block.work = work = self._working_copy(block)
+            block.alias = alias = work.detach()
+        except BaseException:
+            with self.lock:
+                self._drop_write(block)
+            raise
+        return alias
+
+    def _wait_for_claim(self, block: WriteBlock, obstacle: str | None, pauses: Pauses) -> None:
+        """Return once this process alone may write, or raise."""
+        lets_readers_go = obstacle == "another writer" and self.is_in_place and pauses.allows(READERS_TURN_S)
+        while obstacle is not None:
+            with self.lock:
+                self._give_up(block, obstacle, pauses)
+            if obstacle == "readers that wait":
+                lets_readers_go = False
+                time.sleep(READERS_TURN_S)
+            elif not pauses.sleep():
+                with self.lock:
+                    hint = "Wait longer, or hold blocks shorter."
+                    self.refuse("write()", f"let in within {block.timeout} s", obstacle, hint)
+            with self.lock:
+                self.reclaim()
+                obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
+                if obstacle is None:
+                    self._begin_update(block)
+
+    def _give_up(self, block: WriteBlock, obstacle: str, pauses: Pauses) -> None:
+        """Raise if the block won't wait for what is in the way."""
+        if block.wait or block.healing:
+            return
+        if obstacle == "another writer":
+            got = f"another one is there (process {self.words[WRITER_PROCESS]})"
+            self.refuse("writer", "the only one", got, "Try later, or wait with write(wait=True).")
+        if not self.is_in_place and pauses.count >= LOOKS_FOR_A_SLOT:
+            got = f"{len(self.slots) - 1} of {len(self.slots)} held by readers of old versions"
+            hint = "Hold reads shorter, make the tensor with more slots, or wait with write(wait=True)."
+            self.refuse("slot", "free for the next version", got, hint)
+
+    def _obstacle(self, block: WriteBlock, *, lets_readers_go: bool) -> str | None:
+        """Take what an update still lacks, and return what is in the way, or None."""
+        if not self.has_turn and self.locks.try_exclusive(WRITER):
+            self.has_turn = True
+        if block.healing:  # after it, since no other process can change the version now
+            self.check_healing()
+        else:
+            self.refresh()
+            self.check()
+        if not self.has_turn:
+            return "another writer"
+        if self.version >= MAX_VERSION:
+            hint = "Make a new tensor from a snapshot()."
+            rule = f"less than {MAX_VERSION}"
+            raise LifecycleError(f"update of {self.label}", name="version", rule=rule, value=self.version, hint=hint)
+        if lets_readers_go and self.words[READER_WAITS]:
+            self.words[READER_WAITS] = 0
+            return "readers that wait"
+        return self._claim_in_place(block) if self.is_in_place else self._claim_free_slot()
+
+    def _claim_in_place(self, block: WriteBlock) -> str | None:
+        words, locks = self.words, self.locks
+        if self.holds[0] or not locks.try_exclusive(FIRST_SLOT):
+            words[WRITER_WAITS] = 1
+            return "readers"
+        words[WRITER_WAITS] = 0
+        if words[CURRENT] & 255 != HEALTHY and not block.healing:  # a reader has changed it meanwhile
+            locks.release(FIRST_SLOT)
+            self.check_waiting()
+        self.claimed = 0
+        return None
+
+    def _claim_free_slot(self) -> str | None:
+        current = self.words[CURRENT] & 255
+        for slot, count in enumerate(self.holds):
+            if slot != current and not count and self.locks.try_exclusive(FIRST_SLOT + slot):
+                self.claimed = slot
+                return None
+        return "readers"
+
+    def _begin_update(self, block: WriteBlock) -> None:
+        words = self.words
+        slot = 0 if self.is_in_place else words[CURRENT] & 255
+        base = self.tensor
+        mark = mark_of(base)
+        version, seen = self.seen[slot]
+        if version != self.version:
+            self.seen[slot] = (self.version, mark)
+        elif seen != mark and not block.healing:
+            self.refuse_touched(base, version)
+        words[WRITER_PROCESS] = os.getpid()
+        if self.is_in_place and not block.healing:
+            words[CURRENT] = self.version << 8 | WRITING
+
+    def _working_copy(self, block: WriteBlock) -> torch.Tensor:
+        """Return what the writer changes: the content itself, or the free slot with a copy of what it begins with."""
+        base = self.tensor
+        if self.is_in_place or self.claimed is None:
+            return base
+        work = self.slots[self.claimed]
+        if block.source is not None:
+            return work.copy_(block.source)
+        if block.healing:
+            return work.zero_()
+        mark = mark_of(base)
+        work.copy_(base)
+        if mark_of(base) != mark:
+            with self.lock:
+                self.refuse_touched(base, self.version)
+        return work
+
+    def _drop_write(self, block: WriteBlock) -> None:
+        """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
+        if block.place[0] != self.epoch or not block.is_admitted:
+            return
+        if self.is_in_place and self.claimed is not None and not block.healing:
+            self.words[CURRENT] = self.version << 8 | (HEALTHY if self.poison is None else self.words[CURRENT] & 255)
+        self.has_turn = not self.is_disposed
+        self.release_claim()
+        self.release_unheld()
+        block.is_admitted = False
+        self.gate.end_write()
+
+    def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
+        """Publish the update, or drop it, or poison the content; then let the block out."""
+        work, alias = block.work, block.alias
+        del block.work, block.alias
+        problem = error
+        if problem is None:
+            try:
+                self.check_form(block, work, alias)
+            except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
+                problem = raised
+        with self.lock:
+            block.is_admitted = False
+            if block.place[0] != self.epoch or self.gate.writer is not block.thread:
+                refuse_late(self.label, error)
+                return
+            try:
+                if not self.is_in_place or block.source is not None:
+                    self.copies += 1
+                    self.bytes_copied += self.nbytes
+                self.refresh()
+                may_publish = not self.is_closed and (block.healing or self.poison is None)
+                if problem is None and may_publish:
+                    self.publish(work)
+                else:
+                    self.note_failure(
+                        None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
+                    )
+            finally:
+                self.release_claim()
+                self.gate.end_write()
+        if problem is None and not may_publish:
+            self.check()
+        if problem is not None and problem is not error:
+            raise problem
+
+    def publish(self, work: torch.Tensor) -> None:
+        """Make ``work`` the newest version, by one store."""
+        version = self.version + 1
+        slot = 0
+        if not self.is_in_place and self.claimed is not None:
+            # Given back first, so that readers of the new version never wait for this process. Nobody can take it:
+            # other writers lack the turn, and a reader looks at the word again once it holds the slot.
+            slot, self.claimed = self.claimed, None
+            self.locks.release(FIRST_SLOT + slot)
+        self.seen[slot] = (version, mark_of(work))
+        self.words[CURRENT] = version << 8 | slot  # HEALTHY is 0
+        self.tensor, self.version, self.poison = work, version, None
+        self.writes += 1
+        if self.lost:
+            self.reclaim()
+        if self.waiting:
+            self.grown.notify_all()

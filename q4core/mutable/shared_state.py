@@ -1,0 +1,220 @@
+"""What one process knows of a shared tensor: its latest look at the header, and what its own threads hold."""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from q4core.mutable.arguments import MutableMode
+from q4core.mutable.content import Content
+from q4core.mutable.exclusion import Exclusion
+from q4core.mutable.segment import CLOSED, CURRENT, FIRST_SLOT, TAINTED, WRITER, WRITER_PROCESS, WRITER_WAITS, Segment
+
+if TYPE_CHECKING:
+    from q4core.mutable.blocks import ReadView, WriteBlock
+    from q4core.mutable.exclusion import Thread
+
+__all__ = ["HEALTHY", "POISONED", "WRITING", "SharedState"]
+
+HEALTHY, WRITING, POISONED = range(3)
+"""States of an ``IN_PLACE`` content, beside its version in one word."""
+
+
+class SharedState(Content):
+    """The state. ``version``, ``poison``, ``is_closed`` and ``tensor`` are this process's latest look."""
+
+    def __init__(self, segment: Segment, label: str) -> None:
+        super().__init__(segment.slots[0], label, is_in_place=segment.form.mode is MutableMode.IN_PLACE)
+        self.segment = segment
+        self.words, self.locks, self.slots = segment.words, segment.locks, segment.slots
+        self.is_let_go = False
+        self.epoch = 0
+        self.forget()
+        self.refresh()
+        _STATES.add(self)
+
+    def forget(self) -> None:
+        """Begin with nobody inside."""
+        self.holds = [0] * len(self.slots)
+        self.holds_by_thread: dict[tuple[Thread | None, int], int] = {}
+        self.lost: collections.deque[tuple[Thread | None, int]] = collections.deque()
+        # Torch's count of changes when a version was first seen here; it tells of this process's changes alone.
+        self.seen: list[tuple[int, tuple[int, int]]] = [(-1, (0, 0))] * len(self.slots)
+        self.has_turn = False
+        self.claimed: int | None = None
+
+    def after_fork(self) -> None:
+        """Begin anew in a child: what its parent's threads hold is the parent's."""
+        self.epoch += 1
+        self.gate = Exclusion(excludes_readers=self.is_in_place)
+        self.lock = self.gate.lock
+        self.grown = threading.Condition(self.lock)
+        self.waiting = 0
+        self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
+        self.bytes_copied = 0
+        self.forget()
+        if not self.is_disposed:
+            try:
+                self.segment.reopen()
+            except OSError:
+                self.is_closed = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread of this process holds a slot, or the turn to write."""
+        return self.has_turn or any(self.holds)
+
+    @property
+    def is_disposed(self) -> bool:
+        """Whether this process has given everything back."""
+        return not self.segment.close.alive
+
+    # -- a look at the header
+
+    def refresh(self) -> None:
+        """Look at version and state, which other processes change."""
+        words = self.words
+        self.is_closed = self.is_closed or bool(words[CLOSED])
+        if self.is_closed:
+            return
+        while True:
+            word = words[CURRENT]
+            self.version, low = word >> 8, word & 255
+            if not self.is_in_place:
+                self.tensor = self.slots[low]
+                self.poison = self.segment.cause if words[TAINTED] == self.version + 1 else None
+                return
+            self.poison = (
+                None if low == HEALTHY else self.segment.cause if low == POISONED else self._ended_writer(word)
+            )
+            # A writer that ended well between the two looks has not died.
+            if words[CURRENT] == word:
+                return
+
+    def _ended_writer(self, word: int) -> str | None:
+        locks = self.locks
+        if self.claimed is not None or locks.is_taken(FIRST_SLOT) or self.words[CURRENT] != word:
+            return None
+        if not self.holds[0]:  # to look at a lock orders no memory, to take it does
+            if not locks.try_shared(FIRST_SLOT):
+                return None
+            locks.release(FIRST_SLOT)
+        return f"process {self.words[WRITER_PROCESS]} ended inside write()"
+
+    def set_poison(self, cause: str) -> None:
+        """Declare the content unknown, in all processes. ``IN_PLACE``: the caller's process holds the slot."""
+        self.segment.cause = cause
+        if self.is_in_place:
+            self.words[CURRENT] = self.version << 8 | POISONED
+        else:
+            self.words[TAINTED] = self.version + 1
+        super().set_poison(cause)
+
+    def refuse_touched(self, base: torch.Tensor, version: int) -> NoReturn:
+        """Raise, since a version was changed outside ``write()`` in this process."""
+        self.refresh()
+        super().refuse_touched(base, version)
+
+    def note_failure(self, cause: str | None) -> None:
+        """Count an update that does not take effect; other processes must be told also of one that closing dropped."""
+        super().note_failure(cause or "a handle was closed during its update")
+
+    # -- places that nobody leaves
+
+    def reclaim(self) -> None:
+        """Take back what can't be left any more, in this process; of processes that ended, the kernel does it."""
+        if self.is_disposed:
+            return
+        self.refresh()
+        writer = self.gate.writer
+        super().reclaim()
+        if writer is not None and self.gate.writer is not writer:
+            self.release_claim()
+        while self.lost:
+            self.release_hold(*self.lost.popleft())
+        for key in tuple(self.holds_by_thread):
+            if key[0] is None or key[0]() is None:
+                while key in self.holds_by_thread:
+                    self.release_hold(*key)
+
+    def lose_read(self, view: ReadView) -> None:
+        """Take word from a finaliser that nobody will leave this block; not if it is the parent's."""
+        if view.place[0] == self.epoch:
+            super().lose_read(view)
+            self.lost.append((view.thread, view.place[1]))
+
+    def lose_write(self, block: WriteBlock) -> None:
+        """Take word from a finaliser that nobody will leave this block; not if it is the parent's."""
+        if block.place[0] == self.epoch:
+            super().lose_write(block)
+
+    # -- giving back
+
+    def release_hold(self, thread: Thread | None, slot: int) -> None:
+        """Let one reader out of a slot, and the process with the last one."""
+        key = (thread, slot)
+        count = self.holds_by_thread.pop(key, 0)
+        if not count:
+            return
+        if count > 1:
+            self.holds_by_thread[key] = count - 1
+        self.holds[slot] -= 1
+        if not self.holds[slot]:
+            self.locks.release(FIRST_SLOT + slot)
+            if self.is_let_go:
+                self.dispose()
+
+    def release_unheld(self) -> None:
+        """Release what an interrupted attempt to hold may have left."""
+        if not self.is_disposed:
+            for slot, count in enumerate(self.holds):
+                if not count and slot != self.claimed:
+                    self.locks.release(FIRST_SLOT + slot)
+
+    def release_claim(self) -> None:
+        """Let other processes write."""
+        if self.claimed is not None:
+            self.locks.release(FIRST_SLOT + self.claimed)
+            self.claimed = None
+        if self.has_turn:
+            if self.words[WRITER_WAITS]:
+                self.words[WRITER_WAITS] = 0
+            self.locks.release(WRITER)
+            self.has_turn = False
+        if self.is_let_go:
+            self.dispose()
+
+    def close(self) -> None:
+        """Let go, and tell everybody who waits; the maker ends it for all processes."""
+        with self.lock:
+            if self.segment.is_maker:
+                self.words[CLOSED] = 1
+                self.segment.remove_name()
+            self.is_closed = self.is_let_go = True
+            self.tensor = torch.empty(0)
+            self.gate.wake()
+            self.grown.notify_all()
+            self.dispose()
+
+    def dispose(self) -> None:
+        """Give everything back once nobody is inside any more."""
+        if not self.is_busy:
+            self.segment.close()
+            self.slots = self.segment.slots = []
+
+
+_STATES: weakref.WeakSet[SharedState] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for state in tuple(_STATES):
+        state.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
