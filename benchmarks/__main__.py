@@ -1,12 +1,21 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [overhead] [cpu] [generate] [threads]``, options last."""
+"""Run every benchmark, or those named, with options last.
+
+There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory]``.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, generate, overhead, threads
+from benchmarks import cpu, generate, memory, overhead, threads
 
-BENCHMARKS = {"overhead": overhead.main, "cpu": cpu.main, "generate": generate.main, "threads": threads.main}
+BENCHMARKS = {
+    "overhead": overhead.main,
+    "cpu": cpu.main,
+    "generate": generate.main,
+    "threads": threads.main,
+    "memory": memory.main,
+}
 
 
 def main() -> int:

@@ -1,1 +1,5 @@
-"""What it costs to share a mutable tensor."""
+"""Actors that share a state: updates and reads per second and bytes copied, beside other ways to share it."""
+
+from benchmarks.memory.command import main
+
+__all__ = ["main"]

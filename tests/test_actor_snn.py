@@ -1,0 +1,136 @@
+"""``examples/actor_snn.py``: a network of actors computes the same whoever they are, late or killed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from matplotlib import image
+from test_examples import ROOT, run_example
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+
+STEPS = 12
+RED = (0xCC, 0x00, 0x00)
+BLUE = (0x34, 0x65, 0xA4)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def snn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the example as a module, which the actors' processes find too."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("actor_snn")
+
+
+@pytest.fixture
+def masters(snn: Any) -> dict[str, torch.Tensor]:
+    """Give random synapses, in no order that the populations share, which make many neurons fire."""
+    generator = torch.Generator().manual_seed(3)
+    width = snn.SIZE * len(snn.HIDDEN)
+    shapes = {"hidden": (width, snn.SIZE + width), "out": (snn.DIGITS, width)}
+    return {name: torch.randn(shape, generator=generator).mul_(0.15) for name, shape in shapes.items()}
+
+
+def _images(snn: Any, count: int = 16) -> torch.Tensor:
+    images: torch.Tensor = snn.digits()[2][:count]
+    return images
+
+
+def _dense(snn: Any, masters: dict[str, torch.Tensor], images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the spikes so far of each population, as one loop over dense float64 matrices computes them."""
+    weights = {name: q4.training.ste_weight(master, snn.FORMAT).double() for name, master in masters.items()}
+    width = snn.SIZE * len(snn.HIDDEN)
+    membrane, spikes, count = (torch.zeros(len(images), width, dtype=torch.float64) for _ in range(3))
+    out, told = (torch.zeros(len(images), snn.DIGITS, dtype=torch.float64) for _ in range(2))
+    for step in range(1, STEPS + 1):
+        out, fired = snn.integrate(out, spikes @ weights["out"].T)
+        seen = torch.cat([snn.input_spikes(images, -step).double(), spikes], 1)
+        membrane, spikes = snn.integrate(membrane, seen @ weights["hidden"].T)
+        count, told = count + spikes, told + fired
+    return {**dict(zip(snn.HIDDEN, count.split(snn.SIZE, 1), strict=True)), "out": told}
+
+
+def test_actors_compute_what_one_loop_does(snn: Any, masters: dict[str, torch.Tensor]) -> None:
+    """Each neuron has fired as often as in a loop over dense matrices, but for one in 500, by rounding."""
+    images = _images(snn)
+    outcome = snn.simulate(masters, images, snn.Plan(steps=STEPS))
+    expected = _dense(snn, masters, images)
+    for name, state in outcome.states.items():
+        assert expected[name].sum() > 50
+        assert (state[snn.COUNT].double() != expected[name]).double().mean() < 1 / 500
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_the_result_is_the_same_bit_for_bit(snn: Any, masters: dict[str, torch.Tensor], processes: bool) -> None:
+    """One, two and four actors, steady and with random sleeps, leave the same bits; another pixel leaves others."""
+    images = _images(snn)
+    wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
+    for actors, jitter in ((1, 0.0), (2, 0.0), (4, 0.0), (2, 0.02), (4, 0.02)):
+        got = snn.simulate(masters, images, snn.Plan(STEPS, actors, processes, 0, jitter))
+        assert got.digest == wanted.digest, (actors, jitter)
+    changed = images.clone()
+    changed[-1, 20] = 1.0 - changed[-1, 20]
+    assert snn.simulate(masters, changed, snn.Plan(steps=STEPS)).digest != wanted.digest
+
+
+def test_killed_actors_leave_no_trace(snn: Any, masters: dict[str, torch.Tensor]) -> None:
+    """Actors that are killed in mid-step are replaced, and the result is that of those who lived."""
+    images = _images(snn)
+    wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
+    got = snn.simulate(masters, images, snn.Plan(STEPS, actors=3, processes=True, kills=5, jitter=0.01))
+    assert got.digest == wanted.digest
+
+
+def test_each_step_copies_each_state_once(snn: Any, masters: dict[str, torch.Tensor]) -> None:
+    """What is told to be copied is one update of the five populations and the pixels, and no read."""
+    sizes = 4 * (4 * snn.SIZE) + 4 * snn.DIGITS + snn.SIZE
+    for processes in (False, True):
+        outcome = snn.simulate(masters, _images(snn), snn.Plan(STEPS, actors=2, processes=processes))
+        assert outcome.step_bytes == 16 * sizes * 4
+
+
+def test_an_actor_that_fails_ends_the_run(snn: Any, masters: dict[str, torch.Tensor]) -> None:
+    """An actor that ends by an error is not replaced: the run says which one, and ends."""
+    broken = masters | {"out": masters["out"][:, :64]}
+    with pytest.raises(SystemExit, match=r"actor \d failed in step 1"):
+        snn.simulate(broken, _images(snn), snn.Plan(STEPS, actors=5, processes=True))
+
+
+def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
+    """A short training tells most unseen digits; rates and bytes are told; the picture shows spikes and membranes."""
+    arguments = ("--epochs", 5, "--actors", 2, "--steps", 30, "--picture", "snn.png")
+    done = run_example("actor_snn.py", *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["snn.png"]
+    (accuracy,) = re.findall(r"test accuracy ([\d.]+)% with nf4 synapses", done.stdout)
+    assert float(accuracy) > 70.0
+    steps, spikes = re.findall(r"([\d,]+) steps/s of 360 images, ([\d,]+) spikes/s", done.stdout)[0]
+    assert int(spikes.replace(",", "")) > int(steps.replace(",", "")) > 0
+    assert "1,624,320 bytes copied per step" in done.stdout
+    pixels: np.ndarray[Any, Any] = image.imread(tmp_path / "snn.png", format="png")
+    half = int(pixels.shape[1] * 0.55)
+    for part in (pixels[:, :half], pixels[:, half:]):
+        for colour in (RED, BLUE):
+            assert (abs(part[..., :3] * 255 - colour) < 1).all(axis=-1).sum() > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [(("--kills", 1), "--kills needs --processes"), (("--steps", 1), "--steps must be at least 2")],
+)
+def test_the_command_refuses(tmp_path: Path, arguments: tuple[object, ...], complaint: str) -> None:
+    """Options that mean nothing are refused before anything is trained or written."""
+    done = run_example("actor_snn.py", *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert list(tmp_path.iterdir()) == []
