@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pretended_driver import CONCURRENT, GB10, LEGACY, missing, pretend
 
-from q4_conformance import Case, Outcome, run_case
-from q4_conformance.cases import memory_cases
+from q4_conformance import Case, Outcome, memory_cases, run_case
 from q4_conformance.managed import MemorySubject
 from q4_um_managed import ManagedProvider
 
