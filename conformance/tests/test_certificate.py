@@ -49,6 +49,15 @@ def test_one_bad_end_is_no_certificate(outcome: Outcome) -> None:
     assert [row["passed"] for row in told["formats"]] == [False, True]
 
 
+def test_a_case_that_cannot_be_tested_here_leaves_no_certificate() -> None:
+    """Required and not testable is not passed: the whole run is a report, and says why."""
+    name = next(iter(documents.document()["results"]))["case"]
+    result = CaseResult(case=name, contract="TC-09", outcome=Outcome.NOT_TESTABLE, message="no such hardware")
+    told = documents.document({name: result})
+    assert (told["kind"], told["standing"]) == ("report", "partial")
+    assert "can't be tested here" in told["sentence"]
+
+
 def test_a_partial_run_is_no_certificate() -> None:
     """A run over chosen cases or formats is a report, and says so; so is one of which results are missing."""
     for query in (Query(name="made-up", only=("TC-09",)), Query(name="made-up", formats=("q8_0",))):

@@ -62,7 +62,7 @@ def standing_of(document: Mapping[str, Any]) -> str:
     bad = any(counts[outcome.value] for outcome in BAD)
     if bad or not counts["pass"] or document["missing"]:
         return "failed"
-    if document["run"]["partial"]:
+    if document["run"]["partial"] or counts[Outcome.NOT_TESTABLE.value]:
         return "partial"
     return "interpreted" if document["device"]["interpreted"] else "certified"
 
@@ -70,7 +70,7 @@ def standing_of(document: Mapping[str, Any]) -> str:
 _SENTENCES = {
     "certified": "every required case passed on this device",
     "interpreted": "every required case passed in an interpreter on the CPU; this certifies no GPU",
-    "partial": "what ran passed; only a part of the cases ran, so this is no certificate",
+    "partial": "what ran passed; cases were left out or can't be tested here, so this is no certificate",
     "failed": "not certified",
 }
 
