@@ -128,7 +128,7 @@ def test_clone_is_an_ordinary_tensor_in_inference_mode() -> None:
 class _OnCuda(torch.Tensor):
     """A CPU tensor that says it is on a CUDA device."""
 
-    device = torch.device("cuda", 0)  # type: ignore[assignment]  # a property of torch's
+    device = torch.device("cuda", 0)
 
 
 class _Reading(FakeProvider):
