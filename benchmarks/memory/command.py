@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, for development")
     options = parser.parse_args(arguments)
     run = functools.partial(measure, SCENES)
-    result = run(seconds=0.2, rounds=2) if options.quick else run(seconds=0.5, rounds=7)
+    result = run(seconds=0.2, rounds=2) if options.quick else run(seconds=0.5, rounds=4)
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     written = record.write("memory", result, folder=record.BUILD if options.quick else record.RESULTS)
