@@ -45,6 +45,8 @@ _SHORT_WEIGHTS = ("nvfp4", "mxfp4")
 _BLOCKS = tuple(name for name in RECIPES if name not in _SHORT_WEIGHTS)
 _OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
 """Architectures of which split sums and uneven K are compiled in every run; those of the others are like them."""
+_TENSOR_MEMORY = frozenset({100, 103})
+"""Architectures with tensor memory, of which blocks of 16 take most: beyond what there is, a program is a trap."""
 
 
 @attrs.frozen
@@ -150,6 +152,9 @@ def _common(arch: int) -> Iterator[Candidate]:
     for number, recipe in enumerate(_BLOCKS, turn):
         place = number % len(config.gemm["blocks"])
         yield Candidate(arch, "gemm", recipe, (short, half)[number // 3 % 2], place)
+    if arch in _TENSOR_MEMORY:
+        yield Candidate(arch, "gemm", "nvfp4_plain", short, len(config.gemm["blocks"]) - 1)
+        yield Candidate(arch, "gradient", "nvfp4_plain", short, len(config.gradient["blocks"]) - 1)
     for place in range(len(config.gemm["wide"])):
         yield Candidate(arch, "gemm", list(RECIPES)[(3 * turn + 2 * place) % len(RECIPES)], wide, place)
     if arch in _OF_ITS_OWN:
