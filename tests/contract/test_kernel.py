@@ -29,9 +29,14 @@ def subject() -> BackendSubject:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_kernel_passes(case: Case, subject: BackendSubject) -> None:
-    """The case passes, but for four-bit activations and quantisers, which the kernel does not declare."""
+    """The case passes, but for four-bit activations and quantisers, which the kernel does not declare.
+
+    Another process finds installed backends alone; those of the zoo that are installed run that case.
+    """
     result = run_case(case, subject)
     expected = Outcome.NOT_DECLARED if _is_undeclared(case) else Outcome.PASS
+    if case.check == "elsewhere":
+        expected = Outcome.NOT_TESTABLE
     assert result.outcome is expected, result
     assert not result.is_fallback
 
