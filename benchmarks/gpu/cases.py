@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import q4core as q4
 from benchmarks.gpu import ours
 from q4_conformance import Outcome
+from q4_conformance.cases import cases_of
 from q4_conformance.isolated import run_isolated
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ _MESSAGE = 600
 """Characters of a message that are kept."""
 _CASE_SECONDS = 180.0
 """A case may compile a dozen kernels."""
+
+
+def _asked(format_: str, place: Place, only: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the texts with which an id of a format's cases starts."""
+    ids = [case.id for case in cases_of([format_], str(place.device))]
+    return tuple(text for text in only if any(name.startswith(text) for name in ids))
 
 
 def run(place: Place, deadline: Deadline, *, jobs: int, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -45,6 +52,8 @@ def run(place: Place, deadline: Deadline, *, jobs: int, only: Sequence[str] = ()
         for format_ in q4.BUILTIN_FORMATS
         if backend.capabilities.formats & {q4.EVERY_FORMAT, format_}
     ]
+    asked = {format_: _asked(format_, place, only) for format_ in q4.BUILTIN_FORMATS}
+    wanted = [(name, format_) for name, format_ in wanted if asked[format_] or not only]
 
     def one(pair: tuple[str, str]) -> tuple[Report, float]:
         started = time.perf_counter()
@@ -52,7 +61,7 @@ def run(place: Place, deadline: Deadline, *, jobs: int, only: Sequence[str] = ()
             pair[0],
             [pair[1]],
             device=str(place.device),
-            only=only,
+            only=asked[pair[1]],
             limit_seconds=_CASE_SECONDS,
             budget_seconds=deadline.left,
         )

@@ -20,8 +20,10 @@ ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 
 @pytest.fixture(scope="module", params=ISAS)
 def subject(request: pytest.FixtureRequest) -> BackendSubject:
-    """The backend with each instruction set that this machine has."""
-    return BackendSubject(CpuNative(request.param))
+    """The backend with each instruction set that this machine has, under a name that no installed one has."""
+    backend = CpuNative(request.param)
+    backend.name = f"cpu-native-{request.param}"
+    return BackendSubject(backend)
 
 
 def test_the_baseline_runs_here() -> None:
