@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,28 @@ def held_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     trim()
     return resident_bytes()
+
+
+class Growth:
+    """Memory looked at between stretches of equal work.
+
+    What the work loses grows in each stretch; what else the process takes once does not. So the least growth of a
+    stretch counts, for each of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: list[int] = []
+
+    def look(self) -> None:
+        """Note what is held now."""
+        self._held.append(held_bytes(self._device))
+
+    @property
+    def bytes(self) -> int:
+        """What the work lost, over all stretches."""
+        least = min(later - earlier for earlier, later in itertools.pairwise(self._held))
+        return least * (len(self._held) - 1)
 
 
 def resident_bytes() -> int:

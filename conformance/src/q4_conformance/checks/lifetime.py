@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4_conformance.checks.endurance import held_bytes
+from q4_conformance.checks.endurance import Growth
 from q4_conformance.checks.layer import same_weight
 from q4_conformance.checks.values import draw, judge_call, make_bias
 from q4_conformance.elsewhere import call_elsewhere
@@ -30,6 +30,8 @@ LOST_LAYERS = 1 / 4
 """The share of what was prepared that may stay behind per layer."""
 _LIVES = 12
 _WARM_LIVES = 3
+_STRETCH = 4
+"""Layers between two looks at memory; the twelve are three stretches."""
 
 
 @check("prepare_again")
@@ -79,10 +81,10 @@ def check_dispose(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     request = subject.request(weight, dtype=case.dtype, precision=case.precision)
     subject.require_declared(request)
-    size, start = 0, 0
+    size, growth = 0, Growth(subject.device)
     for life in range(_WARM_LIVES + _LIVES):
-        if life == _WARM_LIVES:
-            start = held_bytes(subject.device)
+        if life >= _WARM_LIVES and (life - _WARM_LIVES) % _STRETCH == 0:
+            growth.look()
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
         x = torch.zeros(1, weight.in_features, dtype=case.dtype, device=layer.device)
         layer.module(x)
@@ -91,7 +93,8 @@ def check_dispose(case: Case, subject: BackendSubject) -> str:
             layer.session.close()  # the others go with their last reference
             _expect_closed(layer, weight, x)
         del layer
-    grown = held_bytes(subject.device) - start
+    growth.look()
+    grown = growth.bytes
     limit = _LIVES * size * LOST_LAYERS
     expect(grown < limit, f"{grown} bytes stayed after {_LIVES} layers of {size} bytes each, {limit:.0f} at most")
     return f"{_LIVES} layers of {size} bytes each, {grown} bytes stayed"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4_conformance.checks.device import expect_same_bytes
-from q4_conformance.checks.endurance import CALLS, STEPS, held_bytes, judge_ste, one_thread
+from q4_conformance.checks.endurance import CALLS, STEPS, Growth, judge_ste, one_thread
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.lent import lent
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
@@ -25,8 +24,8 @@ LOST_RESULTS = 1 / 2
 """The share of a result that may stay behind per call."""
 _WARM = 10
 """One call in so many warms up, before memory is looked at."""
-_LOOKS = tuple(range(STEPS // _WARM, STEPS, 3 * STEPS // _WARM))
-"""Steps at which memory is looked at, in stretches of equal length to the end."""
+_CALL_LOOKS, _STEP_LOOKS = (tuple(range(total // _WARM, total, 3 * total // _WARM)) for total in (CALLS, STEPS))
+"""Calls and steps at which memory is looked at, in three stretches of equal length to the end."""
 
 
 @check("calls")
@@ -38,13 +37,14 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
     calls = [(x, layer(x).clone()) for x in (draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows)]
     for x, y in calls:
         judge_call(layer, weight, x, y)
-    start = 0
+    growth = Growth(subject.device)
     for call in range(CALLS):
-        if call == CALLS // _WARM:
-            start = held_bytes(subject.device)
+        if call in _CALL_LOOKS:
+            growth.look()
         x, y = calls[call % len(calls)]
         expect(torch.equal(layer.module(x), y), f"call {call}, M = {x.shape[0]}: other bits")
-    grown = held_bytes(subject.device) - start
+    growth.look()
+    grown = growth.bytes
     least = min(y.nbytes for _, y in calls)
     limit = least * (CALLS - CALLS // _WARM) * LOST_RESULTS
     expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
@@ -66,12 +66,14 @@ def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
     subject.require_declared(request)
     subject.require_hardware(request)
     quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
-    master, start, size = dense.to(subject.device), 0, sum(item.nbytes for _, item in wanted.tensors())
+    master, size = dense.to(subject.device), sum(item.nbytes for _, item in wanted.tensors())
+    growth = Growth(subject.device)
     for call in range(CALLS):
-        if call == CALLS // _WARM:
-            start = held_bytes(subject.device)
+        if call in _CALL_LOOKS:
+            growth.look()
         expect_same_bytes(quantize(master, request), wanted, f"call {call}")
-    grown = held_bytes(subject.device) - start
+    growth.look()
+    grown = growth.bytes
     limit = size * (CALLS - CALLS // _WARM) * LOST_RESULTS
     expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
     return f"{CALLS} calls, memory grew by {grown} bytes"
@@ -104,10 +106,10 @@ def check_train_through(case: Case, subject: BackendSubject) -> str:
     after = torch.nn.Parameter((torch.randn(4, weight.out_features, generator=generator) / 9).to(subject.device))
     optimiser = torch.optim.Adam([before, after], lr=1e-2)
     x = x.to(subject.device)
-    losses, held = [], []
+    losses, growth = [], Growth(subject.device)
     for step in range(STEPS):
-        if step in _LOOKS:
-            held.append(held_bytes(subject.device))
+        if step in _STEP_LOOKS:
+            growth.look()
         hidden = layer.module(torch.tanh(x @ before.T).to(case.dtype)).to(torch.float32)
         loss = torch.nn.functional.mse_loss(hidden @ after.T, target)
         optimiser.zero_grad()
@@ -119,9 +121,8 @@ def check_train_through(case: Case, subject: BackendSubject) -> str:
         expect(bool(before.grad.any()), f"step {step}: no gradient came through the layer")  # type: ignore[union-attr]  # above
         optimiser.step()
         losses.append(float(loss.detach()))
-    held.append(held_bytes(subject.device))
-    # What the steps lose grows in each stretch; what else the process takes once does not.
-    grown = min(later - earlier for earlier, later in itertools.pairwise(held)) * len(_LOOKS)
+    growth.look()
+    grown = growth.bytes
     limit = x.shape[0] * weight.in_features * 4 * (STEPS - STEPS // _WARM) * LOST_RESULTS  # of a gradient
     expect(grown < limit, f"memory grew by {grown} bytes in {STEPS} steps, {limit:.0f} at most")
     head, tail = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
