@@ -80,7 +80,7 @@ def test_core_runs_by_part() -> None:
     report = check_core(only=["TC-01", "TC-02"])
     assert report.passed
     assert [result.contract for result in report.results] == ["TC-01", "TC-02"]
-    assert len(core_cases()) == 12
+    assert len(core_cases()) == 13
 
 
 def test_replaced_backend_is_a_failure() -> None:
