@@ -37,7 +37,7 @@ def test_peak_of_memory_outside_torch_is_seen() -> None:
 
 def test_what_another_thread_allocates_once_is_not_the_call_s() -> None:
     """The least of several peaks counts, because what belongs to the call shows in each."""
-    calls = []
+    calls: list[None] = []
 
     def call() -> None:
         calls.append(None)
