@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.policy import ActivationPrecision, ComputePath
@@ -27,7 +27,6 @@ KINDS = {
     ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
     ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
 }
-_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -241,7 +240,7 @@ def assess_gradient(
     for path in sound:
         if path.kind not in kinds:
             reasons.append(Reason(ReasonCode.POLICY, f"input gradient {path.name} is of kind {path.kind.value}"))
-        elif path.precision not in _EXACT:
+        elif not path.precision.is_exact:
             message = f"input gradient {path.name} computes in {path.precision.value}, and must be exact"
             reasons.append(Reason(ReasonCode.POLICY, message))
         else:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Features", "Request"]
 
-_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _OPS = ("linear", "quantize", "input_gradient")
 
 Features = frozenset[Feature]
@@ -155,7 +154,7 @@ class Request:
         wish = self.precision
         if wish is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"
-            return precision in _EXACT or (precision is Precision.W4A8 and not exact_only)
+            return precision.is_exact or (precision is Precision.W4A8 and not exact_only)
         if wish is ActivationPrecision.EXACT:
-            return precision in _EXACT
+            return precision.is_exact
         return precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)

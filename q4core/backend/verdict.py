@@ -50,6 +50,11 @@ class Precision(enum.Enum):
     W4A8 = "w4a8"
     W4A4 = "w4a4"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether activations are multiplied as they come, not quantised first."""
+        return self in {Precision.W4A32, Precision.W4A16}
+
 
 class Tier(enum.IntEnum):
     """How good a path claims to be; the highest wins, ties by name."""

@@ -20,7 +20,6 @@ from q4core import (
     ComputePath,
     PathKind,
     PolicyConflictError,
-    Precision,
     Q4Error,
     Q4FallbackWarning,
     ReasonCode,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["serves_kernels"]
 
 _SAMPLE_ROWS = (1, 2, 15, 16, 17, 64, 127, 128, 129, 4096)
-_EXACT = frozenset({Precision.W4A32, Precision.W4A16})
 _NOBODY = "nobody-has-this-name"
 
 
@@ -45,7 +43,7 @@ def serves_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) ->
     request = subject.request(weight, dtype=case.dtype, precision=ActivationPrecision.EXACT)
     subject.require_declared(request)
     try:
-        paths = tuple(path for path in subject.kernel_paths(request) if path.precision in _EXACT)
+        paths = tuple(path for path in subject.kernel_paths(request) if path.precision.is_exact)
     except (Exception, SystemExit) as error:
         raise FailureError(f"check raised {type(error).__name__}: {error}") from error
     covered = all(any(path.covers(rows) for path in paths) for rows in _SAMPLE_ROWS)
