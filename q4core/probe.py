@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["CHUNK_ELEMENTS", "grid_activations", "probe_export", "probe_path", "sampled"]
+__all__ = ["CHUNK_ELEMENTS", "DIFFERENT_ROWS", "grid_activations", "probe_export", "probe_path", "sampled"]
 
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
 _STRIDED_ROWS = 256
-_DIFFERENT_ROWS = 127
+DIFFERENT_ROWS = 127
 """Of more rows of x the others repeat these, which bounds the work in float64; a prime number, so that no two rows that
 lie alike in tiles are equal. Every row of y is compared."""
 CHUNK_ELEMENTS = 1 << 20
@@ -150,13 +150,13 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     fault: Reason | None = None
     for draw, count in enumerate(counts):
         try:
-            different = _activations(min(count, _DIFFERENT_ROWS), source, request, path, draw)
+            different = _activations(min(count, DIFFERENT_ROWS), source, request, path, draw)
         except ConfigError as error:
             fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
             break
         x = different.to(request.device)
-        if count > _DIFFERENT_ROWS:
-            x = x[torch.arange(count, device=request.device) % _DIFFERENT_ROWS]
+        if count > DIFFERENT_ROWS:
+            x = x[torch.arange(count, device=request.device) % DIFFERENT_ROWS]
         out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
         try:
             with on_device(request.device):
@@ -187,7 +187,7 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     scale = None if source.activation_scale is None else float(source.activation_scale)
     precision, dtype = path.precision, request.dtype
     x = grid_activations(count, request.in_features, precision, dtype=dtype, seed=draw, activation_scale=scale)
-    if path.precision in {Precision.W4A32, Precision.W4A16}:
+    if path.precision.is_exact:
         return x
     if source.input_channel_scale is not None:
         block = 16 if path.precision is Precision.W4A4 else 32

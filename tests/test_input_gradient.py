@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 N, K = 40, 128
 PATH = q4.KernelPath("fake_gradient", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
+LONG = 300
 CONFIG = q4.SessionConfig(gradients=True)
 
 
@@ -365,3 +366,25 @@ def test_gradients_of_bfloat16_layers() -> None:
     exact = grad.to(torch.float32) @ q4.dequantize(_weight())
     torch.testing.assert_close(x.grad.to(torch.float32), exact, rtol=2**-8, atol=1e-5)
     assert backend.gradients == [("fake_gradient", 3)]
+
+
+@pytest.mark.parametrize("row", [0, 126, 127, 254, 299])
+def test_every_row_of_a_long_gradient_is_compared(row: int) -> None:
+    """From the 128th row on the probe's rows repeat, which bounds its float64 work; a wrong one is found wherever."""
+    drawn: list[torch.Tensor] = []
+
+    def damage(grad: torch.Tensor, _: str) -> torch.Tensor:
+        if len(grad) == LONG:
+            grad[row] *= 1.5
+        return grad
+
+    class Watched(Differentiating):
+        def input_gradient(self, prepared: q4.Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+            drawn.append(grad)
+            super().input_gradient(prepared, grad, out, path=path)
+
+    backend = Watched(gradient_paths=(attrs.evolve(PATH, probe_rows=(LONG,)),), gradient_damage=damage)
+    with pytest.warns(q4.Q4ProbeWarning, match=f"at M = {LONG}"):
+        _layer(backend)
+    assert {len(grad) for grad in drawn} >= {LONG}
+    assert all(len(grad.unique(dim=0)) == min(len(grad), 127) for grad in drawn)
