@@ -20,60 +20,16 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
 import torch
-from matplotlib import pyplot as plt
-from rich.progress import track
+from snn_network import DIGITS, FORMAT, HIDDEN, SIZE, input_spikes, integrate, train
+from snn_picture import draw
 from train_ste import digits
 
 import q4core as q4
 
-SIZE, DIGITS = 64, 10
-HIDDEN = ("a", "b", "c", "d")
 SOURCES = {**dict.fromkeys(HIDDEN, ("pixels", *HIDDEN)), "out": HIDDEN}
 """Whom each population reads."""
-LEAK, FORMAT = 0.9, "nf4"  # blocks of 64 lie within one source's rows, so parts are quantised like the whole
 MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spikes of even steps and of odd ones
-
-
-def integrate(membrane: torch.Tensor, current: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the membranes after one step, and their spikes, which have a smooth slope for training."""
-    membrane = LEAK * membrane + current
-    slope = torch.sigmoid(2.0 * (membrane - 1.0))
-    spikes = slope + ((membrane >= 1.0).float() - slope).detach()
-    return membrane - spikes.detach(), spikes
-
-
-def input_spikes(images: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the pixels' spikes in one step [M, 64]: the brighter, the likelier."""
-    return (torch.rand(images.shape, generator=torch.Generator().manual_seed(step)) < images).float()
-
-
-def train(images: torch.Tensor, labels: torch.Tensor, epochs: int, steps: int = 20) -> dict[str, torch.Tensor]:
-    """Return the masters [256, 64 + 256] of ``hidden`` and [10, 256] of ``out``, trained as four-bit weights."""
-    generator, width = torch.Generator().manual_seed(0), SIZE * len(HIDDEN)
-    shapes = {"hidden": (width, SIZE + width), "out": (DIGITS, width)}
-    masters = {name: torch.randn(shape, generator=generator).mul_(0.06) for name, shape in shapes.items()}
-    optimiser = torch.optim.Adam([master.requires_grad_() for master in masters.values()], lr=2e-3)
-    for epoch in track(range(epochs), "training"):
-        for batch in torch.randperm(len(images), generator=generator).split(128):
-            hidden, out = (q4.training.ste_weight(master, FORMAT) for master in masters.values())
-            membranes = spikes = torch.zeros(len(batch), width)
-            potentials = counts = torch.zeros(len(batch), DIGITS)
-            rate = torch.zeros(())
-            for step in range(epoch * steps, (epoch + 1) * steps):
-                potentials, fired = integrate(potentials, spikes @ out.T)
-                seen = torch.cat([input_spikes(images[batch], step), spikes], 1)
-                membranes, spikes = integrate(membranes, seen @ hidden.T)
-                counts, rate = counts + fired, rate + spikes.mean() / steps
-            loss = torch.nn.functional.cross_entropy(0.5 * counts, labels[batch]) + rate  # quiet neurons are cheap
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-    return {name: master.detach() for name, master in masters.items()}
 
 
 class Population:
@@ -135,7 +91,7 @@ class Crew:
     def __init__(self, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, q4.MutableTensor]) -> None:
         self.plan, self.masters, self.states = plan, masters, states
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["q4core", "train_ste"])  # so that a replacement starts at once
+        server.set_forkserver_preload(["q4core", "snn_network"])  # so that a replacement starts at once
         self.hire: Any = server.Process if plan.processes else threading.Thread
         self.workers = [self.start(index) for index in range(plan.actors)]
 
@@ -199,35 +155,6 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
         return Outcome(last, trace[0], trace[1], seconds, copied)
 
 
-def draw(outcome: Outcome, image: torch.Tensor, label: int, path: Path) -> None:
-    """Draw what one image does: every spike, the membranes of the digits' neurons, and some of the hidden ones'."""
-    figure, panels = plt.subplot_mosaic("ST;SH", figsize=(11, 5.5), layout="constrained", width_ratios=(1.3, 1))
-    raster, out, hidden = panels["S"], panels["T"], panels["H"]
-    colors = ("#3465a4", "#75507b", "#c17d11", "#4e9a06", "#cc0000")
-    time_ = range(1, len(outcome.spikes) + 1)
-    parts = zip(outcome.spikes.split(SIZE, 1), outcome.membranes.split(SIZE, 1), strict=True)
-    for index, (spikes, membranes) in enumerate(parts):
-        step, neuron = spikes.numpy().nonzero()
-        raster.scatter(step + 1, neuron + index * SIZE, s=6, marker="|", color=colors[index])
-        middle = index * SIZE + spikes.shape[1] / 2
-        raster.text(len(time_) + 1.5, middle, tuple(SOURCES)[index], color=colors[index], va="center")
-        if index < len(HIDDEN):
-            hidden.plot(time_, membranes[:, int(spikes.sum(0).argmax())].numpy(), color=colors[index], lw=1)
-    for digit, potentials in enumerate(outcome.membranes[:, -DIGITS:].numpy().T):
-        color = colors[-1] if digit == label else "#888a85"
-        out.plot(time_, potentials, color=color, lw=1.5 if digit == label else 0.8)
-    raster.set(xlabel="step", ylabel="neuron", ylim=(-6, 5.3 * SIZE), title=f"{int(outcome.spikes.sum()):,} spikes")
-    out.set(ylabel="membrane", title=f"the ten digits' neurons; {label} is true, and red")
-    hidden.set(xlabel="step", ylabel="membrane", title="each hidden population's busiest neuron")
-    inset = raster.inset_axes((0.02, 0.83, 0.16, 0.16))
-    inset.imshow(image.reshape(8, 8).numpy(), cmap="gray_r")
-    inset.set(xticks=[], yticks=[])
-    for axes in panels.values():
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> None:
     """Train, run the actors, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,7 +177,7 @@ def main() -> None:
     masters = train(images, labels, options.epochs)
     plan = Plan(**{field: getattr(options, field) for field in Plan._fields})
     outcome = simulate(masters, test_images, plan)
-    draw(outcome, test_images[0], int(test_labels[0]), options.picture)
+    draw(outcome.spikes, outcome.membranes, test_images[0], int(test_labels[0]), options.picture)
     spikes = sum(float(state[COUNT].sum()) for state in outcome.states.values()) / plan.steps
     rate = 1 / outcome.step_seconds
     right = float((outcome.states["out"][COUNT].argmax(1) == test_labels).float().mean())
