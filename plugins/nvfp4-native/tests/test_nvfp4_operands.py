@@ -48,7 +48,7 @@ def _prepared(weight: PackedWeight) -> Prepared:
     return Prepared(*prepare_operand(weight, PrepareContext("cpu")))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
 def test_export_is_the_inverse_of_prepare(recipe: WeightRecipe) -> None:
     """Codes, scale bytes, global scale and everything beside them come back bit for bit, whole and by rows."""
     weight = attrs.evolve(recipe.build(), activation_scale=torch.tensor(0.01))
