@@ -11,8 +11,11 @@ import torch
 import q4core as q4
 from q4_conformance import Case, Outcome, device_cases, run_case
 from q4_conformance.cases import cases_of
+from q4_conformance.managed import MemorySubject
+from q4_conformance.plain_cases import memory_cases
 from q4_conformance.subject import BackendSubject
 from q4_conformance.zoo import ToyKernel
+from q4_conformance.zoo.providers import ToyProvider
 
 FORMAT = "nvfp4"
 
@@ -24,6 +27,24 @@ def test_a_cuda_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BackendSubject(ToyKernel(), device="cuda").device == torch.device("cuda:3")
     assert BackendSubject(ToyKernel(), device="cuda:1").device == torch.device("cuda:1")
     assert BackendSubject(ToyKernel()).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda:9", "xpu:7"])
+def test_what_is_declared_for_an_absent_device_is_not_testable(device: str) -> None:
+    """Nothing of it passes or fails: what is not declared is told as ever, the rest can't be judged here."""
+    kind = torch.device(device).type
+    subject = BackendSubject(ToyKernel(devices=frozenset({kind})), device=device)
+    for case in cases_of([FORMAT], device):
+        result = run_case(case, subject)
+        assert result.outcome in {Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED}, result
+
+
+@pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)
+def test_a_provider_is_not_judged_on_an_absent_device(case: Case) -> None:
+    """Without the device a provider's cases are not testable; what it says of devices that are absent is judged."""
+    result = run_case(case, MemorySubject(ToyProvider(), device="cuda:9"))
+    expected = Outcome.PASS if case.check == "capability" else Outcome.NOT_TESTABLE
+    assert result.outcome is expected, result
 
 
 def _case(check: str, **facts: Any) -> Case:

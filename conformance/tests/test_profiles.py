@@ -54,10 +54,13 @@ def test_an_unknown_name_lists_the_names_there_are() -> None:
         ("dequant-fallback", {"profile": "no-such-profile"}),
         ("q4core", {"profile": "kernel"}),
         ("dequant-fallback", {"formats": ["nf5"]}),
+        ("q4core", {"device": "cuda"}),
+        ("simple-nf4", {"device": "cuda:0"}),
+        ("dequant-fallback", {"device": "nowhere"}),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> None:
-    """A profile that is not the target's, and a format that does not exist, are configuration errors."""
+    """A profile, a format or a device that the target does not have is a configuration error."""
     with pytest.raises(q4.ConfigError):
         find_target(name, **wish)  # type: ignore[arg-type]
 

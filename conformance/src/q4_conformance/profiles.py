@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
 from q4_conformance.cases import cases_of
 from q4_conformance.dialect_subject import DialectSubject
@@ -122,11 +123,18 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
 
     Raises:
         UnknownTargetError: Nobody of that name is installed.
-        ConfigError: The profile is none of that target, or a format does not exist.
+        ConfigError: The profile is none of that target, a format does not exist, or the profile knows no such device.
     """
     if profile is not None and profile not in _NAMES:
         raise _refuse_profile(name, profile, _NAMES)
     found = profile if ":" in name else _profile_of(name, profile)
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        rule = "a device that torch knows, such as cpu or cuda:0"
+        raise ConfigError(_WHAT, name="device", rule=rule, value=device) from error
+    if found in {"core", "dialect"} and kind != "cpu":
+        raise ConfigError(_WHAT, name="device", rule=f"cpu for {name!r}, which computes nowhere else", value=device)
     chosen = _known_formats(formats)
     if found in {None, "kernel"}:
         return Target("kernel", name, chosen or formats_of(name), device)

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.presence import require_device
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
@@ -218,13 +219,18 @@ class BackendSubject:
         return Request.for_weight(weight, device=self.device, **facts)
 
     def require_declared(self, request: Request) -> None:
-        """Raise ``NotDeclaredError`` where the manifest alone refuses a request."""
+        """Raise ``NotDeclaredError`` where the manifest alone refuses a request.
+
+        Raises:
+            NotTestableError: The request is declared, and its device is not here.
+        """
         reasons = self.backend.capabilities.refusals(request)
         if reasons:
             raise NotDeclaredError("; ".join(reason.message for reason in reasons))
         wanted = WISHES.get(request.precision)
         if wanted is not None and not wanted & self.backend.capabilities.precisions:
             raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
+        require_device(self.device)
 
     def require_hardware(self, request: Request) -> None:
         """Raise ``NotTestableError`` where the backend refuses a request for nothing but this machine's hardware."""

@@ -14,6 +14,7 @@ from q4_conformance.judge import judge
 from q4_conformance.managed import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
 from q4_conformance.oracle import exact_linear
 from q4_conformance.outcome import FailureError
+from q4_conformance.presence import require_device
 from q4_conformance.table import check, expect
 from q4_conformance.watch import trim, watch
 from q4_conformance.weights import WeightRecipe
@@ -72,6 +73,7 @@ def check_capability(case: Case, subject: MemorySubject) -> str:
 def check_prefer_provider(case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED promotes a layer where the provider can, else falls back with its reason; the numbers stay."""
     del case
+    require_device(subject.device)
     x = _x(subject)
     plain = _layer(subject, UnifiedMemoryPolicy.DISABLED)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
@@ -98,6 +100,7 @@ def check_prefer_provider(case: Case, subject: MemorySubject) -> str:
 def check_require_provider(case: Case, subject: MemorySubject) -> str:
     """REQUIRE_UNIFIED that the provider can't meet fails at once, naming the attributes that it gave."""
     del case
+    require_device(subject.device)
     provider: Any = subject.provider
     answer = subject.availability()
     if answer:
