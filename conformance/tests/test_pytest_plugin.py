@@ -91,7 +91,9 @@ def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> Non
     """A target that declares nothing of what it is judged on has shown nothing."""
     done = run(RIGHT, "-k", "TC-09 and bias", mark='"mine", formats=["nf4"]')
     assert done.ret == 1
-    assert counts(done) == {"deselected": 147, "not declared": 3}
+    outcomes = counts(done)
+    assert outcomes.pop("deselected") > 0
+    assert outcomes == {"not declared": 3}
     done.stdout.fnmatch_lines(["mine: NOT PASSED; 3 cases: 3 not_declared"])
 
 
@@ -121,4 +123,4 @@ def test_a_run_that_asks_for_no_case_imports_no_kit(pytester: pytest.Pytester) -
             assert not {"torch", "q4core", "q4_conformance"} & set(sys.modules)
         """
     )
-    pytester.runpytest_subprocess("-p", "pytest_q4_conformance", timeout=60).assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)  # its entry point loads it, as anywhere
