@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import documents
@@ -13,22 +13,16 @@ import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.certificate import content_hash, to_text, verdict_hash
-from q4_conformance.compare import compare
 from q4_conformance.junit import to_junit
 from q4_conformance.markdown import to_markdown
 from q4_conformance.page import to_html
 from q4_conformance.query import Query
-from q4_conformance.verify import CertificateError, installed_source, read_certificate, schema
+from q4_conformance.standing import seal_of
+from q4_conformance.verify import schema
 from q4_conformance.writing import write_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-
-def _bad(outcome: Outcome = Outcome.FAIL, message: str = "<b>wrong</b> | by\x1b[31m far") -> dict[str, CaseResult]:
-    name = next(name for name in documents.run().report.expected if name.startswith("TC-09/bias/q4_0"))
-    return {name: CaseResult(case=name, contract="TC-09", outcome=outcome, message=message)}
 
 
 def test_a_whole_run_that_passes_is_a_certificate() -> None:
@@ -43,10 +37,63 @@ def test_a_whole_run_that_passes_is_a_certificate() -> None:
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT])
 def test_one_bad_end_is_no_certificate(outcome: Outcome) -> None:
     """One failure, crash or time-out makes it a report that failed, and its message stands in it."""
-    told = documents.document(_bad(outcome))
+    told = documents.document(documents.bad(outcome))
     assert (told["kind"], told["standing"]) == ("report", "failed")
     assert told["counts"][outcome.value] == 1
     assert [row["passed"] for row in told["formats"]] == [False, True]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT])
+def test_a_bad_end_without_a_path_counts_against_every_path_of_its_format(outcome: Outcome) -> None:
+    """A process that died told no path, so that no path of the format may have passed; another format's may."""
+    told = documents.document(documents.bad(outcome))
+    assert [(row["format"], row["passed"], row[outcome.value]) for row in told["paths"]] == [
+        ("q4_0", False, 1),
+        ("q8_0", True, 0),
+    ]
+    for page in (to_html(told), to_markdown(told)):
+        assert "✗ does not stand" in page
+        assert "✓ passed" in page
+
+
+def test_a_bad_end_on_a_path_counts_against_that_path() -> None:
+    """A failure on a path is no failure of the others."""
+    failed = documents.bad(paths=["other|kernel|w4a32|ran"])
+    passed = {(row["format"], row["path"]): row["passed"] for row in documents.document(failed)["paths"]}
+    assert passed == {("q4_0", "dot/w4a32"): True, ("q4_0", "other/w4a32"): False, ("q8_0", "dot/w4a32"): True}
+
+
+@pytest.mark.parametrize(("wish", "passed"), [("exact", False), ("int8", True)])
+def test_what_cannot_be_tested_here_counts_against_the_paths_that_it_is_for(wish: str, passed: bool) -> None:
+    """A case that needs other hardware leaves the paths alone that it could never have come to."""
+    name = next(
+        name
+        for name in documents.run().report.expected
+        if name.startswith("TC-09/values/q4_0") and name.endswith(f"/{wish}")
+    )
+    result = CaseResult(case=name, contract="TC-09", outcome=Outcome.NOT_TESTABLE, message="no such hardware")
+    told = documents.document({name: result})
+    assert [row["passed"] for row in told["paths"]] == [passed, True]
+    assert [row["passed"] for row in told["formats"]] == [False, True]
+
+
+def test_a_case_without_a_result_leaves_no_path_of_its_format() -> None:
+    """What has no result has not passed."""
+    made = documents.run()
+    cut = attrs.evolve(made.report, results=[item for item in made.report.results if "TC-12/mix/q8_0" not in item.case])
+    told = documents.document(report=cut)
+    assert [row["passed"] for row in told["paths"]] == [True, False]
+    assert [row["passed"] for row in told["formats"]] == [True, False]
+
+
+def test_a_path_of_two_standings_has_the_lesser() -> None:
+    """A path that an interpreter ran once was interpreted, and the device with it."""
+    told = documents.document(documents.bad(Outcome.PASS, paths=["dot|kernel|w4a32|interpreted"]))
+    assert [(row["path"], row["standing"]) for row in told["paths"]] == [
+        ("dot/w4a32", "interpreted"),
+        ("dot/w4a32", "ran"),
+    ]
+    assert told["standing"] == "interpreted"
 
 
 def test_a_case_that_cannot_be_tested_here_leaves_no_certificate() -> None:
@@ -111,11 +158,36 @@ def test_overrides_are_told() -> None:
         assert "atomics" in text
 
 
+def test_a_certificate_that_stands_on_overrides_shows_it() -> None:
+    """Seal and sentence tell how many cases passed by a wider bound, and how wide; others look as they did."""
+    told = documents.widened()
+    number = sum(documents.WIDE["reason"] in item.get("overrides", ()) for item in told["results"])
+    assert (told["kind"], told["standing"], number > 1) == ("certificate", "certified", True)
+    assert told["sentence"].endswith(f"; {number} cases by bounds widened up to × 8")
+    for page in (to_html(told), to_markdown(told)):
+        assert "Certified with overrides" in page
+        assert page.count("widened up to × 8") >= 2
+    assert "overrides" not in seal_of(documents.document()).word
+    assert seal_of(documents.document()).tone != seal_of(told).tone
+
+
+def test_paths_tell_their_standing() -> None:
+    """The tables of paths say "interpreted" where an interpreter ran, in every form."""
+    for standing, words in (("interpreted", "passed in an interpreter"), ("ran", "✓ passed")):
+        told = documents.document(standing=standing)
+        lines = [line for line in to_markdown(told).splitlines() if "`dot/w4a32`" in line]
+        assert len(lines) == 2
+        assert all(f"| {standing} |" in line and words in line for line in lines)
+        page = to_html(told)
+        assert page.count(f"<td>{standing}</td>") == 2
+        assert words in page
+
+
 def test_documents_follow_the_published_schema() -> None:
     """Certificates and reports are valid by the schema, which is itself valid; an unknown key is not."""
     jsonschema.Draft202012Validator.check_schema(schema())
     validator = jsonschema.Draft202012Validator(schema())
-    for told in (documents.document(), documents.document(_bad())):
+    for told in (documents.document(), documents.document(documents.bad())):
         validator.validate(json.loads(to_text(told)))
     with pytest.raises(jsonschema.ValidationError):
         validator.validate({**documents.document(), "more": 1})
@@ -126,74 +198,8 @@ def test_hashes_leave_out_what_is_volatile() -> None:
     one, two = documents.document(), documents.document(seconds=99.0)
     assert one["verdict_hash"] == two["verdict_hash"] == verdict_hash(json.loads(to_text(one)))
     assert one["content_hash"] != two["content_hash"]
-    assert documents.document(_bad())["verdict_hash"] != one["verdict_hash"]
+    assert documents.document(documents.bad())["verdict_hash"] != one["verdict_hash"]
     assert content_hash(one) == one["content_hash"]
-
-
-def _rehashed(told: dict[str, Any]) -> dict[str, Any]:
-    return {**told, "content_hash": content_hash(told)}
-
-
-_EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "truncated": lambda told: to_text(told)[:-200],
-    "not json": lambda _: "certified!",
-    "a key twice": lambda told: to_text(told).replace('"kind":', '"kind": "certificate", "kind":', 1),
-    "nan": lambda told: to_text(told).replace('"seconds": 3.0', '"seconds": NaN'),
-    "a list": lambda _: "[]",
-    "foreign": lambda told: to_text({**told, "schema": "somebody/else"}),
-    "version": lambda told: to_text({**told, "schema_version": 99}),
-    "lacking": lambda told: to_text({name: item for name, item in told.items() if name != "counts"}),
-    "wrong word": lambda told: to_text({**told, "results": [{"case": "a", "outcome": "splendid"}]}),
-    "edited": lambda told: to_text({**told, "sentence": "every case passed"}),
-    "edited and hashed": lambda told: to_text(_rehashed({**told, "counts": {**told["counts"], "fail": 0}})),
-    "another standing": lambda told: to_text(_rehashed({**told, "standing": "certified"})),
-}
-"""What may be done to a certificate."""
-
-
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("truncated", "file"),
-        ("not json", "file"),
-        ("a key twice", "file"),
-        ("nan", "file"),
-        ("a list", "document"),
-        ("foreign", "schema"),
-        ("version", "schema_version"),
-        ("lacking", "document.counts"),
-        ("wrong word", "document.results[0].outcome"),
-        ("edited", "content_hash"),
-        ("edited and hashed", "counts.fail"),
-        ("another standing", "standing"),
-    ],
-)
-def test_a_damaged_certificate_is_refused(tmp_path: Path, what: str, name: str) -> None:
-    """What is cut off, edited, of another make or version is refused, with the name of what is wrong."""
-    path = tmp_path / "certificate.json"
-    path.write_text(_EDITS[what](documents.document(_bad())), encoding="utf-8")
-    with pytest.raises(CertificateError) as caught:
-        read_certificate(path)
-    assert caught.value.name == name
-    assert caught.value.where == str(path)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """A file that is not there, and a folder, are typed errors."""
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(CertificateError):
-            read_certificate(path)
-
-
-def test_a_certificate_is_read_back(tmp_path: Path) -> None:
-    """What is written is what is read, and it says whether the plugin here is the one that was judged."""
-    told = documents.document()
-    files = write_files(tmp_path, told, [])
-    assert {path.name for path in files} == {f"certificate.{kind}" for kind in ("json", "xml", "html", "md")}
-    assert read_certificate(tmp_path / "certificate.json") == json.loads(json.dumps(told))
-    assert installed_source(told) == "made_up is not installed here"
-    other = {**told, "source": {**told["source"], "package": "q4_dequant_fallback"}}
-    assert "NOT the one" in installed_source(other)
 
 
 def test_files_of_another_kind_give_way(tmp_path: Path) -> None:
@@ -201,35 +207,15 @@ def test_files_of_another_kind_give_way(tmp_path: Path) -> None:
     write_files(tmp_path, documents.document())
     write_files(tmp_path, documents.document(query=Query(name="made-up", only=("TC-09",))))
     assert (tmp_path / "certificate.json").exists()
-    write_files(tmp_path, documents.document(_bad()))
+    write_files(tmp_path, documents.document(documents.bad()))
     assert not list(tmp_path.glob("certificate.*"))
     write_files(tmp_path, documents.document())
     assert not list(tmp_path.glob("report.*"))
 
 
-def test_comparing_tells_what_changed() -> None:
-    """Verdicts, facts and counts that differ are told, each verdict with its direction; equal ones are not."""
-    good, bad = documents.document(), documents.document(_bad())
-    same = compare(good, documents.document(seconds=50.0))
-    assert same["same_verdicts"]
-    assert same["facts"] == same["counts"] == same["paths"] == []
-    worse = compare(good, bad)
-    assert not worse["same_verdicts"]
-    assert [(item["before"], item["after"], item["change"]) for item in worse["verdicts"]] == [
-        ("pass", "fail", "worse")
-    ]
-    assert {item["what"] for item in worse["counts"]} == {"counts.pass", "counts.fail"}
-    assert compare(bad, good)["verdicts"][0]["change"] == "better"
-    newer = documents.document(facts={**documents.run().facts, "versions": {"q4core": "2", "torch": "2"}})
-    assert compare(good, newer)["facts"] == [{"what": "versions.q4core", "before": "1", "after": "2"}]
-    fewer = {**good, "results": good["results"][1:]}
-    assert [item["change"] for item in compare(good, fewer)["verdicts"]] == ["gone"]
-    assert [item["change"] for item in compare(fewer, good)["verdicts"]] == ["new"]
-
-
 def test_junit_counts_alike() -> None:
     """Suites by format hold every case; what is not declared is no pass there, and control characters are gone."""
-    told = documents.document(_bad(Outcome.CRASH))
+    told = documents.document(documents.bad(Outcome.CRASH))
     root = ET.fromstring(to_junit(told).partition("\n")[2])  # noqa: S314  # our own
     assert [suite.get("name") for suite in root] == ["made-up.q4_0", "made-up.q8_0"]
     cases = root.findall(".//testcase")
@@ -241,7 +227,7 @@ def test_junit_counts_alike() -> None:
 
 def test_pages_are_whole_and_escaped() -> None:
     """The page needs nothing from elsewhere, holds no markup or control character of a message, and says all."""
-    told = documents.document(_bad())
+    told = documents.document(documents.bad())
     page = to_html(told)
     assert "&lt;b&gt;wrong&lt;/b&gt;" in page
     assert "<b>wrong" not in page

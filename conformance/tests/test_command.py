@@ -152,6 +152,36 @@ def test_verify_and_compare(tmp_path: Path) -> None:
     assert _answer("--compare", good, other, status=1)["verdicts"][0]["change"] == "gone"
 
 
+def test_comparing_with_what_certifies_less_fails(tmp_path: Path) -> None:
+    """Where every case ended alike, but the second certifies less, that is told, and the status is 1."""
+    good, wide, interpreted = (tmp_path / f"{name}.json" for name in ("good", "wide", "interpreted"))
+    good.write_text(to_text(documents.document()), encoding="utf-8")
+    wide.write_text(to_text(documents.widened()), encoding="utf-8")
+    interpreted.write_text(to_text(documents.document(standing="interpreted")), encoding="utf-8")
+    for other, words in (
+        (wide, "weaker bound of TC-09/bias…: × 1 → × 8"),
+        (interpreted, "weaker standing: certified →"),
+    ):
+        told = _answer("--compare", good, other, status=1)
+        assert (told["same_verdicts"], told["is_weaker"]) == (True, True)
+        result = _call("--compare", good, other)
+        assert result.exit_code == 1
+        assert words in result.stdout
+        assert "the second certifies less" in result.stdout
+        assert _call("--compare", other, good).exit_code == 0
+
+
+def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run and a check both print that a certificate stands on overrides, and one without them says nothing of it."""
+    for made, is_shown in ((documents.widened_run(), True), (documents.run(), False)):
+        monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, made=made, **__: made)
+        result = _call("made-up", "--report", tmp_path)
+        assert result.exit_code == 0, result.output
+        for text in (result.stdout, _call("--verify", tmp_path / "certificate.json").stdout):
+            assert ("✓ Certified with overrides" in text) == is_shown
+            assert ("widened up to × 8" in text) == is_shown
+
+
 @pytest.mark.slow
 def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
     """``python -m q4_conformance`` judges a plugin whose import ends the process, which ``q4`` itself could not."""

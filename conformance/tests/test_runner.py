@@ -52,6 +52,18 @@ def test_what_a_function_does_not_claim_is_not_declared() -> None:
     assert {case.split("/")[1] for case in silent if case.endswith("float32/exact")} == {"out", "gradient"}
 
 
+def test_a_path_that_raised_stands_in_the_failure() -> None:
+    """A path that the core does not count, because its call raised, is named where the case failed for it."""
+
+    class Raises(ToyKernel):
+        def linear(self, *_: object, **__: object) -> None:
+            raise RuntimeError("no")
+
+    result = run_case(CASE, BackendSubject(Raises("toy-raises")))
+    assert result.outcome is Outcome.FAIL
+    assert result.paths == run_case(CASE, BackendSubject(ToyKernel("toy"))).paths != ()
+
+
 def test_every_case_has_one_result() -> None:
     """A run's results are its table, in order; the watcher sees each."""
     seen: list[CaseResult] = []

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
 from q4_conformance.profiles import cases_for
-from q4_conformance.tally import BAD, count, format_of, format_order, matrix_of, part_of, path_label, paths_of
+from q4_conformance.standing import kind_of, sentence_of, standing_of
+from q4_conformance.tally import count, format_of, formats_of, matrix_of, part_of, path_label, paths_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
 
 if TYPE_CHECKING:
@@ -24,13 +25,23 @@ if TYPE_CHECKING:
     from q4_conformance.outcome import CaseResult
     from q4_conformance.query import Run
 
-__all__ = ["SCHEMA", "SCHEMA_VERSION", "canonical", "content_hash", "make_certificate", "to_text", "verdict_hash"]
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "canonical",
+    "conclusions",
+    "content_hash",
+    "make_certificate",
+    "not_tested",
+    "to_text",
+    "verdict_hash",
+]
 
 SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
-_INTERPRETED = f"|{Standing.INTERPRETED.value}"
+_WEAKNESS = [item.value for item in Standing]
 _PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
@@ -56,25 +67,6 @@ def verdict_hash(document: Mapping[str, Any]) -> str:
     return _hash({"subject": document["subject"], "results": ends})
 
 
-def standing_of(document: Mapping[str, Any]) -> str:
-    """Return ``certified``, ``interpreted``, ``partial`` or ``failed``, from the document's own facts."""
-    counts = document["counts"]
-    bad = any(counts[outcome.value] for outcome in BAD)
-    if bad or not counts["pass"] or document["missing"]:
-        return "failed"
-    if document["run"]["partial"] or counts[Outcome.NOT_TESTABLE.value]:
-        return "partial"
-    return "interpreted" if document["device"]["interpreted"] else "certified"
-
-
-_SENTENCES = {
-    "certified": "every required case passed on this device",
-    "interpreted": "every required case passed in an interpreter on the CPU; this certifies no GPU",
-    "partial": "what ran passed; cases were left out or can't be tested here, so this is no certificate",
-    "failed": "not certified",
-}
-
-
 def _result(result: CaseResult) -> dict[str, Any]:
     told: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
     if result.paths:
@@ -90,50 +82,44 @@ def _result(result: CaseResult) -> dict[str, Any]:
     return told
 
 
-def _formats(results: Sequence[CaseResult]) -> list[dict[str, Any]]:
-    groups: dict[str, list[CaseResult]] = {}
-    for result in results:
-        groups.setdefault(format_of(result.case), []).append(result)
-    rows = []
-    for name in sorted(groups, key=format_order):
-        counts = count(groups[name])
-        passed = counts["pass"] > 0 and not any(counts[outcome.value] for outcome in BAD)
-        rows.append({"format": name, "passed": passed} | counts)
-    return rows
+def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
+    """Return what a reader might take for tested: formats, paths and cases, each with the reason.
 
-
-def _not_tested(run: Run) -> list[dict[str, Any]]:
-    """Return what a reader might take for tested: formats, paths and cases, each with the reason."""
+    Args:
+        document: With its subject, run, manifest, results and what is missing.
+        due: How many cases the whole table has for the subject.
+    """
     rows: list[dict[str, Any]] = []
-    if run.target.profile == "kernel":
-        declared = set(run.manifest.get("capabilities", {}).get("formats", ()))
+    subject, manifest, results = document["subject"], document["manifest"], document["results"]
+    if subject["profile"] == "kernel":
+        declared = set(manifest.get("capabilities", {}).get("formats", ()))
         everything = EVERY_FORMAT in declared or not declared
         for name in BUILTIN_FORMATS:
-            if name not in run.target.formats:
+            if name not in subject["formats"]:
                 asked = everything or name in declared
                 rows.append({"what": f"format {name}", "why": "not asked for" if asked else "not declared", "cases": 0})
-    ran = {(format_of(result.case), path_label(path)) for result in run.report.results for path in result.paths}
-    for item in run.manifest.get("offered", ()):
+    ran = {(format_of(result["case"]), path) for result in results for path in result.get("paths", ())}
+    for item in manifest.get("offered", ()):
         label = f"{item['path']}/{item['precision']}"
-        if item["format"] in run.target.formats and (item["format"], label) not in ran:
+        if item["format"] in subject["formats"] and (item["format"], label) not in ran:
             text = f"path {label} of {item['format']}"
             rows.append({"what": text, "why": "offered; no case that ran came to it", "cases": 0})
-    if run.query.only:
-        text = f"cases whose ids do not begin with {', '.join(run.query.only)}"
-        rows.append(
-            {"what": text, "why": "not asked for", "cases": len(cases_for(run.target)) - len(run.report.expected)}
-        )
-    rows += _silent(run.report.results)
-    if run.report.missing:
-        rows.append({"what": "cases without a result", "why": "the time was spent", "cases": len(run.report.missing)})
+    if document["run"]["only"]:
+        text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
+        left = due - len(results) - len(document["missing"])
+        rows.append({"what": text, "why": "not asked for", "cases": left})
+    rows += _silent(results)
+    if document["missing"]:
+        lacking = len(document["missing"])
+        rows.append({"what": "cases without a result", "why": "the time was spent", "cases": lacking})
     return rows
 
 
-def _silent(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
+def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], int] = {}
     for result in results:
-        if result.outcome in {Outcome.NOT_DECLARED, Outcome.NOT_TESTABLE}:
-            key = (part_of(result.case), result.outcome.value, result.message[:_LONGEST])
+        if result["outcome"] in {Outcome.NOT_DECLARED.value, Outcome.NOT_TESTABLE.value}:
+            key = (part_of(result["case"]), result["outcome"], result.get("message", ""))
             groups[key] = groups.get(key, 0) + 1
     return [
         {"what": part, "why": f"{outcome.replace('_', ' ')}: {why}", "cases": number}
@@ -141,10 +127,43 @@ def _silent(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_interpreted(run: Run) -> bool:
+def _is_interpreted(document: Mapping[str, Any]) -> bool:
     """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
-    ran = any(path.endswith(_INTERPRETED) for result in run.report.results for path in result.paths)
-    return ran or any(f"|{item['standing']}" == _INTERPRETED for item in run.manifest.get("offered", ()))
+    rows = (*document["paths"], *document["manifest"].get("offered", ()))
+    return any(row.get("standing") == Standing.INTERPRETED.value for row in rows)
+
+
+def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return kind and standing of every (format, path) that ran; of several standings the least."""
+    kinds: dict[tuple[str, str], set[str]] = {}
+    standings: dict[tuple[str, str], set[str]] = {}
+    for result in results:
+        for path in result.paths:
+            key = (format_of(result.case), path_label(path))
+            _, kind, _, standing = path.split("|")
+            kinds.setdefault(key, set()).add(kind)
+            standings.setdefault(key, set()).add(standing)
+    return {key: (", ".join(sorted(kinds[key])), max(standings[key], key=_WEAKNESS.index)) for key in kinds}
+
+
+def conclusions(document: Mapping[str, Any], facts: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, Any]:
+    """Return all that follows from the results of a document: whoever makes one and whoever checks one asks here.
+
+    Args:
+        document: With its results, what is missing, its overrides, its manifest and the facts of its run.
+        facts: (format, path) → kind and standing.
+    """
+    results, missing = document["results"], document["missing"]
+    told: dict[str, Any] = {
+        "counts": count(results),
+        "formats": formats_of(results, missing),
+        "paths": paths_of(results, missing, facts),
+        "matrix": matrix_of(results),
+    }
+    whole = {**document, **told}
+    told["device"] = {**document["device"], "interpreted": _is_interpreted(whole)}
+    standing = standing_of({**whole, **told})
+    return told | {"kind": kind_of(standing), "standing": standing, "sentence": sentence_of(whole, standing)}
 
 
 def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
@@ -155,22 +174,16 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         command: The words by which the run can be repeated.
         now: When it was made; now unless told.
     """
-    results = run.report.results
     overrides = list(run.manifest.get("overrides", ()))
-    device = {"device": run.target.device, **run.facts.get("device", {}), "interpreted": _is_interpreted(run)}
-    standing_facts: dict[str, Any] = {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "statement": STATEMENT,
+    cases = cases_for(run.target)
+    basis: dict[str, Any] = {
         "subject": {
             "name": run.target.name,
             "profile": run.target.profile,
             "formats": list(run.target.formats),
             "device": run.target.device,
         },
-        "versions": dict(run.facts.get("versions", {})),
-        "source": dict(run.manifest.get("source", {})),
-        "device": device,
+        "device": {"device": run.target.device, **run.facts.get("device", {})},
         "run": {
             "command": list(command),
             "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
@@ -181,26 +194,40 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
             "memory_bytes": run.query.limits.memory_bytes,
         },
         "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
-        "counts": count(results),
         "missing": list(run.report.missing),
-        "formats": _formats(results),
-        "paths": paths_of(results),
-        "matrix": matrix_of(results),
-        "parts": {part_of(case.id): case.text for case in cases_for(run.target)},
         "overrides": [item for item in overrides if not item["is_known_failure"]],
         "known_failures": [item for item in overrides if item["is_known_failure"]],
-        "not_tested": _not_tested(run),
+        "results": [_result(result) for result in run.report.results],
+    }
+    follows = conclusions(basis, _path_facts(run.report.results))
+    document = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "statement": STATEMENT,
+        "subject": basis["subject"],
+        "versions": dict(run.facts.get("versions", {})),
+        "source": dict(run.manifest.get("source", {})),
+        "device": follows["device"],
+        "run": basis["run"],
+        "manifest": basis["manifest"],
+        "counts": follows["counts"],
+        "missing": basis["missing"],
+        "formats": follows["formats"],
+        "paths": follows["paths"],
+        "matrix": follows["matrix"],
+        "parts": {part_of(case.id): case.text for case in cases},
+        "overrides": basis["overrides"],
+        "known_failures": basis["known_failures"],
+        "not_tested": not_tested(basis, len(cases)),
         "broken_plugins": dict(run.facts.get("broken_plugins", {})),
-        "results": [_result(result) for result in results],
+        "results": basis["results"],
         "volatile": {
             "date": (now or datetime.now(timezone.utc)).isoformat(timespec="seconds"),
             "seconds": round(run.seconds, 1),
-            "case_seconds": round(sum(result.seconds for result in results), 1),
+            "case_seconds": round(sum(result.seconds for result in run.report.results), 1),
         },
+        **{name: follows[name] for name in ("kind", "standing", "sentence")},
     }
-    standing = standing_of(standing_facts)
-    kind = "certificate" if standing in {"certified", "interpreted"} else "report"
-    document = {**standing_facts, "kind": kind, "standing": standing, "sentence": _SENTENCES[standing]}
     document["verdict_hash"] = verdict_hash(document)
     document["content_hash"] = content_hash(document)
     return document

@@ -19,12 +19,13 @@ from q4_conformance.certificate import make_certificate
 from q4_conformance.compare import compare
 from q4_conformance.isolated import run_target
 from q4_conformance.outcome import CaseResult, Outcome
-from q4_conformance.page import NAMES, SEALS, SIGNS
+from q4_conformance.page import NAMES, SIGNS
 from q4_conformance.process import Limits
 from q4_conformance.profiles import PROFILES
 from q4_conformance.query import Query, Run
+from q4_conformance.standing import seal_of
 from q4_conformance.tally import BAD
-from q4_conformance.verify import installed_source, read_certificate
+from q4_conformance.verify import check_census, installed_source, read_certificate
 from q4_conformance.writing import write_files
 from q4core import ConfigError
 
@@ -40,9 +41,10 @@ _PERF_SECONDS = 1.0
 _STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
 _BAD = {outcome.value for outcome in BAD}
 _EPILOG = (
-    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate; "
-    "--compare with 1 when a verdict changed. "
-    "A run of all cases makes a certificate; --case and --format make a report."
+    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage, a damaged certificate, or "
+    "one that says more than its results. --compare exits with 0 when every case ended alike and B certifies no less "
+    "than A, else with 1: a verdict changed, the standing fell, a bound was widened, a path or format is gone, and "
+    "so on. A run of all cases makes a certificate; --case and --format make a report."
 )
 
 
@@ -197,10 +199,11 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     if len(document["formats"]) > 1:
         table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
     console.print(table)
-    sign, word, note = SEALS[document["standing"]]
-    style = _STYLES[document["standing"]]
+    seal = seal_of(document)
     console.print()
-    console.print(Text.assemble((f"{sign} {word}", style), f" ({note}): {document['sentence']}"))
+    console.print(
+        Text.assemble((f"{seal.sign} {seal.word}", _STYLES[seal.tone]), f" ({seal.note}): {document['sentence']}")
+    )
     if document["missing"]:
         console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
     subject = document["subject"]
@@ -221,6 +224,7 @@ def _speed(point: Mapping[str, Any]) -> str:
 
 def _verify(path: Path, *, as_json: bool) -> None:
     document = read_certificate(path)
+    census = check_census(document, str(path))
     told = {
         "file": str(path),
         "undamaged": True,
@@ -229,6 +233,7 @@ def _verify(path: Path, *, as_json: bool) -> None:
         "subject": document["subject"],
         "counts": document["counts"],
         "content_hash": document["content_hash"],
+        "census": census,
         "installed": installed_source(document),
         "statement": document["statement"],
     }
@@ -236,12 +241,14 @@ def _verify(path: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
         return
     console = _console()
-    sign, word, _ = SEALS[document["standing"]]
+    seal = seal_of(document)
     counts = document["counts"]
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
     subject = document["subject"]
     line = f": {subject['name']} on {subject['device']}: {counts['pass']} of {counts['cases']} cases passed"
-    console.print(Text(f"{sign} {word}", style=_STYLES[document["standing"]]).append(line, style="default"))
+    line += f"; {document['sentence']}"
+    console.print(Text(f"{seal.sign} {seal.word}", style=_STYLES[seal.tone]).append(line, style="default"))
+    console.print(census)
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))
 
@@ -252,7 +259,7 @@ def _compare(before: Path, after: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
     else:
         _show_changes(told)
-    if not told["same_verdicts"]:
+    if told["is_weaker"] or not told["same_verdicts"]:
         raise typer.Exit(1)
 
 
@@ -262,15 +269,20 @@ def _show_changes(told: Mapping[str, Any]) -> None:
         style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
         line = Text(f"{item['change']:<7}", style=style)
         console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
+    for item in told["weaker"]:
+        console.print(Text("weaker ", style="red").append(f"{item['what']}: {item['before']} → {item['after']}"))
     for item in told["paths"]:
         console.print(f"path   {item['case']}: {', '.join(item['before'])} → {', '.join(item['after'])}")
     for section in ("facts", "counts"):
         for item in told[section]:
             console.print(Text(f"{item['what']}: {item['before']} → {item['after']}", style="dim"))
-    if told["same_verdicts"]:
-        console.print(Text("✓ every case ended alike", style="bold green"))
+    alike = "every case ended alike" if told["same_verdicts"] else f"{len(told['verdicts'])} cases ended differently"
+    if told["is_weaker"]:
+        console.print(Text(f"✗ {alike}; the second certifies less", style="bold red"))
+    elif told["same_verdicts"]:
+        console.print(Text(f"✓ {alike}", style="bold green"))
     else:
-        console.print(Text(f"{len(told['verdicts'])} cases ended differently", style="bold"))
+        console.print(Text(alike, style="bold"))
 
 
 def add_conform(app: typer.Typer) -> None:

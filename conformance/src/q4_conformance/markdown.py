@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
-from q4_conformance.page import NAMES, SEALS, SIGNS, facts_of, said_of
-from q4_conformance.tally import BAD, by_part, by_path, merged, verdict_of
+from q4_conformance.page import NAMES, SIGNS, facts_of, path_verdict, said_of
+from q4_conformance.standing import seal_of
+from q4_conformance.tally import BAD, by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -37,11 +38,11 @@ def _cell(counts: Mapping[str, int]) -> str:
 def to_markdown(document: Mapping[str, Any]) -> str:
     """Return the page."""
     subject, counts = document["subject"], document["counts"]
-    sign, word, note = SEALS[document["standing"]]
+    seal = seal_of(document)
     lines = [
-        f"# {subject['name']} on {subject['device']}: {sign} {word}",
+        f"# {subject['name']} on {subject['device']}: {seal.sign} {seal.word}",
         "",
-        f"{document['sentence'].capitalize()} ({note}). {document['statement']}",
+        f"{document['sentence'].capitalize()} ({seal.note}). {document['statement']}",
         "",
         *_table(
             [
@@ -82,7 +83,7 @@ def _legend() -> str:
 
 def _matrix(document: Mapping[str, Any]) -> list[str]:
     formats = [row["format"] for row in document["formats"]]
-    nothing = merged(())
+    nothing = count(())
     rows = [
         [part, document["parts"].get(part, ""), *(_cell(cells.get(kind, nothing)) for kind in formats)]
         for part, cells in by_part(document).items()
@@ -92,8 +93,11 @@ def _matrix(document: Mapping[str, Any]) -> list[str]:
 
 def _paths(document: Mapping[str, Any]) -> list[str]:
     contracts, paths = by_path(document)
-    rows = [[path["format"], f"`{path['path']}`", path["kind"], *map(_cell, cells)] for path, cells in paths]
-    return _table(["format", "path", "kind", *contracts], rows)
+    rows = [
+        [path["format"], f"`{path['path']}`", path["kind"], path["standing"], path_verdict(path), *map(_cell, cells)]
+        for path, cells in paths
+    ]
+    return _table(["format", "path", "kind", "standing", "verdict", *contracts], rows)
 
 
 def _not_tested(document: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,8 @@ class CaseResult:
         message: Why, in a sentence; what was measured, where it passed.
         seconds: How long it took.
         is_fallback: It passed, but the reference computed instead of the subject.
-        paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it.
+        paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it; where the case
+            failed, also of those that raised. A process that died has told none.
         overrides: Why the judgement was other than the kit's own; see ``q4_conformance.overrides``.
         reproducer: Where it failed: the smallest shape found that fails, its worst element, and what to type.
     """

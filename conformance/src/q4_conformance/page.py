@@ -11,12 +11,14 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
-from q4_conformance.tally import BAD, by_part, by_path, merged, verdict_of
+from q4_conformance.standing import seal_of
+from q4_conformance.tally import BAD, by_part, by_path, count, verdict_of
+from q4core import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["NAMES", "SEALS", "SIGNS", "facts_of", "said_of", "to_html"]
+__all__ = ["NAMES", "SIGNS", "facts_of", "path_verdict", "said_of", "to_html"]
 
 SIGNS = {
     "pass": "✓",
@@ -36,12 +38,6 @@ NAMES = {
     "not_testable": "not testable here",
     "passed_by_fallback": "passed by fallback",
     "cases": "cases",
-}
-SEALS = {
-    "certified": ("✓", "Certified", "self-certified"),
-    "interpreted": ("◐", "Interpreted", "certifies no GPU"),
-    "partial": ("◔", "Partial report", "no certificate"),
-    "failed": ("✗", "Not certified", "report of failures"),
 }
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _MOST_FINDINGS = 60
@@ -99,7 +95,7 @@ def _table(head: Sequence[str], rows: Iterable[str], *, label: str, kind: str = 
 
 def _matrix(document: Mapping[str, Any]) -> str:
     formats = [row["format"] for row in document["formats"]]
-    nothing = merged(())
+    nothing = count(())
     rows = []
     for part, cells in by_part(document).items():
         text = document["parts"].get(part, "")
@@ -108,19 +104,29 @@ def _matrix(document: Mapping[str, Any]) -> str:
     return _table(["Case", *map(_escape, formats)], rows, label="Cases by format")
 
 
+def path_verdict(path: Mapping[str, Any]) -> str:
+    """Return in words whether a path stands for a format."""
+    if not path["passed"]:
+        return "✗ does not stand"
+    return "◐ passed in an interpreter" if path["standing"] == Standing.INTERPRETED.value else "✓ passed"
+
+
 def _paths(document: Mapping[str, Any]) -> str:
     contracts, paths = by_path(document)
     rows = []
     for path, cells in paths:
         code = _escape(path["path"]).replace("_", "_<wbr>").replace("/", "<wbr>/")
         head = f'<th scope="row"><code>{code}</code><small>{_escape(path["kind"])}</small></th>'
-        rows.append(f"<tr>{head}<td>{_escape(path['format'])}</td>{''.join(map(_cell, cells))}</tr>")
+        facts = "".join(f"<td>{_escape(text)}</td>" for text in (path["format"], path["standing"], path_verdict(path)))
+        rows.append(f"<tr>{head}{facts}{''.join(map(_cell, cells))}</tr>")
     if not rows:
         return ""
     return _section(
         "Kernel paths",
-        "What really ran, as the core counted it. A path stands for a format where every case that ran it passed.",
-        _table(["Path", "Format", *contracts], rows, label="Cases by kernel path", kind="paths"),
+        "What really ran, as the core counted it, and what its makers know of it on such hardware; “interpreted” says "
+        "nothing about any GPU. A path stands for a format where every case that concerns it passed: one that ended "
+        "before it told its path, as a crash does, counts against every path that it could have concerned.",
+        _table(["Path", "Format", "Standing", "Verdict", *contracts], rows, label="Cases by kernel path", kind="paths"),
     )
 
 
@@ -203,8 +209,7 @@ def _tone(name: str, number: int) -> str:
 
 
 def _header(document: Mapping[str, Any]) -> str:
-    subject, counts, standing = document["subject"], document["counts"], document["standing"]
-    sign, word, note = SEALS[standing]
+    subject, counts, seal = document["subject"], document["counts"], seal_of(document)
     tiles = [("cases", counts["cases"], "")]
     tiles += [(name, counts[name], SIGNS[name]) for name in _OUTCOMES]
     tiles.insert(2, ("passed_by_fallback", counts["passed_by_fallback"], "↺"))
@@ -218,11 +223,11 @@ def _header(document: Mapping[str, Any]) -> str:
     day = document["volatile"]["date"][:10]
     place += " through an interpreter, on no GPU" if device["interpreted"] else ""
     return (
-        f'<header class="{standing}"><div><p class="kicker">q4 conformance {document["kind"]}</p>'
+        f'<header class="{seal.tone}"><div><p class="kicker">q4 conformance {document["kind"]}</p>'
         f"<h1>{_escape(subject['name'])}</h1>"
         f'<p class="lead">{_escape(subject["profile"])} profile on {_escape(subject["device"])} · {_escape(place)}<br>'
         f"{_escape(document['sentence'].capitalize())}.</p></div>"
-        f'<div class="seal {standing}"><b>{sign} {word}</b><span>{note}<br>{day}</span></div>'
+        f'<div class="seal {seal.tone}"><b>{seal.sign} {seal.word}</b><span>{seal.note}<br>{day}</span></div>'
         f'<ul class="tiles">{items}</ul></header>'
     )
 
@@ -259,7 +264,7 @@ def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = (
         points: Measurements to show beside it.
     """
     style = importlib.resources.files("q4_conformance").joinpath("page.css").read_text(encoding="utf-8")
-    title = f"{document['subject']['name']} on {document['subject']['device']}: {SEALS[document['standing']][1]}"
+    title = f"{document['subject']['name']} on {document['subject']['device']}: {seal_of(document).word}"
     legend = "".join(
         f'<li><span class="cell {name}">{sign}</span> {NAMES[name]}</li>' for name, sign in SIGNS.items() if sign
     )

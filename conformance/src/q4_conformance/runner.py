@@ -39,7 +39,9 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     """Run one case; every way of ending becomes a result."""
     started = time.perf_counter()
     ran: set[str] = getattr(subject, "ran", set())
+    tried: set[str] = getattr(subject, "tried", set())
     ran.clear()
+    tried.clear()
     overrides: tuple[Override, ...] = ()
     try:
         overrides = overrides_of(getattr(subject, "backend", subject))
@@ -65,7 +67,7 @@ def run_case(case: Case, subject: Any) -> CaseResult:
         message=message,
         seconds=time.perf_counter() - started,
         is_fallback=outcome is Outcome.PASS and is_reference,
-        paths=sorted(ran),
+        paths=sorted(ran | tried if outcome is Outcome.FAIL else ran),
         overrides=[item.reason for item in overrides],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -132,6 +133,8 @@ class BackendLayer:
     paths: Callable[[int], KernelPath]
     ran: set[str] = attrs.field(factory=set)
     """``name|kind|precision|standing`` of every path that the core says has run."""
+    tried: set[str] = attrs.field(factory=set)
+    """The same of every path whose call raised, which the core does not count."""
 
     @property
     def device(self) -> torch.device:
@@ -145,12 +148,16 @@ class BackendLayer:
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
-        y: torch.Tensor = self.module(x, out=out)
+        try:
+            y: torch.Tensor = self.module(x, out=out)
+        except BaseException:
+            with contextlib.suppress(LookupError):  # a number of rows that no path serves
+                self.tried.add(_told(self.paths(max(x.numel() // max(*x.shape[-1:], 1, 1), 1))))
+            raise
         record = self.module.diagnostics()
         for segment, calls in zip(record.segments, record.calls, strict=True):
-            path = segment.path
             if calls:
-                self.ran.add(f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}")
+                self.ran.add(_told(segment.path))
         return y
 
     def precision(self, rows: int) -> Precision:
@@ -164,6 +171,10 @@ class BackendLayer:
     def diagnostics(self) -> Diagnostics:
         """Return the layer's record."""
         return self.module.diagnostics()
+
+
+def _told(path: KernelPath) -> str:
+    return f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}"
 
 
 def _require_hardware(reasons: Sequence[Reason]) -> None:
@@ -208,6 +219,7 @@ class BackendSubject:
         self.device = _with_index(torch.device(device))
         self.registry = make_registry(backend)
         self.ran: set[str] = set()
+        self.tried: set[str] = set()
 
     def config(self, **wishes: Any) -> SessionConfig:
         """Return a configuration that names this backend, with further wishes."""
@@ -266,7 +278,8 @@ class BackendSubject:
             raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
         if self.device.type != "cpu":
             _refuse_interpreted(record)
-        return BackendLayer(module, session, select(request, config, registry=self.registry).path_for, self.ran)
+        paths = select(request, config, registry=self.registry).path_for
+        return BackendLayer(module, session, paths, self.ran, self.tried)
 
     def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
         """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""

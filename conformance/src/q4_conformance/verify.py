@@ -7,12 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from q4_conformance.certificate import SCHEMA, SCHEMA_VERSION, content_hash, standing_of, verdict_hash
-from q4_conformance.environment import source_of
-from q4_conformance.outcome import Outcome
-from q4core import Q4Error
+from q4_conformance.cases import select_cases
+from q4_conformance.certificate import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    canonical,
+    conclusions,
+    content_hash,
+    not_tested,
+    verdict_hash,
+)
+from q4_conformance.environment import source_of, versions
+from q4_conformance.profiles import Target, cases_for
+from q4_conformance.tally import part_of
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Q4Error
 
-__all__ = ["CertificateError", "installed_source", "read_certificate", "schema"]
+__all__ = ["CertificateError", "check_census", "installed_source", "read_certificate", "schema"]
 
 _MOST_BYTES = 64 << 20
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -43,8 +53,8 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
     """Return the document in a file, after every check that needs nothing but the file.
 
     Raises:
-        CertificateError: It can't be read, is no JSON, is of another schema, has another shape, or does not agree with
-            its own hashes and counts.
+        CertificateError: It can't be read, is no JSON, is of another schema, has another shape, does not agree with its
+            own hashes, or says something that does not follow from the results in it.
     """
     where = str(path)
 
@@ -64,8 +74,8 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
         raise refuse(*problem, "The file was edited or damaged.")
     _check(document, refuse, "content_hash", content_hash(document))
     _check(document, refuse, "verdict_hash", verdict_hash(document))
-    _check_counts(document, refuse)
-    _check(document, refuse, "standing", standing_of(document))
+    _check_results(document, refuse)
+    _check_conclusions(document, refuse)
     return document
 
 
@@ -138,17 +148,91 @@ def _check(document: dict[str, Any], refuse: Any, name: str, expected: str) -> N
         raise refuse(name, expected, document[name], "The file was edited after it was written.")
 
 
-def _check_counts(document: dict[str, Any], refuse: Any) -> None:
-    """Let whoever made hashes anew at least have made results that add up."""
-    results = document["results"]
-    counts = document["counts"]
-    for outcome in Outcome:
-        number = sum(item["outcome"] == outcome.value for item in results)
-        if counts[outcome.value] != number:
-            raise refuse(f"counts.{outcome.value}", str(number), counts[outcome.value], "The results do not add up.")
-    names = [item["case"] for item in results]
-    if len(set(names)) != len(names) or counts["cases"] != len(names):
-        raise refuse("results", "one for each case", f"{len(names)} of {counts['cases']}", "The results do not add up.")
+def _check_results(document: dict[str, Any], refuse: Any) -> None:
+    """Let each case have one result, and each override that a result names be declared."""
+    names = [item["case"] for item in document["results"]]
+    if len(set(names)) != len(names):
+        raise refuse("results", "one for each case", f"{len(names)} of {len(set(names))} cases")
+    reasons = {item["reason"] for item in (*document["overrides"], *document["known_failures"])}
+    for number, item in enumerate(document["results"]):
+        strange = [reason for reason in item.get("overrides", ()) if reason not in reasons]
+        if strange:
+            raise refuse(f"results[{number}].overrides", "declared in overrides or known_failures", strange[0])
+
+
+def _check_conclusions(document: dict[str, Any], refuse: Any) -> None:
+    """Let whoever made hashes anew have written nothing that does not follow from the results."""
+    facts = {(row["format"], row["path"]): (row["kind"], row["standing"]) for row in document["paths"]}
+    for item in document["manifest"].get("offered", ()):
+        if (item["format"], path := f"{item['path']}/{item['precision']}") in facts:
+            facts[item["format"], path] = item["kind"], item["standing"]
+    try:
+        follows = conclusions(document, facts)
+    except KeyError as error:
+        raise refuse("paths", f"a row for {error}, which a result names", "none") from error
+    for name in ("counts", "formats", "paths", "matrix", "device", "standing", "kind", "sentence"):
+        _compare(name, follows[name], document[name], refuse)
+
+
+def _compare(name: str, due: Any, told: Any, refuse: Any) -> None:
+    """Raise where what is told is not what is due, naming the first thing that differs."""
+    if canonical(_sorted(due)) == canonical(_sorted(told)):
+        return
+    if isinstance(due, dict) and isinstance(told, dict):
+        for key in sorted(due.keys() | told.keys()):
+            _compare(f"{name}.{key}", due.get(key), told.get(key), refuse)
+    if isinstance(due, list) and isinstance(told, list):
+        due, told = ([item for item in one if item not in other] for one, other in ((due, told), (told, due)))
+        due, told = due[:1] or "no such row", told[:1] or "no such row"
+    raise refuse(
+        name, f"what follows from the results: {_short(due)}", _short(told), "It was edited, or another kit made it."
+    )
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(value, key=canonical) if isinstance(value, list) else value
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def check_census(document: dict[str, Any], where: str) -> str:
+    """Return a sentence on whether a document accounts for every case that this kit has for its subject.
+
+    Only the kit of the version that made it has that list; where another one is installed, the sentence says so.
+
+    Args:
+        document: As ``read_certificate`` gave it.
+        where: Its file.
+
+    Raises:
+        CertificateError: Cases are lacking or strange, or what was not tested is not told.
+    """
+
+    def refuse(name: str, rule: str, value: object, hint: str | None = None) -> CertificateError:
+        return CertificateError("certificate", name=name, rule=rule, value=value, where=where, hint=hint)
+
+    made, here = document["versions"].get("q4-conformance"), versions()["q4-conformance"]
+    if made != here:
+        return f"made with q4-conformance {made}, whose list of cases {here} can't know"
+    subject, run = document["subject"], document["run"]
+    every = cases_for(Target(subject["profile"], subject["name"], subject["formats"], subject["device"]))
+    due = {case.id for case in select_cases(every, run["only"])}
+    told = {item["case"] for item in document["results"]} | set(document["missing"])
+    for what, cases in (("is not told", due - told), ("is none of this kit's", told - due)):
+        if cases:
+            rule = f"those of this kit's table, {len(due)}"
+            raise refuse("results", rule, f"{len(told)}: {min(cases)} {what}", "The table may be newer: judge it anew.")
+    declared = set(document["manifest"].get("capabilities", {}).get("formats", ()))
+    wanted = {name for name in BUILTIN_FORMATS if declared & {EVERY_FORMAT, name}}
+    lacking = sorted(wanted - set(subject["formats"])) if subject["profile"] == "kernel" else []
+    if not run["partial"] and (run["only"] or lacking):
+        left = ", ".join([*run["only"], *lacking])
+        raise refuse("run.partial", "true where cases or formats were left out", f"false, with {left}")
+    _compare("not_tested", not_tested(document, len(every)), document["not_tested"], refuse)
+    _compare("parts", {part_of(case.id): case.text for case in every}, document["parts"], refuse)
+    return f"all {len(due)} cases of this kit's table are accounted for"
 
 
 def installed_source(document: dict[str, Any]) -> str:

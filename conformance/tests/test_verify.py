@@ -1,0 +1,157 @@
+"""A certificate that was damaged, or says what its results don't, is refused with the name of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import documents
+import pytest
+
+from q4_conformance.certificate import content_hash, to_text
+from q4_conformance.environment import versions
+from q4_conformance.verify import CertificateError, check_census, installed_source, read_certificate
+from q4_conformance.writing import write_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def _rehashed(told: dict[str, Any]) -> dict[str, Any]:
+    return {**told, "content_hash": content_hash(told)}
+
+
+def _all_passed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "passed": True} for row in rows]
+
+
+def _with_reason(told: dict[str, Any]) -> dict[str, Any]:
+    return {**told, "results": [told["results"][0] | {"overrides": ["nobody declared"]}, *told["results"][1:]]}
+
+
+_EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "truncated": lambda told: to_text(told)[:-200],
+    "not json": lambda _: "certified!",
+    "a key twice": lambda told: to_text(told).replace('"kind":', '"kind": "certificate", "kind":', 1),
+    "nan": lambda told: to_text(told).replace('"seconds": 3.0', '"seconds": NaN'),
+    "a list": lambda _: "[]",
+    "foreign": lambda told: to_text({**told, "schema": "somebody/else"}),
+    "version": lambda told: to_text({**told, "schema_version": 99}),
+    "lacking": lambda told: to_text({name: item for name, item in told.items() if name != "counts"}),
+    "wrong word": lambda told: to_text({**told, "results": [{"case": "a", "outcome": "splendid"}]}),
+    "edited": lambda told: to_text({**told, "sentence": "every case passed"}),
+    "edited and hashed": lambda told: to_text(_rehashed({**told, "counts": {**told["counts"], "fail": 0}})),
+    "another standing": lambda told: to_text(_rehashed({**told, "standing": "certified"})),
+    "another kind": lambda told: to_text(_rehashed({**told, "kind": "certificate"})),
+    "a fairer sentence": lambda told: to_text(_rehashed({**told, "sentence": "every required case passed"})),
+    "a format that passed": lambda told: to_text(_rehashed({**told, "formats": _all_passed(told["formats"])})),
+    "a path that passed": lambda told: to_text(_rehashed({**told, "paths": _all_passed(told["paths"])})),
+    "a path less": lambda told: to_text(_rehashed({**told, "paths": told["paths"][1:]})),
+    "a cell less": lambda told: to_text(_rehashed({**told, "matrix": told["matrix"][1:]})),
+    "a made-up interpreter": lambda told: to_text(
+        _rehashed({**told, "device": {**told["device"], "interpreted": True}})
+    ),
+    "a hidden override": lambda told: to_text(_rehashed(_with_reason(told))),
+}
+"""What may be done to a certificate."""
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("truncated", "file"),
+        ("not json", "file"),
+        ("a key twice", "file"),
+        ("nan", "file"),
+        ("a list", "document"),
+        ("foreign", "schema"),
+        ("version", "schema_version"),
+        ("lacking", "document.counts"),
+        ("wrong word", "document.results[0].outcome"),
+        ("edited", "content_hash"),
+        ("edited and hashed", "counts.fail"),
+        ("another standing", "standing"),
+        ("another kind", "kind"),
+        ("a fairer sentence", "sentence"),
+        ("a format that passed", "formats"),
+        ("a path that passed", "paths"),
+        ("a path less", "paths"),
+        ("a cell less", "matrix"),
+        ("a made-up interpreter", "device.interpreted"),
+        ("a hidden override", "results[0].overrides"),
+    ],
+)
+def test_a_damaged_certificate_is_refused(tmp_path: Path, what: str, name: str) -> None:
+    """What is cut off, edited, of another make or version is refused, with the name of what is wrong."""
+    path = tmp_path / "certificate.json"
+    path.write_text(_EDITS[what](documents.document(documents.bad())), encoding="utf-8")
+    with pytest.raises(CertificateError) as caught:
+        read_certificate(path)
+    assert caught.value.name == name
+    assert caught.value.where == str(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """A file that is not there, and a folder, are typed errors."""
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(CertificateError):
+            read_certificate(path)
+
+
+def test_a_certificate_is_read_back(tmp_path: Path) -> None:
+    """What is written is what is read, and it says whether the plugin here is the one that was judged."""
+    told = documents.document()
+    files = write_files(tmp_path, told, [])
+    assert {path.name for path in files} == {f"certificate.{kind}" for kind in ("json", "xml", "html", "md")}
+    assert read_certificate(tmp_path / "certificate.json") == json.loads(json.dumps(told))
+    assert installed_source(told) == "made_up is not installed here"
+    other = {**told, "source": {**told["source"], "package": "q4_dequant_fallback"}}
+    assert "NOT the one" in installed_source(other)
+
+
+def test_a_document_that_hides_a_case_is_found_by_the_table() -> None:
+    """Results that add up to less than the kit's own list are refused, and so is a hidden gap in what was tested."""
+    good = _of_this_kit(documents.document())
+    assert "are accounted for" in check_census(good, "x.json")
+    fewer = {**good, "results": good["results"][1:]}
+    with pytest.raises(CertificateError, match=re.escape(good["results"][0]["case"])):
+        check_census(fewer, "x.json")
+    more = {**good, "results": [*good["results"], {"case": "TC-99/none", "outcome": "pass"}]}
+    with pytest.raises(CertificateError, match="TC-99/none is none of this kit's"):
+        check_census(more, "x.json")
+    with pytest.raises(CertificateError, match="not_tested"):
+        check_census({**good, "not_tested": good["not_tested"][1:]}, "x.json")
+
+
+def test_a_whole_run_of_some_formats_is_found() -> None:
+    """A document that leaves out a declared format can't say that it left out nothing."""
+    told = _of_this_kit(documents.document())
+    declared = {**told["manifest"]["capabilities"], "formats": ["q4_0", "q8_0", "nf4"]}
+    with pytest.raises(CertificateError, match="nf4"):
+        check_census({**told, "manifest": {**told["manifest"], "capabilities": declared}}, "x.json")
+
+
+def test_the_census_of_another_kit_is_told_to_be_unknown() -> None:
+    """The list of cases of another version is not this kit's to judge."""
+    assert "can't know" in check_census(documents.document(), "x.json")
+
+
+def _of_this_kit(told: dict[str, Any]) -> dict[str, Any]:
+    return {**told, "versions": versions()}
+
+
+def test_an_interpreter_cannot_be_edited_away(tmp_path: Path) -> None:
+    """Where a path ran in an interpreter, the device and the standing follow from it."""
+    told = documents.document(standing="interpreted")
+    path = tmp_path / "certificate.json"
+    path.write_text(to_text(_rehashed({**told, "standing": "certified"})), encoding="utf-8")
+    with pytest.raises(CertificateError) as caught:
+        read_certificate(path)
+    assert caught.value.name == "standing"
+    hidden = {**told, "device": {**told["device"], "interpreted": False}}
+    path.write_text(to_text(_rehashed(hidden)), encoding="utf-8")
+    with pytest.raises(CertificateError) as caught:
+        read_certificate(path)
+    assert caught.value.name == "device.interpreted"
