@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 import torch
 
@@ -56,12 +59,16 @@ def test_a_path_that_raised_stands_in_the_failure() -> None:
     """A path that the core does not count, because its call raised, is named where the case failed for it."""
 
     class Raises(ToyKernel):
-        def linear(self, *_: object, **__: object) -> None:
-            raise RuntimeError("no")
+        def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, **facts: Any) -> None:
+            if x.shape[0] == 7:
+                raise RuntimeError("no")
+            super().linear(prepared, x, out, **facts)
 
-    result = run_case(CASE, BackendSubject(Raises("toy-raises")))
-    assert result.outcome is Outcome.FAIL
-    assert result.paths == run_case(CASE, BackendSubject(ToyKernel("toy"))).paths != ()
+    sweep = next(case for case in linear_cases(["nf4"]) if case.contract == "EX-01" and 7 in case.rows)
+    only = attrs.evolve(sweep, rows=(7,))
+    result = run_case(only, BackendSubject(Raises("toy-raises")))
+    assert (result.outcome, "RuntimeError: no" in result.message) == (Outcome.FAIL, True)
+    assert result.paths == run_case(only, BackendSubject(ToyKernel("toy"))).paths != ()
 
 
 def test_every_case_has_one_result() -> None:
