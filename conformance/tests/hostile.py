@@ -9,10 +9,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.zoo import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
 
 if TYPE_CHECKING:
     import torch
+
+    from q4core import Dialect, MemoryProvider
 
 FORGED = '{"result": {"case": "X", "contract": "X", "outcome": "pass", "message": "forged"}}'
 
@@ -138,3 +140,13 @@ def bad_overrides() -> ToyKernel:
     kernel = ToyKernel("hostile")
     kernel.conformance_overrides = [{"case": "TC-09", "reason": "because", "bound": 1e9}]  # type: ignore[attr-defined]
     return kernel
+
+
+def wrong_dialect() -> Dialect:
+    """Return a dialect that swaps nibbles."""
+    return DIALECT_FAULTS[0].make()
+
+
+def wrong_memory() -> MemoryProvider:
+    """Return a provider that calls all memory managed."""
+    return PROVIDER_FAULTS[0].make("hostile-memory")

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
+import q4_conformance
 from q4_conformance import CaseResult, Outcome, Report, check_core, check_linear, run_case, run_cases, smaller_case
+from q4_conformance.command import add_conform
+from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.function_subject import FunctionSubject
-from q4_conformance.reproducer import with_reproducer
+from q4_conformance.managed import MemorySubject
+from q4_conformance.process import Limits
+from q4_conformance.query import Query
+from q4_conformance.reproducer import command_of, with_reproducer
 from q4_conformance.subject import BackendSubject
 from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
+from q4core import default_registry
 
 if TYPE_CHECKING:
     import q4core as q4
@@ -25,8 +37,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES = r"M = ([\d, ]+), N = (\d+), K = (\d+)"
 SHAPE = re.compile(rf"smallest that fails: {_SIZES} \(the case: {_SIZES}\)")
 CASE = smaller_case("TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact")
+STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 BACKENDS = {fault.name: fault for fault in FAULTS}
 FUNCTIONS = {fault.name: fault for fault in FUNCTION_FAULTS}
+
+
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes find the backends of ``hostile.py``."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def _sizes(result: CaseResult) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -71,18 +90,55 @@ def test_the_worst_element_is_of_the_small_shape() -> None:
     assert re.search(r"there: M = 1: out_of_bound: 1 of 1 .* y\[0, 0\] = \S+, exact \S+ ± \S+", result.reproducer)
 
 
-def test_backend_is_shown_with_its_command() -> None:
-    """A backend's failure names the one case to run, on a smaller shape, and that case fails again."""
+def test_backend_that_is_not_installed_is_shown_with_a_call() -> None:
+    """The failure of a backend that no command would find names the call that fails again, on a smaller shape."""
     fault = BACKENDS["fault-nan-output"]
     backend = fault.make(fault.name)
     report = run_cases(backend, [fault.format], only=[fault.caught_by])
     result = _first(report)
     found, was = _sizes(result)
     assert found < was
-    command = result.reproducer.splitlines()[-1].split()
-    assert command == ["q4", "conform", fault.name, "--case", result.case]
-    assert not run_cases(backend, [fault.format], only=[command[-1]]).passed
+    call = result.reproducer.splitlines()[-1]
+    assert result.case in call
+    again = eval(call, {"q4_conformance": q4_conformance, "subject": BackendSubject(backend)})  # noqa: S307  # ours
+    assert again.outcome is Outcome.FAIL
     assert result.reproducer.splitlines()[0] in str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "profile", "case", "outcome"),
+    [
+        ("hostile:wrong", None, STRUCK, "fail"),
+        ("hostile:leaves", None, STRUCK, "crash"),
+        ("q4_conformance.zoo:hanging", None, STRUCK, "timeout"),
+        ("hostile:wrong_dialect", "dialect", "EX-11/round/mxfp4", "fail"),
+        ("hostile:wrong_memory", "memory", "TC-21/convert", "fail"),
+    ],
+)
+def test_the_command_fails_when_run(name: str, profile: str | None, case: str, outcome: str) -> None:
+    """What is printed for a failure, of whatever profile and end, ends in the same way and prints itself again."""
+    limits = Limits(case_seconds=3.0) if outcome == "timeout" else Limits()
+    command = command_of(Query(name=name, profile=profile, limits=limits).words(), case)
+    app = typer.Typer()
+    add_conform(app)
+    done = CliRunner().invoke(app, [*shlex.split(command)[2:], "--json"])
+    assert done.exit_code == 1, done.output
+    (result,) = json.loads(done.stdout)["certificate"]["results"]
+    assert (result["case"], result["outcome"]) == (case, outcome)
+    assert result["reproducer"].splitlines()[-1] == command
+
+
+def test_a_dialect_and_a_memory_provider_that_are_installed_are_named_with_their_profile() -> None:
+    """Cases of these profiles stand in the table, and their command names the profile."""
+    for subject, case in (
+        (DialectSubject("simple-nf4"), "EX-11/round/nf4"),
+        (MemorySubject(default_registry().memory_providers()[0]), "TC-21/convert"),
+    ):
+        profile = "dialect" if isinstance(subject, DialectSubject) else "memory"
+        result = CaseResult(case=case, contract=case[:5], outcome=Outcome.FAIL, message="wrong")
+        told = with_reproducer(result, smaller_case(case), subject, run_case)
+        assert told.reproducer == f"q4 conform {subject.name} --profile {profile} --case {case}"
 
 
 @pytest.mark.parametrize("name", ["wrong-out-dtype", "forgets-leading-dimensions", "drops-gradients", "ignores-out"])
@@ -151,7 +207,8 @@ def test_only_the_first_failure_of_a_contract_case_is_shrunk() -> None:
     """Forty failures of one cause do not take forty searches."""
     fault = BACKENDS["fault-swapped-nibbles"]
     report = check_linear(function_of(fault.make("x")), "nf4", only=["TC-09/values", "EX-10/edges"])
-    shown = [result.contract for result in report.failures() if result.reproducer]
+    assert all(f'smaller_case("{result.case}"' in result.reproducer for result in report.failures())
+    shown = [result.contract for result in report.failures() if "smallest that fails" in result.reproducer]
     assert shown == ["TC-09", "EX-10"]
     assert len(report.failures()) > 4
 

@@ -19,7 +19,7 @@ from q4_conformance.environment import manifest_of, survey
 from q4_conformance.outcome import CaseResult, FailureError, Outcome
 from q4_conformance.perf import measure
 from q4_conformance.profiles import cases_for, find_target, subject_for
-from q4_conformance.reproducer import with_reproducer
+from q4_conformance.reproducer import command_of, with_reproducer
 from q4_conformance.runner import run_case
 from q4core import Q4Error
 
@@ -82,8 +82,8 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" (in {place})" if place else "")
 
 
-def _find(pipes: _Pipes) -> tuple[Target, bool]:
-    """Find who is meant and tell so; end where nobody is. Say also whether more is to be told."""
+def _find(pipes: _Pipes) -> tuple[Target, dict[str, Any]]:
+    """Find who is meant and tell so; end where nobody is. Return also what was asked."""
     query = pipes.receive()
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
@@ -102,10 +102,10 @@ def _find(pipes: _Pipes) -> tuple[Target, bool]:
         },
         facts=facts,
     )
-    return target, bool(query["survey"])
+    return target, query
 
 
-def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
+def _serve(pipes: _Pipes, target: Target, query: dict[str, Any]) -> None:
     """Run what is asked for until nobody asks."""
     cases = {case.id: case for case in cases_for(target)}
     subject, fault = None, None
@@ -115,7 +115,7 @@ def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
         fault = str(error)
     except _FAULTS as error:
         fault = f"{target.name!r} can't be had: {_words(error)}"
-    pipes.tell(manifest=manifest_of(subject, target.formats) if is_survey and fault is None else {})
+    pipes.tell(manifest=manifest_of(subject, target.formats) if query["survey"] and fault is None else {})
     reproduced: set[str] = set()
     while True:
         order = pipes.receive()
@@ -131,7 +131,8 @@ def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
             if result.outcome is Outcome.FAIL and case.contract not in reproduced:
                 pipes.tell(reproducing=name)  # told first, so that the failure stands whatever comes of this
                 reproduced.add(case.contract)
-                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case).to_dict())
+                command = command_of(query["command"], name)
+                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case, command=command).to_dict())
         if "measure" in order:
             pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
         pipes.tell(done=True)
@@ -140,8 +141,8 @@ def _serve(pipes: _Pipes, target: Target, *, is_survey: bool) -> None:
 def main() -> None:
     """Find the target, then run cases until the parent has no more."""
     pipes = _Pipes()
-    target, is_survey = _find(pipes)
-    _serve(pipes, target, is_survey=is_survey)
+    target, query = _find(pipes)
+    _serve(pipes, target, query)
 
 
 if __name__ == "__main__":

@@ -127,14 +127,10 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
 
 def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
     """Return the words that repeat a run."""
-    words = ["q4", "conform", query.name]
-    words += [] if query.profile is None else ["--profile", query.profile]
+    words = query.words()
     words += [word for item in query.formats for word in ("--format", item)]
     words += [word for item in query.only for word in ("--case", item)]
-    words += [] if query.device == "cpu" else ["--device", query.device]
     words += [] if query.jobs is None else ["--jobs", str(query.jobs)]
-    changed = query.limits.case_seconds != Limits().case_seconds
-    words += ["--limit", f"{query.limits.case_seconds:g}"] if changed else []
     words += ["--perf"] if is_perf else []
     return words if folder is None else [*words, "--report", str(folder)]
 

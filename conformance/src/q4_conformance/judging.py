@@ -8,9 +8,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.process import Child, Ended
 from q4_conformance.profiles import Target, UnknownTargetError
+from q4_conformance.reproducer import command_of
+from q4_conformance.tally import BAD
 from q4core import ConfigError, Q4Error
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ class Judging:
                     "formats": query.formats,
                     "device": query.device,
                     "survey": survey,
+                    "command": query.words(),
                 }
             )
             message = child.receive(query.limits.start_seconds, is_over=self._over)
@@ -84,7 +89,9 @@ class Judging:
         return child
 
     def keep(self, result: CaseResult) -> None:
-        """Keep a result and show it."""
+        """Keep a result and show it; one that ended badly with the command that asks for it again."""
+        if result.outcome in BAD and not result.reproducer:
+            result = attrs.evolve(result, reproducer=command_of(self.query.words(), result.case))
         with self._lock:
             self.results[result.case] = result
             if self._watch is not None:

@@ -53,6 +53,14 @@ class Query:
         """How many processes at once."""
         return max(1, min(2, os.cpu_count() or 1) if self.jobs is None else self.jobs)
 
+    def words(self) -> list[str]:
+        """Return the beginning of the command that asks the same subject, in the same way, for cases."""
+        words = ["q4", "conform", self.name]
+        words += [] if self.profile is None else ["--profile", self.profile]
+        words += [] if self.device == "cpu" else ["--device", self.device]
+        changed = self.limits.case_seconds != Limits().case_seconds
+        return [*words, "--limit", f"{self.limits.case_seconds:g}"] if changed else words
+
 
 @attrs.frozen(kw_only=True)
 class Run:

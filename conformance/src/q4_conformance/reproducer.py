@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,25 @@ import attrs
 
 from q4_conformance.cases import backend_cases, device_cases, linear_cases
 from q4_conformance.judge import Fault
+from q4_conformance.lent import is_installed
 from q4_conformance.outcome import CaseResult, Outcome
-from q4_conformance.plain_cases import core_cases
-from q4core import Precision, Q4Error
+from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
+from q4core import Precision, Q4Error, default_registry, dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from q4_conformance.table import Case
 
-__all__ = ["smaller_case", "with_reproducer"]
+__all__ = ["command_of", "smaller_case", "with_command", "with_reproducer"]
 
 _SECONDS = 2.0
 _CLAIMS = ("precision", "dtypes", "codebook", "has_out", "has_gradients", "has_bias", "roundings")
 """What of a function's claims can be written down; a limit is left out, because the case lies within it."""
+
+
+_PROFILES = {"dialect": "dialect", "provider": "memory"}
+"""What a subject calls whom it stands for → the profile, where a backend may have the same name."""
 
 
 def smaller_case(name: str, *, rows: tuple[int, ...] | None = None, n: int | None = None, k: int | None = None) -> Case:
@@ -53,7 +59,8 @@ def smaller_case(name: str, *, rows: tuple[int, ...] | None = None, n: int | Non
 @functools.cache
 def _table() -> dict[str, Case]:
     """Return every case of the built-in formats by its id."""
-    return {case.id: case for table in (linear_cases, backend_cases, device_cases, core_cases) for case in table()}
+    tables = (linear_cases, backend_cases, device_cases, core_cases, dialect_cases, memory_cases)
+    return {case.id: case for table in tables for case in table()}
 
 
 def _resized(case: Case, rows: tuple[int, ...], n: int | None, k: int | None) -> Case:
@@ -63,8 +70,24 @@ def _resized(case: Case, rows: tuple[int, ...], n: int | None, k: int | None) ->
     return attrs.evolve(case, recipe=recipe, rows=rows)
 
 
-def with_reproducer(
-    result: CaseResult, case: Case, subject: Any, run: Callable[[Case, Any], CaseResult], *, seconds: float = _SECONDS
+def command_of(words: Iterable[str], case: str) -> str:
+    """Return the command that runs one case, made of the words that ask for its subject."""
+    return shlex.join([*words, "--case", case])
+
+
+def with_command(result: CaseResult, case: Case, subject: Any) -> CaseResult:
+    """Return a failed result with what to type; see ``with_reproducer``."""
+    return attrs.evolve(result, reproducer="\n".join(_command(case, case, subject)))
+
+
+def with_reproducer(  # noqa: PLR0913  # the facts of one search
+    result: CaseResult,
+    case: Case,
+    subject: Any,
+    run: Callable[[Case, Any], CaseResult],
+    *,
+    seconds: float = _SECONDS,
+    command: str = "",
 ) -> CaseResult:
     """Return a failed result with what reproduces it; any other as it is.
 
@@ -74,6 +97,7 @@ def with_reproducer(
         subject: Who was judged.
         run: Runs a case, as ``run_case`` does.
         seconds: How long to look for a smaller shape; 0 looks for none.
+        command: What to type, where the subject was found by a command.
     """
     if result.outcome is not Outcome.FAIL:
         return result
@@ -86,7 +110,7 @@ def with_reproducer(
             f"(the case: M = {was}, N = {case.recipe.n}, K = {case.recipe.k})"
         )
         lines.append(f"there: {message}")
-    lines += _command(case, least, subject)
+    lines += [command] if command else _command(case, least, subject)
     return attrs.evolve(result, reproducer="\n".join(lines))
 
 
@@ -150,12 +174,29 @@ def _command(case: Case, least: Case, subject: Any) -> list[str]:
         return ["the case is not of the table: q4_conformance.run_case(case, subject) runs it again"]
     if getattr(subject, "function", None) is not None:
         return _snippet(case, least, subject)
-    name = getattr(subject, "name", "q4core")
-    words = ["q4", "conform", name]
+    if not _is_installed(subject):
+        sizes = _sizes_of(least) if least is not case else ""
+        return [f'q4_conformance.run_case(q4_conformance.smaller_case("{case.id}"{sizes}), subject)']
+    words = ["q4", "conform", getattr(subject, "name", "q4core")]
+    words += [word for name, profile in _PROFILES.items() if hasattr(subject, name) for word in ("--profile", profile)]
     device = getattr(subject, "device", None)
     if device is not None and device.type != "cpu":
         words += ["--device", str(device)]
-    return [" ".join([*words, "--case", case.id])]
+    return [command_of(words, case.id)]
+
+
+def _is_installed(subject: Any) -> bool:
+    """Say whether a command finds who is judged; the core is always there."""
+    if hasattr(subject, "dialect"):
+        return any(item is subject.dialect for item in dialects())
+    if hasattr(subject, "provider"):
+        return any(item is subject.provider for item in default_registry().memory_providers())
+    return subject is None or (hasattr(subject, "backend") and is_installed(subject.backend))
+
+
+def _sizes_of(case: Case) -> str:
+    """Return the sizes of a case as arguments of ``smaller_case``."""
+    return "" if case.recipe is None else f", rows={case.rows}, n={case.recipe.n}, k={case.recipe.k}"
 
 
 def _snippet(case: Case, least: Case, subject: Any) -> list[str]:
@@ -165,10 +206,7 @@ def _snippet(case: Case, least: Case, subject: Any) -> list[str]:
     is_found = module is not None and name.isidentifier()
     head = f"from {module} import {name} as function" if is_found else "function = ...  # yours"
     claims = _claims(subject)
-    sizes = ""
-    if least.recipe is not None:
-        sizes = f", rows={least.rows}, n={least.recipe.n}, k={least.recipe.k}"
-    chosen = f'cases=[smaller_case("{case.id}"{sizes})]'
+    chosen = f'cases=[smaller_case("{case.id}"{_sizes_of(least)})]'
     call = f'check_linear(function, "{case.weight_recipe.format.name}", {chosen}{claims})'
     return [
         "import torch; from q4core import Precision; from q4_conformance import check_linear, smaller_case",

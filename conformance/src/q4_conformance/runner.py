@@ -13,7 +13,7 @@ from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, N
 from q4_conformance.overrides import overrides_of, overriding
 from q4_conformance.plain_cases import core_cases
 from q4_conformance.recording import muted
-from q4_conformance.reproducer import with_reproducer
+from q4_conformance.reproducer import with_command, with_reproducer
 from q4_conformance.subject import REFERENCE, BackendSubject
 from q4_conformance.table import CHECKS
 from q4core import BUILTIN_FORMATS, PathKind, Precision
@@ -84,8 +84,12 @@ def _run(
     results: list[CaseResult] = []
     for case in cases:
         result = run_case(case, subject)
-        if reproduce and all(item.contract != case.contract or not item.reproducer for item in results):
-            result = with_reproducer(result, case, subject, run_case)  # the first failure of each contract case
+        if reproduce and result.outcome is Outcome.FAIL:
+            is_first = all(item.contract != case.contract or not item.reproducer for item in results)
+            # Forty failures of one cause need one search.
+            result = (
+                with_reproducer(result, case, subject, run_case) if is_first else with_command(result, case, subject)
+            )
         results.append(result)
         if watch is not None:
             watch(result)
