@@ -12,12 +12,12 @@ import attrs
 import pluggy
 
 from q4core.errors import PLUGIN_FAULTS
-from q4core.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
+from q4core.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "discover"]
+__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "discover", "plugin_of_command"]
 
 REFERENCE_PLUGIN = "dequant-fallback"
 """Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
@@ -78,6 +78,30 @@ def discover(given: Sequence[tuple[str, object]] | None, environment: Mapping[st
     if given is None or environment is not os.environ:  # the process's own variables name installed plugins
         faults.extend(_strangers(records, environment))
     return Discovered(manager, records, tuple(faults))
+
+
+def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, object] | None:
+    """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
+
+    It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
+    plugin's own entry point.
+
+    Args:
+        word: The command.
+        environment: The ``Q4_PLUGIN*`` variables.
+
+    Returns:
+        None where no plugin announces it, where two do, and where the plugin is shut out or does not load, of which
+        whoever loads all plugins will tell.
+    """
+    values = {point.value for point in importlib.metadata.entry_points(group=COMMAND_GROUP, name=word)}
+    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]
+    if len(points) != 1 or not _allowed(points[0].name, environment, by_module=False):
+        return None
+    try:
+        return points[0].name, points[0].load()
+    except PLUGIN_FAULTS:
+        return None
 
 
 def _names(value: str | None) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from typer.testing import CliRunner
 import q4core as q4
 from q4core.cli import main
 from q4core.cli.app import build_app
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -107,6 +111,29 @@ def test_plugins_add_commands_and_can_take_none_away(capsys: pytest.CaptureFixtu
     assert runner.invoke(app, ["hello"]).output == "hello\n"
     assert "impostor" not in runner.invoke(app, ["doctor", "--help"]).output
     assert runner.invoke(app, ["broken"]).exit_code != 0
+
+
+def test_a_command_that_is_named_beforehand_loads_no_other_plugin(tmp_path: Path) -> None:
+    """A plugin that ends the process while it is loaded takes away no command of the entry point group of commands."""
+    info = tmp_path / "q4_early-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-early\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[q4core.plugins]\nearly = q4_early\na-deadly = q4_deadly\n[q4core.commands]\nearly = q4_early\n"
+    )
+    (tmp_path / "q4_deadly.py").write_text("import os\nos._exit(5)\n")
+    (tmp_path / "q4_early.py").write_text(
+        "import q4core\n@q4core.hookimpl\ndef q4_commands(app):\n    app.command('early')(lambda: print('good day'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+    def call(**more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "q4core.cli", "early"]
+        return subprocess.run(words, env=environment | more, capture_output=True, text=True, check=False)
+
+    done = call()
+    assert (done.returncode, done.stdout) == (0, "good day\n"), done.stderr
+    assert call(Q4_DISABLE_PLUGINS="early").returncode == 5, "a plugin that is shut out adds no command"
 
 
 # -- the documentation

@@ -183,14 +183,23 @@ def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
-    """``python -m q4_conformance`` judges a plugin whose import ends the process, which ``q4`` itself could not."""
+@pytest.mark.parametrize("words", [("q4_conformance",), ("q4core.cli", "conform")], ids=["module", "q4"])
+def test_it_runs_without_loading_plugins_here(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """``python -m q4_conformance`` and ``q4 conform`` judge a plugin whose import ends the process."""
     (tmp_path / "q4_deadly.py").write_text(
         "import os, sys\nsys.stderr.write('farewell')\nsys.stderr.flush()\nos._exit(5)\n"
     )
+    info = tmp_path / "q4_conformance-1.0.dist-info"  # as installed from this very source, whatever is installed here
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-conformance\nVersion: 1.0\n")
+    announced = {"plugins": "conformance", "commands": "conform"}
+    text = "".join(f'[q4core.{group}]\n{name} = "q4_conformance.plugin"\n' for group, name in announced.items())
+    (info / "entry_points.txt").write_text(text.replace('"', ""))
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f'{name} = "q4_conformance.plugin"' in project for name in announced.values())
     path = [str(tmp_path), *filter(None, sys.path)]
     run = subprocess.run(
-        [sys.executable, "-m", "q4_conformance", "q4_deadly", "--case", "TC-10"],
+        [sys.executable, "-m", *words, "q4_deadly", "--case", "TC-10"],
         env={"PYTHONPATH": ":".join(path), "Q4_PLUGIN_MODULES": "q4_deadly", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

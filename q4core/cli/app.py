@@ -14,6 +14,7 @@ import typer
 
 from q4core.cli.failure import BROKEN_PIPE, INTERRUPTED, describe, tell, tell_trace
 from q4core.cli.output import clean, make_console, say, warnings_on_stderr
+from q4core.discovery import plugin_of_command
 from q4core.errors import Q4PluginWarning
 from q4core.registry import Registry, default_registry
 
@@ -124,7 +125,7 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     hidden = (Q4PluginWarning,) if words[0] == "doctor" else ()
     try:
         with _terminable(), warnings_on_stderr(*hidden):
-            command = typer.main.get_command(build_app(registry))
+            command = typer.main.get_command(build_app(registry or _registry_of(words[0])))
             status = command.main(args=words, prog_name="q4", standalone_mode=False)
             sys.stdout.flush()
     except BrokenPipeError:
@@ -138,6 +139,12 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
         return _fail(KeyboardInterrupt(), as_json=as_json, debug=debug)
     return status if isinstance(status, int) else 0
+
+
+def _registry_of(word: str) -> Registry | None:
+    """Return the plugin that announces a command, alone, so that no other one can take the command away by crashing."""
+    found = plugin_of_command(word, os.environ)
+    return None if found is None else Registry([found])
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
