@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 import q4core as q4
-from q4_conformance import Outcome, exact_linear, linear_cases, run_case
+from q4_conformance import Outcome, exact_linear, linear_cases, run_case, smaller_case
+from q4_conformance.dialect_subject import DialectSubject
+from q4_conformance.environment import manifest_of
 from q4_conformance.judge import error_bound
-from q4_conformance.overrides import MOST_BOUND, Override, bound_factor, overrides_of, overriding
+from q4_conformance.managed import MemorySubject
+from q4_conformance.overrides import MOST_BOUND, Override, bound_factor, declared_by, overrides_of, overriding
 from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.zoo import ToyDialect, ToyKernel, ToyProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CASE = next(case for case in linear_cases(["nf4"]) if case.id.startswith("TC-09/bias"))
 
@@ -101,3 +107,31 @@ def test_paths_that_ran_stand_in_the_result() -> None:
     reference = run_case(CASE, BackendSubject("dequant-fallback"))
     assert reference.is_fallback
     assert all("|reference|" in path for path in reference.paths)
+
+
+_SUBJECTS: dict[str, Callable[..., Any]] = {
+    "TC-02/detect/mxfp4": lambda **facts: DialectSubject(type("Declaring", (ToyDialect,), facts)()),
+    "TC-21/empty": lambda **facts: MemorySubject(type("Declaring", (ToyProvider,), facts)()),
+}
+"""A case → makes who is judged by it, with further attributes."""
+
+
+@pytest.mark.parametrize("case", sorted(_SUBJECTS))
+def test_a_known_failure_of_a_dialect_or_a_provider_stands_in_the_result(case: str) -> None:
+    """What their authors know stands beside the cases that it concerns, and in the manifest, as a backend's does."""
+    known = {"case": case, "reason": "known since long", "is_known_failure": True}
+    subject = _SUBJECTS[case](conformance_overrides=[known])
+    result = run_case(smaller_case(case), subject)
+    assert (result.outcome, result.overrides) == (Outcome.PASS, ("known since long",))
+    assert [item["reason"] for item in manifest_of(subject)["overrides"]] == ["known since long"]
+
+
+@pytest.mark.parametrize("case", sorted(_SUBJECTS))
+def test_a_wider_bound_of_a_dialect_or_a_provider_is_refused(case: str) -> None:
+    """Their cases have no bound to widen: one that is declared is told, and applies nowhere in silence."""
+    subject = _SUBJECTS[case](conformance_overrides=[{"case": case, "reason": "rounds", "bound": 2.0}])
+    with pytest.raises(q4.ConfigError, match=r"bound of .* must be 1 for a provider or a dialect"):
+        declared_by(subject)
+    result = run_case(smaller_case(case), subject)
+    assert (result.outcome, "must be 1 for a provider or a dialect" in result.message) == (Outcome.FAIL, True)
+    assert "must be 1" in manifest_of(subject)["fault"]

@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from q4_conformance.cases import weight_recipes
-from q4_conformance.overrides import overrides_of
+from q4_conformance.overrides import declared_by, judged_in
 from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["device_facts", "manifest_of", "source_of", "survey", "versions"]
 
-_JUDGED = ("backend", "provider", "dialect")
-"""What a subject calls whom it stands for."""
 _GROUP = "q4core.plugins"
 _IGNORED = {".pyc", ".pyo"}
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -86,7 +84,7 @@ def _files_of(package: str) -> Iterator[tuple[str, Path]]:
     if spec is None:
         return
     if not spec.submodule_search_locations:
-        if spec.origin:
+        if spec.origin and Path(spec.origin).is_file():  # a module of the interpreter's own has no file
             yield Path(spec.origin).name, Path(spec.origin)
         return
     for folder in sorted({Path(item) for item in spec.submodule_search_locations}):
@@ -210,7 +208,7 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         subject: What ``subject_for`` gave.
         formats: For which formats to ask a backend what paths it offers.
     """
-    judged = next((getattr(subject, name) for name in _JUDGED if hasattr(subject, name)), subject)
+    judged: Any = judged_in(subject)
     if judged is None:
         return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
     told: dict[str, Any] = {
@@ -224,7 +222,7 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     try:
         if isinstance(capabilities, Capabilities):
             told["capabilities"] = _declared(capabilities)
-        told["overrides"] = [item.to_dict() for item in overrides_of(judged)]
+        told["overrides"] = [item.to_dict() for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
     except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: the cases will judge it

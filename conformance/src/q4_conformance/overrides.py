@@ -3,6 +3,9 @@
 A backend, provider or dialect may have an attribute ``conformance_overrides``, a list of ``Override``, or of mappings
 with the same fields, so that a plugin need not import the kit. All of them stand in the certificate. A wider bound
 changes the judgement of the cases it names; a known failure changes nothing but what is printed beside it.
+
+Only a backend computes with rounding. The cases of dialects and providers compare bytes, or numbers that must be the
+same, so that a wider bound of theirs would stand in the certificate and mean nothing: it is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from q4core import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MOST_BOUND", "Override", "bound_factor", "overrides_of", "overriding"]
+__all__ = ["MOST_BOUND", "Override", "bound_factor", "declared_by", "judged_in", "overrides_of", "overriding"]
 
+_JUDGED = ("backend", "provider", "dialect")
+"""What a subject calls whom it stands for."""
 MOST_BOUND = 8.0
 """A bound wider than this would let a zeroed element pass."""
 _factor: contextvars.ContextVar[float] = contextvars.ContextVar("q4_conformance_bound_factor", default=1.0)
@@ -71,6 +76,25 @@ def overrides_of(subject: object) -> tuple[Override, ...]:
     declared = getattr(subject, "conformance_overrides", ())
     _require(isinstance(declared, (list, tuple)), "conformance_overrides", "a list", declared)
     return tuple(_one(item) for item in declared)
+
+
+def judged_in(subject: object) -> object:
+    """Return the backend, provider or dialect that a subject stands for; itself where it is none of these."""
+    return next((getattr(subject, name) for name in _JUDGED if hasattr(subject, name)), subject)
+
+
+def declared_by(subject: object) -> tuple[Override, ...]:
+    """Return what whom a subject stands for declares.
+
+    Raises:
+        ConfigError: It is nothing of that kind, or a wider bound where no case has one.
+    """
+    overrides = overrides_of(judged_in(subject))
+    if not hasattr(subject, "backend"):
+        for item in overrides:
+            rule = "1 for a provider or a dialect, whose cases compare bytes"
+            _require(item.bound == 1.0, f"bound of {item.case!r}", rule, item.bound)
+    return overrides
 
 
 def _one(item: object) -> Override:

@@ -10,7 +10,7 @@ from q4_conformance import checks
 from q4_conformance.cases import cases_of, linear_cases, select_cases
 from q4_conformance.function_subject import FunctionSubject
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
-from q4_conformance.overrides import overrides_of, overriding
+from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.plain_cases import core_cases
 from q4_conformance.recording import muted
 from q4_conformance.reproducer import with_command, with_reproducer
@@ -44,7 +44,7 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     tried.clear()
     overrides: tuple[Override, ...] = ()
     try:
-        overrides = overrides_of(getattr(subject, "backend", subject))
+        overrides = declared_by(subject)
         with overriding(overrides, case.id) as overrides, muted():
             message = CHECKS[case.check](case, subject)
         outcome = Outcome.PASS
