@@ -6,7 +6,8 @@
 
 Cases run in processes of their own, so that a crash or a hang is one failed test. What is not declared, or can't be
 tested here, is counted under its own name and never as passed. ``--q4-report DIR`` writes the report, and a certificate
-where every case of the target ran.
+where every case of the target ran. Several workers of pytest-xdist would each judge the whole target and see a part of
+it, so that they are refused.
 
 pytest imports this module in every run, so it imports the kit only where a test asks for it.
 """
@@ -33,6 +34,12 @@ _RUNS = pytest.StashKey["dict[Target, _Run]"]()
 _RESULT = pytest.StashKey["CaseResult"]()
 _UNJUDGED = {"not_declared": ("not declared", "-"), "not_testable": ("not testable", "?")}
 """Outcome → what pytest calls it, in words and as one sign."""
+
+
+_DISTRIBUTED = (
+    "{what} can't be distributed: each worker would judge the whole target, and none would know all results. Its cases "
+    "run in processes of their own anyway: run these tests with -n 0."
+)
 
 
 class CaseFailed(Exception):  # noqa: N818  # not an error of the program: a verdict
@@ -123,6 +130,8 @@ def _run_of(metafunc: pytest.Metafunc) -> _Run:
 
     mark = metafunc.definition.get_closest_marker(MARK)
     name = metafunc.function.__name__
+    if hasattr(metafunc.config, "workerinput"):  # as pytest-xdist marks its workers
+        raise pytest.UsageError(_DISTRIBUTED.format(what=f"{name}: the argument {FIXTURE}"))
     if mark is None or len(mark.args) != 1:
         raise pytest.UsageError(
             f"{name}: the argument {FIXTURE} needs @pytest.mark.{MARK}(NAME), with the name of an installed backend"
@@ -148,6 +157,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Announce the mark."""
     config.addinivalue_line("markers", f"{MARK}(name, *, profile, formats, device): whose cases {FIXTURE} runs")
     config.stash[_RUNS] = {}
+    options = config.option
+    if getattr(options, "dist", "no") != "no" and options.q4_report is not None:
+        raise pytest.UsageError(_DISTRIBUTED.format(what="--q4-report"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

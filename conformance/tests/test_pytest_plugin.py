@@ -124,3 +124,50 @@ def test_a_run_that_asks_for_no_case_imports_no_kit(pytester: pytest.Pytester) -
         """
     )
     pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)  # its entry point loads it, as anywhere
+
+
+WORKER = """
+def pytest_configure(config):
+    config.workerinput = {"workerid": "gw0"}
+"""
+CONTROLLER = """
+def pytest_addoption(parser):
+    parser.addoption("--dist", default="no")
+"""
+
+
+def test_a_worker_judges_nobody(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    """In a worker of pytest-xdist, which sees a part of the tests, nothing runs and nothing is written."""
+    pytester.makeconftest(WORKER)
+    done = run(RIGHT, "-k", "TC-09 and bias", "--q4-report", str(tmp_path / "report"))
+    assert done.ret == pytest.ExitCode.INTERRUPTED
+    done.stdout.fnmatch_lines(["*can't be distributed*run these tests with -n 0*"])
+    assert not (tmp_path / "report").exists()
+
+
+def test_workers_of_xdist_are_refused(run: Callable[..., pytest.RunResult]) -> None:
+    """A stranger's ``-n`` gives an error that names the way out, and no verdict."""
+    done = run(RIGHT, "-k", "TC-09 and bias", "-n", "1")
+    assert done.ret == 1
+    assert counts(done) == {"error": 1}
+    done.stdout.fnmatch_lines(["*can't be distributed*run these tests with -n 0*"])
+
+
+def test_a_worker_runs_tests_that_ask_for_no_case(pytester: pytest.Pytester) -> None:
+    """Whoever distributes other tests is left alone."""
+    pytester.makeconftest(WORKER)
+    pytester.makepyfile("def test_other(): pass")
+    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--dist", "load", "--q4-report", "r"], 4), (["--dist", "load"], 0)])
+def test_no_report_is_promised_of_workers(pytester: pytest.Pytester, words: list[str], status: int) -> None:
+    """A distributed run that asks for a report, which nobody could write, ends before it begins."""
+    pytester.makepyfile(distributing=CONTROLLER)
+    pytester.makepyfile("def test_other(): pass")
+    done = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "distributing", *words, timeout=60)
+    assert done.ret == status
+    if status:
+        done.stderr.fnmatch_lines(["*--q4-report can't be distributed*-n 0*"])
