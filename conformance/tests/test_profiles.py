@@ -7,8 +7,11 @@ import pickle
 import pytest
 
 import q4core as q4
+from q4_conformance.isolated import run_target
 from q4_conformance.outcome import FailureError
 from q4_conformance.profiles import PROFILES, Target, UnknownTargetError, cases_for, find_target, subject_for
+from q4_conformance.query import Query
+from q4_conformance.reference import MissingReferenceError
 from q4_conformance.subject import BackendSubject
 
 
@@ -82,6 +85,15 @@ def test_a_plugin_that_did_not_load_fails_with_its_reason(monkeypatch: pytest.Mo
     finally:
         monkeypatch.undo()
         q4.reset_registry()
+
+
+def test_without_the_reference_nobody_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that needs the reference is refused by a typed error that names it, instead of failing every case."""
+    monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dequant-fallback")
+    for name, profile in (("q4_conformance.zoo:talking", None), ("q4core", None), ("q4_conformance.zoo:x", "memory")):
+        with pytest.raises(MissingReferenceError, match="Install q4-dequant-fallback") as caught:
+            run_target(Query(name=name, profile=profile))
+        assert isinstance(pickle.loads(pickle.dumps(caught.value)), LookupError)  # noqa: S301  # our own
 
 
 def test_profiles_are_the_four() -> None:

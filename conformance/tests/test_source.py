@@ -9,19 +9,26 @@ import pytest
 from skips import judging_names, runners, skips, unjudged
 
 import q4core
+from q4_conformance.reference import REFERENCE
 
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
-FILES = sorted(SOURCE.rglob("*.py"))
+PYTEST_SIDE = SOURCE.parent / "pytest_q4_conformance.py"
+FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
-EXTRAS = {"command.py": {"rich", "typer"}, "plugin.py": {"typer"}, "__main__.py": {"typer"}}
-"""What the extra ``cli`` brings, and who may use it."""
+EXTRAS = {
+    "command.py": {"rich", "typer"},
+    "plugin.py": {"typer"},
+    "__main__.py": {"typer"},
+    PYTEST_SIDE.name: {"pytest"},
+}
+"""What the extra ``cli`` brings, or pytest's side needs, and who may use it."""
 
 
 def _name(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else path.name
 
 
-RUNNER_FILES = {SOURCE / "pytest_plugin.py"}
+RUNNER_FILES = {PYTEST_SIDE}
 """The module that is a plugin of pytest."""
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 JUDGING = judging_names(TREES.values())
@@ -37,6 +44,8 @@ UNJUDGED = {
 def test_there_is_source_to_look_at() -> None:
     """The files are found."""
     assert len(FILES) > 15
+    assert set(FILES) >= RUNNER_FILES
+    assert all(path.exists() for path in FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -85,6 +94,13 @@ def test_a_check_that_judges_passes() -> None:
     )
     tree = ast.parse(source)
     assert unjudged(tree, judging_names([tree])) == []
+
+
+def test_the_reference_is_a_dependency() -> None:
+    """What the kit asks for by its name at run time comes with it, although nothing imports it."""
+    project = (SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = project.partition("\ndependencies = [")[2].partition("]")[0]
+    assert f'"q4-{REFERENCE}"' in dependencies
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
-from q4_conformance.subject import REFERENCE, BackendSubject
+from q4_conformance.reference import REFERENCE
+from q4_conformance.subject import BackendSubject
 from q4core import ActivationPrecision
 
 CHOSEN = ("int4", "nf4", "nvfp4")

@@ -9,7 +9,8 @@ from q4_conformance.grids import draw_on_grid
 from q4_conformance.judge import judge
 from q4_conformance.oracle import exact_linear
 from q4_conformance.recording import recorded
-from q4_conformance.subject import REFERENCE, make_registry
+from q4_conformance.reference import REFERENCE
+from q4_conformance.subject import make_registry
 from q4_conformance.weights import WeightRecipe
 from q4_conformance.zoo import FAULTS, Fault
 from q4core import (

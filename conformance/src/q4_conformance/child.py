@@ -19,6 +19,7 @@ from q4_conformance.environment import manifest_of, survey
 from q4_conformance.outcome import CaseResult, FailureError, Outcome
 from q4_conformance.perf import measure
 from q4_conformance.profiles import cases_for, find_target, subject_for
+from q4_conformance.reference import REFERENCE, reference_backend
 from q4_conformance.reproducer import command_of, with_reproducer
 from q4_conformance.runner import run_case
 from q4core import Q4Error
@@ -87,6 +88,8 @@ def _find(pipes: _Pipes) -> tuple[Target, dict[str, Any]]:
     query = pipes.receive()
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
+        if target.profile != "dialect" and target.name != REFERENCE:
+            reference_backend()
     except Q4Error as error:
         fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}
         lists = {name: getattr(error, name) for name in ("available", "closest") if hasattr(error, name)}

@@ -77,6 +77,7 @@ def run_target(
 
     Raises:
         UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
+        MissingReferenceError: The reference is not installed, which the kit needs beside whoever it judges.
     """
     started = time.monotonic()
     runner = Judging(query, watch)

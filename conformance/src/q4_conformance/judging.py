@@ -13,6 +13,7 @@ import attrs
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.process import Child, Ended
 from q4_conformance.profiles import Target, UnknownTargetError
+from q4_conformance.reference import MissingReferenceError
 from q4_conformance.reproducer import command_of
 from q4_conformance.tally import BAD
 from q4core import ConfigError, Q4Error
@@ -61,6 +62,7 @@ class Judging:
         Raises:
             Ended: It did not come so far.
             UnknownTargetError, ConfigError: Nobody of that name is there.
+            MissingReferenceError: The reference is not, beside which it would be judged.
         """
         query = self.query
         child = Child(_MODULE, query.limits, threads=threads)
@@ -184,5 +186,5 @@ def _bad(case: Case, outcome: Outcome, message: str) -> CaseResult:
 def _refusal(message: dict[str, Any]) -> Q4Error:
     fields = dict(message["fields"])
     what = fields.pop("what")
-    kinds: dict[str, type[Q4Error]] = {"UnknownTargetError": UnknownTargetError}
+    kinds: dict[str, type[Q4Error]] = {kind.__name__: kind for kind in (MissingReferenceError, UnknownTargetError)}
     return kinds.get(message["refused"], ConfigError)(what, **{key: item for key, item in fields.items() if item})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.outcome import FailureError, NotTestableError
-from q4_conformance.subject import reference_backend
+from q4_conformance.reference import reference_backend
 from q4core import Registry, default_registry, hookimpl
 from q4core import memory as contract
 

@@ -13,8 +13,9 @@ from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, N
 from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.plain_cases import core_cases
 from q4_conformance.recording import muted
+from q4_conformance.reference import REFERENCE
 from q4_conformance.reproducer import with_command, with_reproducer
-from q4_conformance.subject import REFERENCE, BackendSubject
+from q4_conformance.subject import BackendSubject
 from q4_conformance.table import CHECKS
 from q4core import BUILTIN_FORMATS, PathKind, Precision
 

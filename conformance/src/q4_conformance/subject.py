@@ -11,6 +11,7 @@ import torch
 
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4_conformance.presence import require_device
+from q4_conformance.reference import REFERENCE, reference_backend
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
 
-__all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of", "reference_backend"]
+__all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of"]
 
-REFERENCE = "dequant-fallback"
 WISHES = {
     ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
     ActivationPrecision.INT8: frozenset({Precision.W4A8}),
@@ -101,18 +101,6 @@ def plugin_of(*backends: Backend) -> types.SimpleNamespace:
         return list(backends)
 
     return types.SimpleNamespace(q4_backends=q4_backends)
-
-
-def reference_backend() -> Backend:
-    """Return the reference backend that is installed.
-
-    Raises:
-        LookupError: It is not.
-    """
-    backends = default_registry().backends()
-    if REFERENCE not in backends:
-        raise LookupError(f"backend {REFERENCE!r} is not installed; the kit needs it beside the one that it judges")
-    return backends[REFERENCE]
 
 
 def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:

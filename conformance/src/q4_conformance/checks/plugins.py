@@ -11,7 +11,8 @@ from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.outcome import FailureError
 from q4_conformance.proxies import Proxy
 from q4_conformance.recording import recorded, unique
-from q4_conformance.subject import REFERENCE, BackendLayer, plugin_of, reference_backend
+from q4_conformance.reference import REFERENCE, reference_backend
+from q4_conformance.subject import BackendLayer, plugin_of
 from q4_conformance.table import check, expect
 from q4_conformance.weights import WeightRecipe
 from q4core import (

@@ -12,7 +12,8 @@ from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.proxies import Proxy, broken, leaving, unavailable
 from q4_conformance.recording import Recording, recorded, unique
-from q4_conformance.subject import BackendLayer, BackendSubject, make_registry, reference_backend
+from q4_conformance.reference import reference_backend
+from q4_conformance.subject import BackendLayer, BackendSubject, make_registry
 from q4_conformance.table import check, expect
 from q4core import (
     ActivationPrecision,

@@ -1,0 +1,44 @@
+"""The reference backend, which the kit needs beside whoever it judges: to fall back on, and to be chosen against."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q4core import Q4Error, default_registry
+
+if TYPE_CHECKING:
+    from q4core import Backend
+
+__all__ = ["REFERENCE", "MissingReferenceError", "reference_backend"]
+
+REFERENCE = "dequant-fallback"
+
+
+class MissingReferenceError(Q4Error, LookupError):
+    """The reference backend is not there, or does not load, so that nobody can be judged beside it."""
+
+    code = "missing_reference"
+
+    def __str__(self) -> str:
+        """Return the message, which ``LookupError`` would otherwise quote."""
+        return str(self.args[0])
+
+
+def reference_backend() -> Backend:
+    """Return the reference backend that is installed.
+
+    Raises:
+        MissingReferenceError: It is not, or it does not load.
+    """
+    registry = default_registry()
+    found = registry.backends().get(REFERENCE)
+    if found is None:
+        reasons = [item.reason.message for item in registry.refused_backends() if item.name == REFERENCE]
+        raise MissingReferenceError(
+            "q4 conform",
+            name=f"backend {REFERENCE!r}",
+            rule="installed, because the kit judges beside it",
+            value="; ".join(reasons) or "no such backend",
+            hint=f"Install q4-{REFERENCE}, and shut it out by no Q4_* variable; `q4 doctor` says what became of it.",
+        )
+    return found
