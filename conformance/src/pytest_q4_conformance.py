@@ -248,15 +248,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         folder: Path | None = config.getoption("--q4-report")
         if folder is not None:
             words = ["pytest", *map(str, config.invocation_params.args)]
-            for path in _write(run, folder / run.target.name if len(runs) > 1 else folder, words):
-                terminalreporter.line(f"written: {path}")
+            for line in _write(run, folder / run.target.name if len(runs) > 1 else folder, words):
+                terminalreporter.line(line)
 
 
-def _write(run: _Run, folder: Path, command: list[str]) -> tuple[Path, ...]:
-    """Write what a run showed, where it came to its end."""
+def _write(run: _Run, folder: Path, command: list[str]) -> Generator[str]:
+    """Write what a run showed, where it came to its end, and say so line by line."""
     from q4_conformance import make_certificate, write_files  # noqa: PLC0415  # see the module's docstring
+    from q4_conformance.standing import line_of  # noqa: PLC0415  # as above
 
-    if len(run.results) < len(run.chosen):
-        return ()
-    done = run.finish()
-    return () if done is None else write_files(folder, make_certificate(done, command))
+    done = run.finish() if len(run.results) == len(run.chosen) else None
+    if done is not None:
+        document = make_certificate(done, command)
+        yield "".join(line_of(document))
+        yield from (f"written: {path}" for path in write_files(folder, document))

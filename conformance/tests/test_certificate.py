@@ -227,7 +227,7 @@ def test_junit_counts_alike() -> None:
 
 def test_pages_are_whole_and_escaped() -> None:
     """The page needs nothing from elsewhere, holds no markup or control character of a message, and says all."""
-    told = documents.document(documents.bad())
+    told = documents.document(documents.bad(reproducer="q4 conform made-up --case one"))
     page = to_html(told)
     assert "&lt;b&gt;wrong&lt;/b&gt;" in page
     assert "<b>wrong" not in page
@@ -237,6 +237,7 @@ def test_pages_are_whole_and_escaped() -> None:
     text = to_markdown(told)
     assert "&lt;b>wrong&lt;/b> \\| by" in text
     assert "\x1b" not in page + text
+    assert all("q4 conform made-up --case one" in each for each in (page, text))
     assert told["content_hash"] in page
     assert told["content_hash"] in text
 

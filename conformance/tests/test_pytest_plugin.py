@@ -58,8 +58,12 @@ def test_each_case_is_a_test_and_counts_under_its_own_name(
 ) -> None:
     """What is not declared is neither passed nor called skipped, and JUnit counts it as no pass either."""
     junit = tmp_path / "junit.xml"
-    done = run(RIGHT, "-k", "TC-09 and values and fp4 or EX-03", f"--junitxml={junit}")
+    report = tmp_path / "report"
+    done = run(RIGHT, "-k", "TC-09 and values and fp4 or EX-03", f"--junitxml={junit}", f"--q4-report={report}")
     assert done.ret == 0
+    done.stdout.fnmatch_lines(
+        ["*Partial report (no certificate): what ran passed;*", f"written: {report / 'report.json'}"]
+    )
     done.stdout.fnmatch_lines(["*conformance of mine on cpu*", "mine: passed; * not_declared", "*no certificate"])
     outcomes = counts(done)
     assert outcomes["passed"] == 2

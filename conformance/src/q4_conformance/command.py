@@ -23,7 +23,7 @@ from q4_conformance.page import NAMES, SIGNS
 from q4_conformance.process import Limits
 from q4_conformance.profiles import PROFILES
 from q4_conformance.query import Query, Run
-from q4_conformance.standing import seal_of
+from q4_conformance.standing import line_of, seal_of
 from q4_conformance.tally import BAD
 from q4_conformance.verify import check_census, installed_source, read_certificate
 from q4_conformance.writing import write_files
@@ -195,11 +195,9 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     if len(document["formats"]) > 1:
         table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
     console.print(table)
-    seal = seal_of(document)
+    seal, meaning = line_of(document)
     console.print()
-    console.print(
-        Text.assemble((f"{seal.sign} {seal.word}", _STYLES[seal.tone]), f" ({seal.note}): {document['sentence']}")
-    )
+    console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
     if document["missing"]:
         console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
     subject = document["subject"]
@@ -237,13 +235,11 @@ def _verify(path: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
         return
     console = _console()
-    seal = seal_of(document)
-    counts = document["counts"]
+    counts, subject = document["counts"], document["subject"]
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
-    subject = document["subject"]
-    line = f": {subject['name']} on {subject['device']}: {counts['pass']} of {counts['cases']} cases passed"
-    line += f"; {document['sentence']}"
-    console.print(Text(f"{seal.sign} {seal.word}", style=_STYLES[seal.tone]).append(line, style="default"))
+    seal, meaning = line_of(document)
+    console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
+    console.print(f"{subject['name']} on {subject['device']}: {counts['pass']} of {counts['cases']} cases passed")
     console.print(census)
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))

@@ -64,7 +64,9 @@ def to_markdown(document: Mapping[str, Any]) -> str:
     wrong = [item for item in document["results"] if item["outcome"] in _BAD]
     if wrong:
         lines += ["## What went wrong", ""]
-        lines += [f"- {NAMES[item['outcome']]}: `{item['case']}`: {_escape(item['message'])}" for item in wrong]
+        for item in wrong:
+            lines.append(f"- {NAMES[item['outcome']]}: `{item['case']}`: {_escape(item['message'])}")
+            lines += [f"  - `{_escape(line)}`" for line in item.get("reproducer", "").splitlines()]
         lines.append("")
     lines += ["## Cases by format", "", _legend(), "", *_matrix(document)]
     if document["paths"]:

@@ -12,7 +12,7 @@ from q4_conformance.tally import BAD
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ORDER", "SEALS", "Seal", "kind_of", "seal_of", "sentence_of", "standing_of", "widened_of"]
+__all__ = ["ORDER", "SEALS", "Seal", "kind_of", "line_of", "seal_of", "sentence_of", "standing_of", "widened_of"]
 
 ORDER = ("failed", "partial", "interpreted", "certified")
 """Every standing, the least first."""
@@ -97,3 +97,9 @@ def seal_of(document: Mapping[str, Any]) -> Seal:
     if not told or document["kind"] != "certificate":
         return seal
     return attrs.evolve(seal, word=f"{seal.word} with overrides", note=f"{seal.note}, {told}", tone="interpreted")
+
+
+def line_of(document: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is printed of a document, in two parts: its seal, and what the seal means."""
+    seal = seal_of(document)
+    return f"{seal.sign} {seal.word}", f" ({seal.note}): {document['sentence']}"

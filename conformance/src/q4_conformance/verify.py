@@ -215,7 +215,7 @@ def check_census(document: dict[str, Any], where: str) -> str:
 
     made, here = document["versions"].get("q4-conformance"), versions()["q4-conformance"]
     if made != here:
-        return f"made with q4-conformance {made}, whose list of cases {here} can't know"
+        return f"made with q4-conformance {made or 'of no known version'}, whose list of cases {here} can't know"
     subject, run = document["subject"], document["run"]
     every = cases_for(Target(subject["profile"], subject["name"], subject["formats"], subject["device"]))
     due = {case.id for case in select_cases(every, run["only"])}
