@@ -67,7 +67,7 @@ def bad(
     return {name: CaseResult(case=name, contract="TC-09", outcome=outcome, message=message, **facts)}
 
 
-def widened_run(bound: float = 8.0) -> Run:
+def widened_run(bound: float = 8.0, **facts: Any) -> Run:
     """Return a run that passed, some of it by a bound that its author widened."""
     made = run()
     results = [
@@ -75,9 +75,9 @@ def widened_run(bound: float = 8.0) -> Run:
         for result in made.report.results
     ]
     report = attrs.evolve(made.report, results=results)
-    return attrs.evolve(made, report=report, manifest={**made.manifest, "overrides": [WIDE | {"bound": bound}]})
+    return attrs.evolve(made, report=report, manifest={**made.manifest, "overrides": [WIDE | {"bound": bound} | facts]})
 
 
-def widened(bound: float = 8.0) -> dict[str, Any]:
-    """Return the document of such a run."""
-    return make_certificate(widened_run(bound), COMMAND)
+def widened(bound: float = 8.0, **facts: Any) -> dict[str, Any]:
+    """Return the document of such a run; facts are further ones of the override."""
+    return make_certificate(widened_run(bound, **facts), COMMAND)

@@ -158,15 +158,17 @@ def test_overrides_are_told() -> None:
         assert "atomics" in text
 
 
-def test_a_certificate_that_stands_on_overrides_shows_it() -> None:
+@pytest.mark.parametrize("is_known_failure", [False, True])
+def test_a_certificate_that_stands_on_overrides_shows_it(is_known_failure: bool) -> None:
     """Seal and sentence tell how many cases passed by a wider bound, and how wide; others look as they did."""
-    told = documents.widened()
+    told = documents.widened(is_known_failure=is_known_failure)
     number = sum(documents.WIDE["reason"] in item.get("overrides", ()) for item in told["results"])
     assert (told["kind"], told["standing"], number > 1) == ("certificate", "certified", True)
     assert told["sentence"].endswith(f"; {number} cases by bounds widened up to × 8")
     for page in (to_html(told), to_markdown(told)):
         assert "Certified with overrides" in page
         assert page.count("widened up to × 8") >= 2
+        assert "is judged with a bound × 8" in page
     assert "overrides" not in seal_of(documents.document()).word
     assert seal_of(documents.document()).tone != seal_of(told).tone
 

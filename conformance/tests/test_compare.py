@@ -44,6 +44,7 @@ ON_CUDA = attrs.evolve(documents.TARGET, device="cuda")
         (documents.document(), documents.document(query=Query(name="made-up", only=("TC-09",))), "standing"),
         (documents.document(), documents.widened(), "bound of TC-09/bias…"),
         (documents.widened(2.0), documents.widened(8.0), "bound of TC-09/bias…"),
+        (documents.document(), documents.widened(is_known_failure=True), "bound of TC-09/bias…"),
         (
             documents.document(),
             documents.document(target=attrs.evolve(documents.TARGET, device="cuda")),
@@ -55,7 +56,7 @@ ON_CUDA = attrs.evolve(documents.TARGET, device="cuda")
             "run.case_seconds",
         ),
     ],
-    ids=["interpreted", "partial", "bound", "wider bound", "device", "limit"],
+    ids=["interpreted", "partial", "bound", "wider bound", "known failure", "device", "limit"],
 )
 def test_comparing_tells_what_certifies_less(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
     """A standing that fell, a bound that was widened and the like make the second weaker; the way back does not."""

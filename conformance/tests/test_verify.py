@@ -11,6 +11,7 @@ import pytest
 
 from q4_conformance.certificate import content_hash, to_text
 from q4_conformance.environment import versions
+from q4_conformance.standing import widened_of
 from q4_conformance.verify import CertificateError, check_census, installed_source, read_certificate
 from q4_conformance.writing import write_files
 
@@ -44,6 +45,7 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
     "edited": lambda told: to_text({**told, "sentence": "every case passed"}),
     "edited and hashed": lambda told: to_text(_rehashed({**told, "counts": {**told["counts"], "fail": 0}})),
     "another standing": lambda told: to_text(_rehashed({**told, "standing": "certified"})),
+    "a grander statement": lambda told: to_text(_rehashed({**told, "statement": "Certified by others."})),
     "another kind": lambda told: to_text(_rehashed({**told, "kind": "certificate"})),
     "a fairer sentence": lambda told: to_text(_rehashed({**told, "sentence": "every required case passed"})),
     "a format that passed": lambda told: to_text(_rehashed({**told, "formats": _all_passed(told["formats"])})),
@@ -73,6 +75,7 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
         ("edited", "content_hash"),
         ("edited and hashed", "counts.fail"),
         ("another standing", "standing"),
+        ("a grander statement", "statement"),
         ("another kind", "kind"),
         ("a fairer sentence", "sentence"),
         ("a format that passed", "formats"),
@@ -155,3 +158,11 @@ def test_an_interpreter_cannot_be_edited_away(tmp_path: Path) -> None:
     with pytest.raises(CertificateError) as caught:
         read_certificate(path)
     assert caught.value.name == "device.interpreted"
+
+
+def test_an_override_cannot_be_edited_out_of_the_results() -> None:
+    """What passed by a wider bound follows from the bounds that are declared, whatever the results say of it."""
+    told = documents.widened()
+    bare = [{key: value for key, value in item.items() if key != "overrides"} for item in told["results"]]
+    assert widened_of({**told, "results": bare}) == widened_of(told)
+    assert widened_of(told)[0] > 1

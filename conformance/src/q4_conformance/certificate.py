@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "SCHEMA_VERSION",
+    "STATEMENT",
     "canonical",
     "conclusions",
     "content_hash",

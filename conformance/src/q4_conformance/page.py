@@ -173,8 +173,9 @@ def _not_tested(document: Mapping[str, Any]) -> str:
 
 def said_of(override: Mapping[str, Any]) -> str:
     """Return what an override does, and why."""
-    does = "is known to fail" if override["is_known_failure"] else f"is judged with a bound × {override['bound']:g}"
-    return f"{does}: {override['reason']}"
+    does = ["is known to fail"] if override["is_known_failure"] else []
+    does += [f"is judged with a bound × {override['bound']:g}"] if override["bound"] > 1.0 else []
+    return f"{' and '.join(does)}: {override['reason']}"
 
 
 def _declared(document: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from q4_conformance.cases import select_cases
 from q4_conformance.certificate import (
     SCHEMA,
     SCHEMA_VERSION,
+    STATEMENT,
     canonical,
     conclusions,
     content_hash,
@@ -170,6 +171,7 @@ def _check_conclusions(document: dict[str, Any], refuse: Any) -> None:
         follows = conclusions(document, facts)
     except KeyError as error:
         raise refuse("paths", f"a row for {error}, which a result names", "none") from error
+    _compare("statement", STATEMENT, document["statement"], refuse)
     for name in ("counts", "formats", "paths", "matrix", "device", "standing", "kind", "sentence"):
         _compare(name, follows[name], document[name], refuse)
 
