@@ -131,7 +131,7 @@ def check_validate(case: Case, subject: object) -> str:
 
 
 _BARE = """
-import json, sys
+import importlib.metadata, json, os, sys
 import torch
 import q4core as q4
 weight = q4.quantize(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)), "nf4")
@@ -139,16 +139,34 @@ with q4.Session(q4.SessionConfig(device="cpu")) as session:
     layer = session.linear(weight)
     y = layer(torch.ones(2, 128))
     backend = session.report().layers[0].backend
-ours = [name for name in sys.modules if name == "q4core" or name.startswith(("q4core.", "q4_"))]
+
+def named_ours(name):
+    return name == "q4core" or name.startswith("q4_")
+
+ours = [name for name in sys.modules if named_ours(name.partition(".")[0])]
 files = {name: str(getattr(sys.modules[name], "__file__", "")) for name in ours}
-mapped = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+folders = [os.path.realpath(item) + os.sep for name in ours for item in getattr(sys.modules[name], "__path__", ())]
+installed = {
+    os.path.realpath(str(file.locate()))
+    for found in importlib.metadata.distributions()
+    if named_ours(str(found.metadata["Name"]).lower().replace("-", "_"))
+    for file in found.files or ()
+}
+
+def is_ours(path):
+    module = os.path.basename(path).partition(".")[0].removeprefix("lib").lstrip("_")
+    return named_ours(module) or path.startswith(tuple(folders)) or path in installed
+
+maps = open("/proc/self/maps").read().splitlines() if sys.platform == "linux" else []
+mapped = {line[line.index("/"):] for line in maps if "/" in line}
+libraries = {path for path in mapped if ".so" in os.path.basename(path)}
 print(json.dumps({
     "backend": backend,
     "finite": bool(torch.isfinite(y).all()),
     "shape": list(y.shape),
     "packages": sorted({name.partition(".")[0] for name in ours}),
     "compiled": sorted(f for f in files.values() if f.endswith((".so", ".pyd", ".dylib"))),
-    "mapped": sorted({line.split("/")[-1] for line in mapped.splitlines() if "/q4" in line and ".so" in line}),
+    "mapped": sorted(path for path in libraries if is_ours(path)),
 }))
 """
 
