@@ -21,7 +21,8 @@ def refuse_input(layer: WeightOwner, x: Any) -> NoReturn:
     """Say what is wrong with an x that the layer can't take; called only for such a one."""
     label = f"layer {layer.name!r}"
     if not isinstance(x, torch.Tensor):
-        raise InputError(label, name="x", rule="a tensor", value=type(x).__name__)
+        hint = "Use torch.as_tensor(x)."
+        raise InputError(label, name="x", rule="a tensor", value=type(x).__name__, hint=hint)
     if x.layout is not torch.strided:
         raise InputError(label, name="x", rule="a strided tensor", value=x.layout, hint="Use x.to_dense().")
     if x.dim() < 1 or x.shape[-1] != layer.in_features:
@@ -65,6 +66,7 @@ def refuse_bias(layer: WeightOwner, bias: object) -> NoReturn:
         name="bias",
         rule=f"None or {layer.dtype} [{layer.out_features}] on {layer.device}",
         value=got,
+        hint=f"Give a vector of {layer.out_features} numbers, one for each out-feature.",
     )
 
 
@@ -101,13 +103,15 @@ def check_out(layer: WeightOwner, x: torch.Tensor, out: torch.Tensor | None, out
             name="out",
             rule=f"{wanted} {list(expected)} on {x.device}",
             value=f"{out.dtype} {list(out.shape)} on {out.device}",
+            hint="Give such a tensor, or leave out= away.",
         )
     if any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
         raise InputError(label, name="out", rule="one place in memory for each element", value="an expanded tensor")
     if out.requires_grad and out.is_leaf and torch.is_grad_enabled():
         raise InputError(label, name="out", rule="a tensor that does not require gradients", value="requires_grad=True")
     if not torch.compiler.is_compiling() and out.numel() and _overlap(x, out):
-        raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory")
+        hint = "Give out= memory of its own, or leave it away."
+        raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory", hint=hint)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -63,60 +63,64 @@ def _damaged(weight: PackedWeight) -> Iterator[tuple[str, PackedWeight]]:
             yield f"{value} in {field}", attrs.evolve(weight, **{field: spoilt})
 
 
-def _bad_inputs(case: Case, weight: PackedWeight, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+_Bad = tuple[str, "torch.Tensor | list[list[float]]", dict[str, torch.Tensor], str]
+"""What is wrong, x, further arguments, and the legal choice that the error must tell."""
+
+
+def _bad_inputs(case: Case, weight: PackedWeight, device: torch.device) -> Iterator[_Bad]:
     inputs, outputs, dtype = weight.in_features, weight.out_features, case.dtype
     good = torch.zeros(3, inputs, dtype=dtype, device=device)
-    yield "one in-feature too many", torch.zeros(3, inputs + 1, dtype=dtype, device=device), {}
-    yield "one in-feature too few", torch.zeros(3, inputs - 1, dtype=dtype, device=device), {}
-    yield "no in-features", torch.zeros(3, 0, dtype=dtype, device=device), {}
-    yield "rank 0", torch.zeros((), dtype=dtype, device=device), {}
+    wide = good.new_zeros(3, max(inputs, outputs))
+    yield "one in-feature too many", good.new_zeros(3, inputs + 1), {}, str(inputs)
+    yield "one in-feature too few", good.new_zeros(3, inputs - 1), {}, str(inputs)
+    yield "no in-features", good.new_zeros(3, 0), {}, str(inputs)
+    yield "rank 0", good.new_zeros(()), {}, str(inputs)
     for other in {torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8} - {dtype}:
-        yield f"dtype {other}", torch.zeros(3, inputs, device=device).to(other), {}
-    yield "another device", torch.zeros(3, inputs, dtype=dtype, device="meta"), {}
-    yield "no tensor", [[0.0] * inputs], {}
-    yield "out= of another shape", good, {"out": torch.zeros(3, outputs + 1, dtype=dtype, device=device)}
-    yield "out= of another dtype", good, {"out": torch.zeros(3, outputs, dtype=torch.float64, device=device)}
-    yield (
-        "out= over x",
-        good,
-        {"out": good.view(-1)[: 3 * outputs].view(3, outputs)} if outputs <= inputs else {"out": 0},
-    )
+        yield f"dtype {other}", good.to(other), {}, str(dtype)
+    yield "another device", torch.zeros(3, inputs, dtype=dtype, device="meta"), {}, str(device)
+    yield "no tensor", [[0.0] * inputs], {}, "tensor"
+    yield "out= of another shape", good, {"out": good.new_zeros(3, outputs + 1)}, f"[3, {outputs}]"
+    yield "out= of another dtype", good, {"out": torch.zeros(3, outputs, device=device).to(torch.float64)}, str(dtype)
+    yield "out= over x", wide[:, :inputs], {"out": wide[:, :outputs]}, "memory"
 
 
 @check("refusals")
 def check_refusals(case: Case, subject: BackendSubject) -> str:
-    """What does not fit is refused at once by a typed error that names the layer, before any kernel runs."""
+    """What does not fit is refused at once, before any kernel, by a typed error that names layer and legal choice."""
     weight = attrs.evolve(case.weight(), name=_NAME)
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     count = 0
 
-    def refuse(what: str, call: Callable[[], object], kinds: tuple[type[Q4Error], ...], *, named: bool = True) -> None:
+    def refuse(what: str, call: Callable[[], object], kind: type[Q4Error], legal: str, name: str = _NAME) -> None:
         nonlocal count
         count += 1
         try:
             call()
-        except kinds as error:
-            expect(not named or _NAME in str(error), f"{what}: the error does not name the layer: {error}")
+        except kind as error:
+            expect(name in str(error), f"{what}: the error does not name the layer: {error}")
             expect(error.rule, f"{what}: the error does not say the rule: {error}")
+            expect(legal in str(error), f"{what}: the error does not tell the legal choice {legal!r}: {error}")
+            expect(error.hint, f"{what}: the error does not say what to do: {error}")
         except Exception as error:
             raise FailureError(f"{what}: {type(error).__name__} instead of a typed error: {error}") from error
         else:
             raise FailureError(f"{what} was accepted")
 
     before = sum(layer.diagnostics().calls)
-    for what, x, arguments in _bad_inputs(case, weight, layer.device):
-        refuse(what, lambda x=x, arguments=arguments: layer.module(x, **arguments), (InputError,))  # type: ignore[misc]
+    for what, x, arguments, legal in _bad_inputs(case, weight, layer.device):
+        refuse(what, functools.partial(layer.module, x, **arguments), InputError, legal)
     expect(sum(layer.diagnostics().calls) == before, "a refused call ran")
-    session = layer.session
+    make, outputs = layer.session.linear, weight.out_features
     for what, bias in (
-        ("a bias that is too long", torch.zeros(weight.out_features + 1)),
-        ("a bias of integers", torch.zeros(weight.out_features, dtype=torch.int64)),
-        ("a bias of rank 2", torch.zeros(1, weight.out_features)),
+        ("a bias that is too long", torch.zeros(outputs + 1)),
+        ("a bias of integers", torch.zeros(outputs, dtype=torch.int64)),
+        ("a bias of rank 2", torch.zeros(1, outputs)),
     ):
-        refuse(what, lambda bias=bias: session.linear(weight, bias), (InputError,))  # type: ignore[misc]
-    refuse("a dense weight", lambda: session.linear(torch.zeros(weight.shape)), (InputError,), named=False)  # type: ignore[arg-type]
+        refuse(what, functools.partial(make, weight, bias), InputError, f"[{outputs}]")
+    dense: Any = torch.zeros(weight.shape)
+    refuse("a dense weight", functools.partial(make, dense), InputError, "PackedWeight", name="session.linear")
     for what, spoilt in _damaged(weight):
-        refuse(what, lambda spoilt=spoilt: session.linear(spoilt), (WeightError,))  # type: ignore[misc]
+        refuse(what, functools.partial(make, spoilt), WeightError, "finite")
     return f"{count} refusals"
 
 
