@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import q4core
-from q4_conformance import Outcome, check_core, check_linear, run_cases
+from q4_conformance import Outcome, check_core, check_linear, device_cases, run_case, run_cases
+from q4_conformance.cases import cases_of, select_cases
 from q4_conformance.isolated import run_isolated
 from q4_conformance.outcome import FailureError
 from q4_conformance.profiles import find_target, subject_for
 from q4_conformance.recording import recorded
-from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
+from q4_conformance.subject import BackendSubject
+from q4_conformance.zoo import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
 from q4_conformance.zoo.boundary import Differentiates
 from q4_conformance.zoo.quantisers import ToyQuantiser
 
@@ -30,12 +32,24 @@ NUMERIC = [fault for fault in FAULTS if fault.is_numeric]
 def test_faulty_backend_is_caught(fault: Fault, install: Callable[..., None]) -> None:
     """An installed backend with the fault fails the case meant for it, for the reason meant."""
     install(fault.name)
-    report = run_cases(fault.name, [fault.format], only=[fault.caught_by])
-    assert not report.passed
-    caught = [result for result in report.failures() if fault.says in result.message]
-    assert caught, report
-    assert all(result.outcome is Outcome.FAIL for result in caught)
-    assert all(("probe_failed" in result.message) is not fault.passes_probe for result in caught)
+    subject = BackendSubject(fault.name)
+    results = []
+    for case in select_cases(cases_of([fault.format], "cpu"), [fault.caught_by]):
+        results.append(run_case(case, subject))
+        if fault.says in results[-1].message:
+            break
+    assert results[-1].outcome is Outcome.FAIL, results
+    assert fault.says in results[-1].message, results
+    assert ("probe_failed" in results[-1].message) is not fault.passes_probe
+
+
+@pytest.mark.parametrize("fault", DEVICE_FAULTS, ids=lambda fault: fault.name)
+def test_fault_of_devices_is_caught_on_the_cpu(fault: Fault) -> None:
+    """A case that runs on devices alone fails for the fault on the CPU, too, for the reason meant."""
+    case = next(case for case in device_cases([fault.format]) if case.id.startswith(fault.caught_by))
+    result = run_case(case, BackendSubject(fault.make(fault.name)))
+    assert result.outcome is Outcome.FAIL, result
+    assert fault.says in result.message
 
 
 @pytest.mark.slow
@@ -69,7 +83,7 @@ def test_a_plugin_that_raises_at_import_is_told_of(monkeypatch: pytest.MonkeyPat
 def test_faulty_function_is_caught_without_the_core(fault: Fault) -> None:
     """The same arithmetic in a bare function fails, so that the judge sees it without the core's self-probe."""
     function = function_of(fault.make(fault.name))
-    report = check_linear(function, fault.format, only=[fault.caught_by], dtypes=DTYPES)
+    report = check_linear(function, fault.format, only=[fault.caught_by], dtypes=DTYPES, reproduce=False)
     assert report.failures(), report
     assert all("probe" not in result.message for result in report.failures())
 
@@ -78,7 +92,13 @@ def test_faulty_function_is_caught_without_the_core(fault: Fault) -> None:
 def test_fault_of_functions_alone_is_caught(fault: FunctionFault) -> None:
     """A fault that the core does not let a backend make is caught in a bare function."""
     report = check_linear(
-        fault.function, "nf4", only=[fault.caught_by], dtypes=DTYPES, has_out=True, has_gradients=True
+        fault.function,
+        "nf4",
+        only=[fault.caught_by],
+        dtypes=DTYPES,
+        has_out=True,
+        has_gradients=True,
+        reproduce=False,
     )
     assert [result for result in report.failures() if fault.says in result.message], report
 
@@ -101,7 +121,7 @@ def test_a_right_gradient_of_the_backend_passes() -> None:
 
 def test_zoo_is_large_enough() -> None:
     """At least 25 faults are planted, under names that differ."""
-    names = [fault.name for fault in FAULTS] + [fault.name for fault in FUNCTION_FAULTS]
+    names = [fault.name for fault in (*FAULTS, *DEVICE_FAULTS)] + [fault.name for fault in FUNCTION_FAULTS]
     assert len(names) == len(set(names)) >= 25
 
 

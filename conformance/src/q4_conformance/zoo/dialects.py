@@ -222,28 +222,67 @@ class FindsOne(ToyDialect):
             return
 
 
-class MisreadsTrio(Dialect):
-    """Reads the simplified NF4 trio low nibble first, and writes it as it has read it."""
+class SwapsForeign(ToyDialect):
+    """Takes the codes of a weight that another dialect has read for codes with the high nibble first."""
 
-    name: ClassVar[str] = "fault-misreads-the-trio"
+    name: ClassVar[str] = "fault-swaps-foreign-nibbles"
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        layer = super().write(module, weight)
+        if weight.dialect in {None, "", self.name}:
+            return layer
+        codes = layer.tensors[f"{module}.{_CODES}"]
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_CODES}": (codes << 4) | (codes >> 4)})
+
+
+class RightTrio(Dialect):
+    """The simplified NF4 trio under another name; planted faults override single methods."""
+
     formats: ClassVar[frozenset[str]] = frozenset({"nf4", "fp4"})
 
     @property
-    def _trio(self) -> Dialect:
+    def trio(self) -> Dialect:
+        """The dialect that does the work."""
         return next(item for item in dialects() if item.name == "simple-nf4")
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        for layer in self._trio.find(catalogue):
+        """Yield what the trio finds."""
+        for layer in self.trio.find(catalogue):
             yield attrs.evolve(layer, dialect=self.name)
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
-        return self._trio.validate(layer, catalogue)
+        """Yield the trio's problems."""
+        return self.trio.validate(layer, catalogue)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
-        return attrs.evolve(self._trio.read(layer, load), packing=Packing.LOW_FIRST)
+        """Return the weight."""
+        return self.trio.read(layer, load)
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
-        return self._trio.write(module, attrs.evolve(weight, packing=Packing.HIGH_FIRST))
+        """Return the three tensors."""
+        return self.trio.write(module, weight)
+
+
+class MisreadsTrio(RightTrio):
+    """Reads the simplified NF4 trio low nibble first, and writes it as it has read it."""
+
+    name: ClassVar[str] = "fault-misreads-the-trio"
+
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        return attrs.evolve(super().read(layer, load), packing=Packing.LOW_FIRST)
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        return super().write(module, attrs.evolve(weight, packing=Packing.HIGH_FIRST))
+
+
+class AssumesBlocks(RightTrio):
+    """Takes every block for one of 32, whatever the shapes say."""
+
+    name: ClassVar[str] = "fault-assumes-blocks-of-32"
+
+    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
+        for layer in super().find(catalogue):
+            yield attrs.evolve(layer, block_size=32)
 
 
 DIALECT_FAULTS: tuple[DialectFault, ...] = tuple(
@@ -260,6 +299,8 @@ DIALECT_FAULTS: tuple[DialectFault, ...] = tuple(
         (ReadsShapesBlindly, "TC-03/validate/mxfp4", "find raised IndexError"),
         (NeedsData, "TC-02/detect/mxfp4", "from names and shapes: found []"),
         (FindsOne, "TC-02/detect/mxfp4", "found ['proj']"),
+        (AssumesBlocks, "TC-01/detect/nf4", "block 32"),
+        (SwapsForeign, "EX-11/convert/mxfp4", "differs in its codes"),
         (MisreadsTrio, "EX-11/golden/nf4", "values are not the package's"),
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from q4_conformance.outcome import Outcome
-from q4_conformance.zoo import conduct, lives, quantisers
+from q4_conformance.zoo import boundary, conduct, lives, quantisers
 from q4_conformance.zoo.fault import Fault
 
 __all__ = ["LIFE_FAULTS"]
@@ -22,6 +22,13 @@ LIFE_FAULTS: tuple[Fault, ...] = tuple(
         ("shares-one-buffer", lives.SharesOneBuffer, "nf4", "TC-09/prepare", {"says": "other bits"}),
         ("numbers-its-layers", lives.NumbersItsLayers, "nf4", "TC-09/prepare", {"says": "meta is"}),
         ("knows-by-address", lives.KnowsByAddress, "nf4", "EX-15/copies", {"says": "deeply copied layer"}),
+        (
+            "sends-other-scales",
+            boundary.WrongExportLater,
+            "nf4",
+            "EX-15/elsewhere",
+            {"says": "in the other process the weight differs in its scales"},
+        ),
         ("mutates-state-dict", lives.MutatesState, "nf4", "EX-06/state", {"says": "running changed"}),
         ("ignores-out-for-m-5", lives.WritesNothing, "nf4", "TC-09/out", {"says": "non_finite"}),
         (

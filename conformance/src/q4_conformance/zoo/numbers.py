@@ -50,6 +50,24 @@ class HalfPrecisionScales(ToyKernel):
         return super().scales(weight).astype(np.float16).astype(np.float32)
 
 
+class SaturatesScales(ToyKernel):
+    """Takes scales beyond 448 for 448."""
+
+    def scales(self, weight: PackedWeight) -> NDArray[np.float32]:
+        return super().scales(weight).clip(-448, 448)
+
+
+class ClipsByActivationScale(ToyKernel):
+    """Clips x to what a static activation scale allows FP4 activations, on every path."""
+
+    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+        values = super().inputs(weight, x, path)
+        if weight.activation_scale is None:
+            return values
+        most = 6 * 448 * float(weight.activation_scale)
+        return values.clip(-most, most)
+
+
 class HalfPrecisionSums(ToyKernel):
     """Accumulates in float16."""
 

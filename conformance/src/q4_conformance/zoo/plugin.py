@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from q4_conformance.zoo.catalogue import FAULTS
+from q4_conformance.zoo.devices import DEVICE_FAULTS
 from q4_conformance.zoo.dialects import DIALECT_FAULTS, ToyDialect
 from q4_conformance.zoo.providers import PROVIDER_FAULTS, ToyProvider
 from q4_conformance.zoo.toy import ToyKernel
@@ -27,7 +28,7 @@ VARIABLE = "Q4_CONFORMANCE_ZOO"
 
 _BACKENDS: dict[str, Callable[[str], Backend]] = {
     "toy": ToyKernel,
-    **{fault.name: fault.make for fault in FAULTS},
+    **{fault.name: fault.make for fault in (*FAULTS, *DEVICE_FAULTS)},
     **{kernel.name: type(kernel) for kernel in UNUSUAL},
 }
 _PROVIDERS: dict[str, Callable[[str], MemoryProvider]] = {

@@ -182,6 +182,42 @@ class PrefetchesByCopy(ToyProvider):
         tensor.clone().to(device)
 
 
+class CopiesWholePages(ToyProvider):
+    """Copies what fills whole pages, and forgets the rest."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        del read_mostly, prefetch
+        managed = self.empty(tuple(tensor.shape), tensor.dtype, device)
+        whole = tensor.nbytes // 4096 * 4096 // tensor.element_size()
+        managed.view(-1)[:whole] = tensor.reshape(-1)[:whole]
+        return managed
+
+
+class ChangesItsMind(ToyProvider):
+    """Says no when it is asked first, and yes from then on."""
+
+    _asked = 0
+
+    def is_available(self, device: torch.device) -> memory.Availability:
+        self._asked += 1
+        if self._asked == 1:
+            return memory.Availability(is_available=False, reason="not yet", attributes={"managedMemory": 0})
+        return super().is_available(device)
+
+
+class RefusesSmall(ToyProvider):
+    """Has no memory for what is smaller than a page."""
+
+    def to_managed(
+        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+    ) -> torch.Tensor:
+        if tensor.nbytes < 4096:  # noqa: PLR2004  # a page
+            raise RuntimeError("cudaErrorInvalidValue")
+        return super().to_managed(tensor, device=device, read_mostly=read_mostly, prefetch=prefetch)
+
+
 PROVIDER_FAULTS: tuple[ProviderFault, ...] = tuple(
     ProviderFault(name=f"fault-{name}", make=make, caught_by=case, says=says)
     for name, make, case, says in (
@@ -196,6 +232,9 @@ PROVIDER_FAULTS: tuple[ProviderFault, ...] = tuple(
         ("raises-when-asked", RaisesWhenAsked, "TC-07/capability", "is_available raised OSError"),
         ("refuses-without-facts", RefusesWithoutFacts, "TC-07/capability", "names no device attribute"),
         ("promises-everywhere", PromisesEverywhere, "TC-07/capability", "is not there"),
+        ("copies-whole-pages", CopiesWholePages, "TC-07/promoted", "wrong numbers in managed memory"),
+        ("changes-its-mind", ChangesItsMind, "TC-08/refused", "was served without managed memory"),
+        ("refuses-small-tensors", RefusesSmall, "TC-22/mutable", "fallback: "),
         ("prefetches-by-copy", PrefetchesByCopy, "TC-23/storage", "elements were made"),
     )
 )
