@@ -258,6 +258,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
         backend=selection.backend,
         paths=[path.name for path in selection.paths],
         compute_path=selection.compute_path.value,
+        native_load_state=selection.native_state,
         proven=selection.proven,
         fallback_reason=selection.fallback_reason,
         rejections=[str(item) for item in selection.rejections],

@@ -19,6 +19,7 @@ import q4core as q4
 from q4_conformance.checks import endurance, mutable
 from q4_conformance.zoo.mutables import MUTABLE_FAULTS, Unguarded
 from q4core import (
+    assessment,
     diagnostics,
     dispatch,
     memory,
@@ -133,6 +134,10 @@ def _event_without(field: str, event: str = "q4.select") -> Callable[[Any], Any]
         return sent
 
     return put
+
+
+def _always_fine(rejection: Any) -> Any:
+    return lambda backend, reasons, native_state="": rejection(backend, reasons, native_state and "fine")
 
 
 def _one_row_more(plan_by_key: Any) -> Any:
@@ -263,10 +268,34 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             "the error does not tell the legal choice '256'",
         ),
         (
-            "records-another-fallback",
+            "tells-no-rejection-in-the-event",
             _replaced(preparation, "emit", _event_without("rejections")),
             f"TC-12/mix/{_NF4}",
-            "the event's rejections differ",
+            r"the event says rejections = \[\], not ",
+        ),
+        (
+            "tells-no-path-in-the-event",
+            _replaced(preparation, "emit", _event_without("paths")),
+            f"TC-12/mix/{_NF4}",
+            r"the event says paths = \[\], not ",
+        ),
+        (
+            "tells-no-native-state-in-the-event",
+            _replaced(preparation, "emit", _event_without("native_load_state")),
+            f"TC-12/mix/{_NF4}",
+            "the event says native_load_state = '', not 'numpy'",
+        ),
+        (
+            "makes-up-the-native-state",
+            _replaced(dispatch, "Selection", lambda kind: lambda **facts: kind(**facts | {"native_state": "loaded"})),
+            f"TC-12/mix/{_NF4}",
+            "the native state is 'loaded', the backend says 'numpy'",
+        ),
+        (
+            "makes-up-a-losers-native-state",
+            _replaced(assessment, "Rejection", _always_fine),
+            f"TC-12/mix/{_NF4}",
+            "'toy' is rejected with the native state 'fine'",
         ),
         (
             "tears-updates",

@@ -127,6 +127,13 @@ def test_a_subject_that_writes_to_its_weight_does_not_move_its_target() -> None:
     assert not np.array_equal(decode_codes(weight), decode_codes(untouched))
 
 
+def test_what_takes_long_has_a_longer_limit() -> None:
+    """Cases of thousands of calls, of layers by the megabyte, of compilers and other processes are marked as slow."""
+    slow = {case.check for case in EVERY if case.is_slow and case.profile == "backend"}
+    assert slow == {"calls", "quantise_calls", "train_through", "stochastic", "compile", "dispose", "elsewhere"}
+    assert not [case.id for case in linear_cases() if case.is_slow]
+
+
 def test_id_tells_dtype_and_precision() -> None:
     """Cases that differ in dtype or precision have ids that differ."""
     recipe = weight_recipes(q4.BUILTIN_FORMATS["nf4"])[0]

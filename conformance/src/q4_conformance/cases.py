@@ -35,6 +35,8 @@ _P = ActivationPrecision
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
 _ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
 """Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
+_SLOW = frozenset({"calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
+"""Checks of thousands of calls, of a compiler and of another process, which take seconds on an idle machine."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
 
@@ -164,10 +166,13 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
         yield attrs.evolve(sweep, dtype=torch.bfloat16)
         text = "the error of free-range activations is what the precision's quantiser makes"
         yield Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, precision=wish, rows=(1, 40))
+    drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
+    text = "shapes drawn by chance are refused with a reason or computed right"
+    yield Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
     rows = (1, 3, 17)
     for contract, part, name, text in (
         ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
-        ("EX-04", "threads", "threads", "threads that share a layer get the bits that one alone gets"),
+        ("EX-04", "threads", "threads", "threads that share a session and its layers get the bits that one alone gets"),
         ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
         ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
         ("EX-08", "last-page", "last_page", "nothing is read past the end of a buffer"),
@@ -211,7 +216,10 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-15", "elsewhere", "elsewhere", "a layer pickled to a new process gives the same bits there"),
     ):
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
-        yield Case(contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows)
+        yield Case(
+            contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows,
+            is_slow=name in _SLOW,
+        )  # fmt: skip
     for dtype in _DTYPES:
         text = "every dtype of x and y that is declared is served rightly"
         yield Case(
@@ -219,7 +227,9 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         )
     text = "closing gives every byte back, and later use is an error"
     held = attrs.evolve(base, n=1024, k=1024)
-    yield Case(contract="EX-09", part="dispose", text=text, check="dispose", recipe=held, profile="backend")
+    yield Case(
+        contract="EX-09", part="dispose", text=text, check="dispose", recipe=held, profile="backend", is_slow=True
+    )
     large = attrs.evolve(base, n=2048, k=2048)
     text = "a path that says KERNEL makes no dense weight"
     yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend")

@@ -13,11 +13,12 @@ from q4_conformance.checks.values import draw, judge_call, make_bias
 from q4_conformance.oracle import as_given, judge_by
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
 from q4_conformance.pages import on_last_page
+from q4_conformance.subject import BackendLayer
 from q4_conformance.table import check, expect
 from q4core import InputError
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import Subject
+    from q4_conformance.subject import Layer, Subject
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
@@ -107,35 +108,53 @@ def check_repeat(case: Case, subject: Subject) -> str:
     return f"{3 * len(draws)} repetitions"
 
 
+_THREADS, _LAYERS = 4, 3
+
+
+def _beside(case: Case, subject: Subject, first: Layer) -> list[Layer]:
+    """Return layers over other weights of the same form: in the first one's session, where it has one."""
+    seeds = range(case.weight_recipe.seed + 1, case.weight_recipe.seed + _LAYERS)
+    weights = [attrs.evolve(case.weight_recipe, seed=seed).build() for seed in seeds]
+    if isinstance(first, BackendLayer):
+        return [attrs.evolve(first, module=first.session.linear(weight)) for weight in weights]
+    return [subject.layer(weight, dtype=case.dtype, precision=case.precision) for weight in weights]
+
+
 @check("threads")
 def check_threads(case: Case, subject: Subject) -> str:
-    """Threads that share a layer each get the bits that one alone gets."""
+    """Threads that share a session and its layers, and make layers there, each get the bits that one alone gets."""
     weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    draws = [draw(case, layer, weight, rows, seed) for rows in case.rows for seed in case.seeds]
-    expected = [layer(x).clone() for x in draws]
+    first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layers = [first, *_beside(case, subject, first)]
+    draws = [draw(case, first, weight, rows, seed) for rows in case.rows for seed in case.seeds]
+    expected = [[layer(x).clone() for x in draws] for layer in layers]
     problems: list[str] = []
-    start = threading.Barrier(4)
+    start = threading.Barrier(_THREADS)
+
+    def run(shift: int) -> None:
+        own = attrs.evolve(first, module=first.session.linear(weight)) if isinstance(first, BackendLayer) else first
+        names = [f"layer {index}" for index in range(_LAYERS)]
+        mine = [(own, expected[0], "a layer made there"), *zip(layers, expected, names, strict=True)]
+        for turn in range(3 * len(draws)):
+            layer, wanted, name = mine[(turn + shift) % len(mine)]
+            index = (turn + shift) % len(draws)
+            if not torch.equal(layer(draws[index]), wanted[index]):
+                problems.append(f"M = {draws[index].shape[0]}: other bits from {name}")
 
     def work(shift: int) -> None:
         start.wait()
-        for turn in range(3 * len(draws)):
-            index = (turn + shift) % len(draws)
-            try:
-                same = torch.equal(layer(draws[index]), expected[index])
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary; a thread would end in silence
-                problems.append(f"{type(error).__name__}: {error}")
-                return
-            if not same:
-                problems.append(f"M = {draws[index].shape[0]}: other bits")
+        try:
+            run(shift)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary; a thread would end in silence
+            problems.append(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(4)]
+    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     expect(not problems, "; ".join(sorted(set(problems))))
-    return f"4 threads, {12 * len(draws)} calls"
+    return f"{_THREADS} threads, {_LAYERS} layers and one of each thread, {3 * _THREADS * len(draws)} calls"
 
 
 @check("unmodified")

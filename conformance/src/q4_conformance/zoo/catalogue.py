@@ -127,6 +127,7 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
         ("ignores-bias", numbers.IgnoresBias, "nf4", "TC-09/bias", {"says": "out_of_bound"}),
         ("rounds-before-bias", numbers.RoundsBeforeBias, "nf4", "TC-09/bias", {"says": "out_of_bound"}),
         ("one-zeroed-element", numbers.OneZero, "nf4", "EX-01/rows", {"says": "1 of 6144 elements"}),
+        ("forgets-a-corner", numbers.ForgetsCorner, "nf4", "EX-01/shapes", {"says": "out_of_bound: 1 of"}),
         ("all-zero-for-m-17", numbers.AllZero17, "q8_0", "EX-01/rows", _SEEN_BY_PROBE),
         ("all-zero-for-m-127", numbers.AllZero127, "q8_0", "EX-01/rows", {"says": "all_zero"}),
         ("wrong-tile-for-many-rows", numbers.WrongTile, "nf4", "EX-01/rows", {**_SEEN_BY_PROBE, **_WITH_CORE}),
@@ -172,6 +173,13 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
         ("mutates-weight", conduct.MutatesWeight, "nf4", "EX-08/unmodified", {"says": "weight was written"}),
         ("writes-beside-out", conduct.WritesBeside, "nf4", "EX-08/unmodified", {"says": "beside out=", **_WITH_CORE}),
         ("not-thread-safe", conduct.SharedScratch, "nf4", "EX-04/threads", {"says": "other bits"}),
+        (
+            "not-thread-safe-across-layers",
+            conduct.SharedPlace,
+            "nf4",
+            "EX-04/threads",
+            {"says": "other bits from layer"},
+        ),
         (
             "hidden-dense-in-torch",
             conduct.DensePython,

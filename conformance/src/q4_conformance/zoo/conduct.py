@@ -89,6 +89,17 @@ class SharedScratch(ToyKernel):
             out.zero_()
 
 
+class SharedPlace(ToyKernel):
+    """Keeps in the backend whose layer it works for: right for any number of threads that share one."""
+
+    _place: Prepared | None = None
+
+    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+        self._place = prepared
+        time.sleep(0.001)
+        super().linear(self._place, x, out, bias=bias, path=path)
+
+
 class DensePython(ToyKernel):
     """Says KERNEL, and dequantises slice by slice in torch."""
 

@@ -163,6 +163,14 @@ class OneZero(Spoils):
             y[101, y.shape[1] // 2] = 0
 
 
+class ForgetsCorner(Spoils):
+    """Zeroes the last element where M is from 19 to 31 and N is odd."""
+
+    def spoil(self, y: NDArray[np.float32]) -> None:
+        if 19 <= y.shape[0] < 32 and y.shape[1] % 2:  # noqa: PLR2004  # far from where the probe looks
+            y[-1, -1] = 0
+
+
 class AllZero17(Spoils):
     """Gives zeros where M is 17."""
 

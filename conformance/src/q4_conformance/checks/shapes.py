@@ -1,0 +1,58 @@
+"""Check of shapes that nobody chose: sizes drawn from a fixed seed, each refused with a reason or computed right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from q4_conformance.checks.values import check_awkward
+from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.table import check
+from q4core import Feature, Form
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4_conformance.subject import Subject
+    from q4_conformance.table import Case
+
+_SHAPES = 12
+
+
+def _shapes(case: Case) -> Iterator[Case]:
+    """Yield the case on weights up to the size of its own, with one number of rows up to its largest."""
+    recipe, kind = case.weight_recipe, case.weight_recipe.format
+    random = np.random.default_rng([case.seeds[0], *kind.name.encode()])
+    for _ in range(_SHAPES):
+        rows, n, k = (int(random.integers(1, most + 1)) for most in (max(case.rows), recipe.n, recipe.k))
+        is_flat = kind.name in {"nf4", "fp4"} and bool(random.integers(2))
+        if is_flat:
+            shaped = attrs.evolve(recipe, n=n, k=k, features={Feature.FLAT_BLOCKS})
+        elif kind.form is Form.INTEGER:  # whose last block may be short
+            shaped = attrs.evolve(recipe, n=n, k=k)
+        else:
+            shaped = attrs.evolve(recipe, n=n, k=-(-k // recipe.block_size) * recipe.block_size)
+        yield attrs.evolve(case, recipe=shaped, rows=(rows,), seeds=case.seeds[:1])
+
+
+@check("shapes")
+def check_shapes(case: Case, subject: Subject) -> str:
+    """Random shapes are right in every element, or refused with a reason; each is told by seed and number."""
+    told, missing = [], ""
+    for index, shaped in enumerate(_shapes(case)):
+        recipe = shaped.weight_recipe
+        what = f"seed {case.seeds[0]}, shape {index}: M = {shaped.rows[0]}, N = {recipe.n}, K = {recipe.k}"
+        try:
+            outcome = check_awkward(shaped, subject)
+        except FailureError as error:
+            raise FailureError(f"{what}{', flat' if recipe.is_flat else ''}: {error}") from error
+        except NotDeclaredError as error:
+            missing = str(error)
+        else:
+            told.append(outcome)
+    if not told:
+        raise NotDeclaredError(missing)
+    refused = sum(outcome.startswith("refused") for outcome in told)
+    return f"seed {case.seeds[0]}: {len(told) - refused} shapes right, {refused} refused"
