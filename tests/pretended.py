@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -240,7 +241,13 @@ def pretended_cuda() -> Iterator[Pretence]:
         return made if device is None else made.to(device)
 
     def modes_beside_ours() -> int:
-        return abs(dispatch_modes() - outside - 1)  # 1 in other threads, which ours does not reach
+        return abs(dispatch_modes() - outside - 1)
+
+    run = threading.Thread.run
+
+    def run_there(self: threading.Thread) -> None:
+        with _Mode():  # that of the thread that started this one does not reach it
+            run(self)
 
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -255,6 +262,7 @@ def pretended_cuda() -> Iterator[Pretence]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", run_there))
         stack.enter_context(mock.patch.object(torch, "tensor", tensor))
         stack.enter_context(mock.patch.object(sys.modules[__name__], "_seen", seen))
         stack.enter_context(mock.patch.object(fast_path, "PLAIN", _Pretended))
