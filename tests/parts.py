@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from broken_core import CORE_FAULTS
 
-from q4_conformance import backend_cases, core_cases, device_cases, dialect_cases, linear_cases, memory_cases
+from q4_conformance import cases, plain_cases
 from q4_conformance.zoo import DEVICE_FAULTS, DIALECT_FAULTS, FAULTS, FUNCTION_FAULTS, PROVIDER_FAULTS
 
 if TYPE_CHECKING:
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["TABLES", "UNCAUGHT", "catchers", "part_of", "parts"]
 
-TABLES: dict[str, tuple[Case, ...]] = {
-    "backend": backend_cases(),
-    "core": core_cases(),
-    "device": device_cases(),
-    "dialect": dialect_cases(),
-    "linear": linear_cases(),
-    "memory": memory_cases(),
-}
-"""Name of a table → its cases."""
+
+def _tables() -> dict[str, tuple[Case, ...]]:
+    modules = {name: module for module in (cases, plain_cases) for name in module.__all__}
+    names = sorted(name for name in modules if name.endswith("_cases") and name != "select_cases")
+    return {name.removesuffix("_cases"): getattr(modules[name], name)() for name in names}
+
+
+TABLES = _tables()
+"""Name of each table of the kit, such as ``"linear"`` → its cases."""
 
 _GPU = "needs a CUDA device"
 UNCAUGHT: dict[tuple[str, str], str] = {
@@ -51,13 +52,14 @@ def part_of(case: Case) -> str:
     return f"{case.contract}/{case.part}"
 
 
+@functools.cache
 def parts() -> dict[tuple[str, str], tuple[Case, ...]]:
     """Return (table, part) → its cases, for every part of every table."""
     found: dict[tuple[str, str], list[Case]] = {}
-    for table, cases in TABLES.items():
-        for case in cases:
+    for table, rows in TABLES.items():
+        for case in rows:
             found.setdefault((table, part_of(case)), []).append(case)
-    return {part: tuple(cases) for part, cases in found.items()}
+    return {part: tuple(rows) for part, rows in found.items()}
 
 
 def catchers() -> Iterator[tuple[str, set[tuple[str, str]]]]:

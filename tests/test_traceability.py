@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 import pytest
-from traceability import PAGE, certificates, page_of, problems, tables
+from parts import catchers
+from running import part_in, files_by_part
+from traceability import PAGE, certificates, page_of, parts, problems, tables
 
 from q4_conformance.uses import USE_CASES, USES, uses_of
 
@@ -20,12 +22,12 @@ DOCS = PAGE.parent
 
 def test_nothing_is_missing() -> None:
     """No use case is without a case, no case without a use case or a test."""
-    assert problems(tables()) == []
+    assert problems(tables(), parts()) == []
 
 
 def test_page_is_up_to_date() -> None:
     """The page is what ``nox -s traceability`` writes."""
-    assert PAGE.read_text(encoding="utf-8") == page_of(tables(), certificates())
+    assert PAGE.read_text(encoding="utf-8") == page_of(tables(), parts(), certificates())
 
 
 def test_use_cases_are_told() -> None:
@@ -38,16 +40,42 @@ def test_use_cases_are_told() -> None:
 
 
 def test_a_use_case_without_a_case_shows() -> None:
-    """Without its cases, UC-07 is reported; so is a case that nothing says the use of, and a table without a test."""
+    """Without its cases, UC-07 is reported; so is a case that nothing says the use of, and a part without a test."""
     found = tables()
     wanted = [attrs.evolve(t, cases=tuple(c for c in t.cases if "UC-07" not in uses_of(c.contract))) for t in found]
-    assert problems(wanted) == ["UC-07 has no case"]
+    assert problems(wanted, ()) == ["UC-07 has no case"]
     stranger = attrs.evolve(found[0], cases=(attrs.evolve(found[0].cases[0], contract="TC-99"),))
-    assert problems([*found, stranger]) == ["TC-99 proves no use case"]
-    untested = attrs.evolve(found[0], tests=())
-    assert problems([*found, untested]) == [f"no test runs the cases of the table {found[0].name!r}"]
+    assert problems([*found, stranger], ()) == ["TC-99 proves no use case"]
+    untested = attrs.evolve(parts()[0], tests=())
+    assert problems(found, [untested]) == [f"no test runs {untested.name} of the table {untested.table!r}"]
     with pytest.raises(LookupError, match="TC-99"):
         uses_of("TC-99")
+
+
+@pytest.mark.parametrize(
+    ("test", "wanted"),
+    [
+        ("tests/a.py::test_case[avx2-TC-09/bias/nf4-plain-s0/float32/exact]", {("linear", "TC-09/bias")}),
+        ("tests/a.py::test_case[nf4-cuda, TC-16/picked/nf4-plain/float16/exact]", {("device", "TC-16/picked")}),
+        ("tests/a.py::test_case[TC-02/detect]", {("core", "TC-02/detect")}),
+        ("tests/a.py::test_case[TC-02/detect/mxfp4]", {("dialect", "TC-02/detect")}),
+        ("tests/a.py::test_case[TC-23/storage-no driver]", {("memory", "TC-23/storage")}),
+        ("tests/a.py::test_fault[fault-ignores-bias]", {("linear", "TC-09/bias")}),
+        ("tests/a.py::test_fault[doubles-the-blocks]", {("core", "TC-02/detect")}),
+        ("tests/a.py::test_all[TC-16-nf4-cuda]", set()),
+        ("tests/a.py::test_one", set()),
+    ],
+)
+def test_a_test_runs_the_part_that_its_id_names(test: str, wanted: set[tuple[str, str]]) -> None:
+    """A test stands for the part of the case in its id, or of the case that must catch the fault in it; else none."""
+    assert part_in(test, dict(catchers())) == wanted
+
+
+def test_a_file_stands_for_what_it_runs_alone() -> None:
+    """A file that runs one part of a table is no test of the table's others."""
+    found = files_by_part(["tests/a.py::test_case[TC-09/bias/nf4/float32/exact]"])
+    assert found["linear", "TC-09/bias"] == ("tests/a.py",)
+    assert not any(files for part, files in found.items() if part != ("linear", "TC-09/bias"))
 
 
 def test_the_contract_is_whole() -> None:
@@ -58,12 +86,16 @@ def test_the_contract_is_whole() -> None:
 
 
 def test_tests_and_plugins_are_found() -> None:
-    """Known tests and plugins stand where they belong."""
+    """Known tests and plugins stand where they belong, and no test for a part that it leaves out."""
+    tests = {(part.table, part.name): part.tests for part in parts()}
+    pretended = "tests/contract/test_pretended_cuda.py"
+    assert "tests/contract/test_core.py" in tests["core", "TC-01/detect"]
+    assert "tests/contract/test_reference.py" in tests["backend", "EX-07/compile"]
+    assert pretended in tests["device", "TC-16/picked"]
+    assert pretended not in tests["backend", "EX-07/compile"]
+    assert tests["device", "EX-18/graph"] == ()
     by_name = {table.name: table for table in tables()}
-    assert "tests/contract/test_core.py" in by_name["core"].tests
     assert by_name["core"].plugins == ("q4core",)
-    assert "tests/contract/test_reference.py" in by_name["backend"].tests
-    assert "plugins/cpu-native/tests/test_cpu_contract.py" in by_name["linear"].tests
     assert {"dequant-fallback", "cpu-native"} <= set(by_name["linear"].plugins)
     assert "dialects" not in by_name["linear"].plugins
 
@@ -77,7 +109,7 @@ def test_certificates_are_counted(tmp_path: Path) -> None:
     ]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "certificate.json").write_text(json.dumps({"results": results}), encoding="utf-8")
-    lines = page_of(tables(), certificates(tmp_path)).splitlines()
+    lines = page_of(tables(), parts(), certificates(tmp_path)).splitlines()
     rows = {line.split(" | ")[0].strip("| "): line for line in lines}
     assert rows["TC-09"].endswith("| mine: 1 fail, 1 pass |")
     assert rows["TC-01"].endswith("| mine: 1 not_declared |")

@@ -1,19 +1,21 @@
 """Makes docs/traceability.md: use cases ↔ contract cases ↔ tests ↔ plugins ↔ the last certificates.
 
-``nox -s traceability`` runs it. It reads the kit's tables, the tests' and plugins' sources and what certificates there
-are; nothing is typed by hand but which use case a contract case proves, which is data in ``q4_conformance.uses``.
+``nox -s traceability`` runs it. It reads the kit's tables, the ids of the tests that pytest collects, the plugins'
+sources and what certificates there are; nothing is typed by hand but which use case a contract case proves, which is
+data in ``q4_conformance.uses``.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from parts import TABLES, UNCAUGHT, catchers
+from parts import parts as parts_of_tables
+from running import collected, files_by_part
 
-from q4_conformance import cases, plain_cases
 from q4_conformance.uses import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
@@ -21,12 +23,11 @@ if TYPE_CHECKING:
 
     from q4_conformance import Case
 
-__all__ = ["PAGE", "Table", "certificates", "page_of", "problems", "tables"]
+__all__ = ["PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traceability.md"
 CERTIFICATES = ROOT / "docs" / "certificates"
-_TESTS = ("tests/contract/test_*.py", "plugins/*/tests/test_*.py")
 _HOOKS = {
     "linear": "q4_backends",
     "backend": "q4_backends",
@@ -35,18 +36,16 @@ _HOOKS = {
     "dialect": "q4_dialects",
 }
 """Table of cases → the hook of the plugins that it concerns; the core's concern the core alone."""
-_RUNNERS = {
-    "check_core": ("core",),
-    "check_linear": ("linear",),
-    "run_cases": ("linear", "backend"),
-    "run_isolated": ("linear", "backend"),
-}
-"""Function of the kit → the tables that it runs."""
-
 
 _INTRODUCTION = """\
 From what people do to what proves it: [use cases](use-cases.md), contract cases, the tests that run them, the plugins
 that they concern and how they ended in the last certificates. Made by `nox -s traceability`."""
+
+
+_PARTS = """\
+Each part of a contract case, how many planted faults it must catch, and the files with tests that CI runs of it: by
+those tests' own ids. What the part must end as is each test's to say: where a plugin does not declare something, that
+is NOT_DECLARED."""
 
 
 @attrs.frozen
@@ -56,40 +55,50 @@ class Table:
     Args:
         name: Such as ``"linear"``.
         cases: Its cases.
-        tests: The test files that run them, from the repository's root.
         plugins: The plugins that it concerns.
     """
 
     name: str
     cases: tuple[Case, ...]
-    tests: tuple[str, ...]
     plugins: tuple[str, ...]
 
 
+@attrs.frozen
+class Part:
+    """One part of a contract case in one table.
+
+    Args:
+        table: Name of the table.
+        name: Such as ``"TC-09/bias"``.
+        cases: How many cases it has.
+        faults: How many planted faults it is to catch.
+        tests: The files with tests that run one of its cases, from the repository's root.
+        excuse: Why no fault is planted here, where none is.
+    """
+
+    table: str
+    name: str
+    cases: int
+    faults: int
+    tests: tuple[str, ...]
+    excuse: str = ""
+
+
 def tables() -> tuple[Table, ...]:
-    """Return every table of the kit, with its tests and plugins."""
-    modules = {name: module for module in (cases, plain_cases) for name in module.__all__}
-    names = sorted(name.removesuffix("_cases") for name in modules if name.endswith("_cases"))
-    names.remove("select")
-    used = {path: _names_in(path) for pattern in _TESTS for path in sorted(ROOT.glob(pattern))}
-    return tuple(
-        Table(
-            name,
-            getattr(modules[f"{name}_cases"], f"{name}_cases")(),
-            tuple(str(path.relative_to(ROOT)) for path, found in used.items() if name in found),
-            _plugins_with(_HOOKS.get(name)),
-        )
-        for name in names
-    )
+    """Return every table of the kit, with its plugins."""
+    return tuple(Table(name, cases, _plugins_with(_HOOKS.get(name))) for name, cases in TABLES.items())
 
 
-def _names_in(path: Path) -> set[str]:
-    """Return the tables whose cases a test file runs: those that it names, where it runs cases at all."""
-    found = {node.id for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)}
-    run = {table for runner, run_by in _RUNNERS.items() if runner in found for table in run_by}
-    if "run_case" in found:
-        run |= {name.removesuffix("_cases") for name in found if name.endswith("_cases")}
-    return run
+def parts() -> tuple[Part, ...]:
+    """Return every part of the contract, in its order, with the faults and tests that there are."""
+    tests = files_by_part(collected())
+    caught = [part for _, found in catchers() for part in found]
+    places = [*USES]
+    found = [
+        Part(table, name, len(cases), caught.count((table, name)), tests[table, name], UNCAUGHT.get((table, name), ""))
+        for (table, name), cases in parts_of_tables().items()
+    ]
+    return tuple(sorted(found, key=lambda part: (places.index(part.name.split("/")[0]), part.name, part.table)))
 
 
 def _plugins_with(hook: str | None) -> tuple[str, ...]:
@@ -107,14 +116,15 @@ def certificates(folder: Path = CERTIFICATES) -> dict[str, dict[str, Any]]:
     }
 
 
-def problems(found: Iterable[Table]) -> list[str]:
+def problems(tables_: Iterable[Table], parts_: Iterable[Part]) -> list[str]:
     """Return what is missing: a use case without a case, a case without a use case or without a test."""
-    told = []
+    told, found = [], tuple(tables_)
     contracts = {case.contract for table in found for case in table.cases}
     proven = {use for contract in contracts for use in USES.get(contract, ())}
     told += [f"{use} has no case" for use in USE_CASES if use not in proven]
     told += [f"{contract} proves no use case" for contract in sorted(contracts - set(USES))]
-    told += [f"no test runs the cases of the table {table.name!r}" for table in found if not table.tests]
+    untested = [part for part in parts_ if not part.tests and not part.excuse]
+    told += [f"no test runs {part.name} of the table {part.table!r}" for part in untested]
     return told
 
 
@@ -131,10 +141,10 @@ def _verdicts(contract: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
     return "; ".join(told) or "none yet"
 
 
-def page_of(found: Iterable[Table], documents: Mapping[str, Mapping[str, Any]]) -> str:
+def page_of(found: Iterable[Table], parts_: Iterable[Part], documents: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page, as Markdown."""
     chosen = tuple(found)
-    parts = [
+    pieces = [
         "# Traceability",
         _INTRODUCTION,
         "## Use cases",
@@ -144,11 +154,14 @@ def page_of(found: Iterable[Table], documents: Mapping[str, Mapping[str, Any]]) 
             ("case", "what must hold", "use cases", "tables", "cases", "last certificates"),
             _case_rows(chosen, documents),
         ),
+        "## Parts",
+        _PARTS,
+        _table(("part", "table", "cases", "faults", "tests"), map(_part_row, parts_)),
         "## Tables",
-        "Each table of the kit, the tests that run its cases and the plugins that they judge.",
-        _table(("table", "cases", "tests", "plugins"), map(_table_row, chosen)),
+        "Each table of the kit, and the plugins that its cases judge.",
+        _table(("table", "cases", "plugins"), map(_table_row, chosen)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(pieces) + "\n"
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -191,10 +204,14 @@ def _case_rows(found: tuple[Table, ...], documents: Mapping[str, Mapping[str, An
     return rows
 
 
+def _part_row(part: Part) -> tuple[str, ...]:
+    tests = ", ".join(f"`{path}`" for path in part.tests)
+    return part.name, part.table, str(part.cases), part.excuse or str(part.faults), tests or "`nox -s gpu`"
+
+
 def _table_row(table: Table) -> tuple[str, ...]:
-    tests = ", ".join(f"`{path}`" for path in table.tests)
-    return table.name, str(len(table.cases)), tests, ", ".join(table.plugins) or "none yet"
+    return table.name, str(len(table.cases)), ", ".join(table.plugins) or "none yet"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of(tables(), certificates()), encoding="utf-8")
+    PAGE.write_text(page_of(tables(), parts(), certificates()), encoding="utf-8")

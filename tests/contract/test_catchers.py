@@ -14,3 +14,5 @@ def test_every_part_catches_a_fault() -> None:
 def test_every_fault_has_one_part_that_catches_it() -> None:
     """What a fault is caught by is a case of one part, as the tables have it now."""
     assert {name: len(found) for name, found in catchers() if len(found) != 1} == {}
+    names = [name for name, _ in catchers()]
+    assert len(set(names)) == len(names)
