@@ -15,7 +15,7 @@ from parts import catchers, parts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["collected", "part_in", "files_by_part"]
+__all__ = ["collected", "files_by_part", "part_in"]
 
 ROOT = Path(__file__).parents[1]
 _TESTS = ("tests/contract/test_*.py", "plugins/*/tests/test_*.py")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 from parts import catchers
-from running import part_in, files_by_part
+from running import files_by_part, part_in
 from traceability import PAGE, certificates, page_of, parts, problems, tables
 
 from q4_conformance.uses import USE_CASES, USES, uses_of
