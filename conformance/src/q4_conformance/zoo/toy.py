@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["ToyKernel", "function_of"]
 
 _SLICE_ELEMENTS = 1 << 13
+_PIECE_ROWS = 32
+"""With slices of that size too little for BLAS to share among threads, which wait long for one another when the
+machine is busy."""
 _INT8_BLOCK = 32
 _GEMV_ROWS = 16
 
@@ -139,7 +142,10 @@ class ToyKernel:
         for start in range(0, weight.out_features, step):
             stop = min(start + step, weight.out_features)
             with np.errstate(invalid="ignore", over="ignore"):
-                y[:, start:stop] = self.accumulate(values, self.rows(weight, scales, start, stop))
+                dense = self.rows(weight, scales, start, stop)
+                for row in range(0, len(y), _PIECE_ROWS):
+                    piece = slice(row, row + _PIECE_ROWS)
+                    y[piece, start:stop] = self.accumulate(values[piece], dense)
         return y
 
     def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
