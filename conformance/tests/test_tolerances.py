@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from q4_conformance import oracle
-from q4_conformance.checks import rounding
-from q4_conformance.checks.layer import DENSE_ELEMENTS
+from q4_conformance import heap, oracle
+from q4_conformance.checks import kind, rounding
 from q4_conformance.checks.lifetime import LOST_LAYERS
 from q4_conformance.checks.steady import LOST_RESULTS
 
@@ -40,7 +39,14 @@ IN_CODE = {
     "least variance": rounding._NORMAL,
     "lost results": LOST_RESULTS,
     "lost layers": LOST_LAYERS,
-    "dense elements": DENSE_ELEMENTS,
+    "dense elements": kind.DENSE_ELEMENTS,
+    "dense bytes": kind.DENSE_BYTES,
+    "kept bytes": kind.KEPT_BYTES,
+    "bytes beside": kind.BESIDE_BYTES,
+    "elements of activations": kind.ACTIVATION_ELEMENTS,
+    "bytes of activations": kind.ACTIVATION_BYTES,
+    "least limit": kind.LEAST_BYTES,
+    "large block": heap.LARGE_BYTES,
 }
 
 

@@ -32,7 +32,7 @@ from q4core import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason
+    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason, Selection
 
 __all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of"]
 
@@ -269,9 +269,18 @@ class BackendSubject:
         paths = select(request, config, registry=self.registry).path_for
         return BackendLayer(module, session, paths, self.ran, self.tried)
 
-    def prepare(self, weight: PackedWeight, request: Request) -> Prepared:
+    def choose(self, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Selection:
+        """Return which paths of this backend would serve a request.
+
+        Raises:
+            BackendUnavailableError, PolicyConflictError: None would.
+        """
+        config = self.config(activation_precision=request.precision, compute_path=compute_path)
+        return select(request, config, registry=self.registry)
+
+    def prepare(self, weight: PackedWeight, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Prepared:
         """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""
-        seen = select(request, self.config(activation_precision=request.precision), registry=self.registry)
+        seen = self.choose(request, compute_path)
         source = weight.to(self.device)
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()

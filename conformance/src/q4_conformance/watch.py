@@ -1,8 +1,8 @@
 """What a call allocates: torch's own tensors, and the peak of the process's memory.
 
 A path that says KERNEL computes from 4-bit data. One that makes the dense weight first, whole or slice by slice, makes
-N × K floating-point elements on the way; torch's dispatcher sees them when torch makes them, and the peak of resident
-memory shows whole ones that native code makes.
+N × K elements on the way; torch's dispatcher sees them when torch makes them, and the peak of resident memory shows
+whole ones that native code makes. What stays after a call is no peak: ``taken_bytes`` before and after tells it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from q4_conformance.heap import own_mappings
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Allocations", "trim", "watch"]
+__all__ = ["Allocations", "taken_bytes", "trim", "watch"]
 
-_PEAKS = 3
-"""Plain calls, of which the least peak counts: other threads of the process allocate at times, a call each time."""
+_PEAKS = 4
+"""Calls, of which the least peak counts: other threads of the process allocate at times, a call each time."""
 _KIB = 1024
 _STATUS = Path("/proc/self/status")
+_MAPPINGS = Path("/proc/self/smaps")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -35,17 +38,17 @@ class Allocations:
     """What one call allocated.
 
     Args:
-        float_elements: Floating-point elements in all tensors that torch made, added up.
-        peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above its start; None where
-            nobody says.
+        elements: Elements in all tensors that torch made, added up.
+        peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above what it was before and
+            above what it was afterwards; None where nobody says.
     """
 
-    float_elements: int
+    elements: int
     peak_bytes: int | None
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the floating-point elements of every new storage."""
+    """Counts the elements of every new storage."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -57,7 +60,7 @@ class _Counter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         known = {tensor.untyped_storage().data_ptr() for tensor in inputs}  # views and in-place results make nothing
         for tensor in _tensors((result,)):
-            if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
+            if tensor.untyped_storage().data_ptr() not in known:
                 self.elements += tensor.untyped_storage().nbytes() // tensor.element_size()
         return result
 
@@ -72,15 +75,14 @@ def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
     return found
 
 
-def _status(field: str) -> int | None:
+def _status() -> dict[str, int]:
+    """Return the sizes in this process's status, in bytes; nothing where the system does not say."""
     try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return None
-    for line in lines:
-        if line.startswith(field):
-            return int(line.split()[1]) * _KIB
-    return None
+        return {}
+    words = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(value) * _KIB for name, value, _ in words}
 
 
 def trim() -> None:
@@ -90,16 +92,39 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reset_peak() -> bool:
-    """Give freed memory back to the system and start the peak anew; say whether that worked."""
-    if sys.platform != "linux":
-        return False
+def _absent_heap_bytes() -> int:
+    """Return how much of the heap is not resident: its size without what is."""
+    absent = 0
+    in_heap = False
+    with _MAPPINGS.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line[0].isupper():  # the next mapping; the heap's pieces, if there are several, follow each other
+                if in_heap and "[heap]" not in line:
+                    break
+                in_heap = "[heap]" in line
+            elif in_heap and line.startswith("Size:"):
+                absent += int(line.split()[1]) * _KIB
+            elif in_heap and line.startswith("Rss:"):
+                absent -= int(line.split()[1]) * _KIB
+    return absent
+
+
+def taken_bytes(device: torch.device) -> int | None:
+    """Return the memory that this process has taken on a device; None where nobody says.
+
+    On the CPU that is its own resident memory and that which it shares, without files. Of the heap every page counts,
+    resident or not, because freed pages of it come and go with whatever asks for a small block.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    facts = _status()
+    if "RssAnon" not in facts:
+        return None
     try:
-        trim()
-        _CLEAR.write_text("5", encoding="ascii")
+        return facts["RssAnon"] + facts.get("RssShmem", 0) + _absent_heap_bytes()
     except OSError:
-        return False
-    return True
+        return None
 
 
 def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
@@ -112,26 +137,41 @@ def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated(device) - start
 
 
-def watch(call: Callable[[], object], device: torch.device | None = None) -> Allocations:
-    """Run ``call`` under torch's dispatcher, then plainly a few times, and return what it allocated.
+def watch(call: Callable[[], object], device: torch.device | None = None, *, enough_bytes: int = 0) -> Allocations:
+    """Run ``call`` under torch's dispatcher, then plainly where its peak is high, and return what it allocated.
 
     Args:
-        call: Does the same each time. A first call outside the count should have warmed it up.
+        call: Does the same each time. What it keeps from its first run on is no part of any peak.
         device: Where it computes; the CPU unless told.
+        enough_bytes: A peak that is no higher ends the search for the least.
     """
     counter = _Counter()
-    with torch.no_grad(), counter:
-        call()
+
+    def counted() -> None:
+        with counter:
+            call()
+
     if device is not None and device.type == "cuda":
-        return Allocations(counter.elements, _cuda_peak(device, call))
-    peaks = [_host_peak(call) for _ in range(_PEAKS)]
+        peak = _cuda_peak(device, counted)
+        return Allocations(counter.elements, peak)
+    with own_mappings():
+        peaks = [_host_peak(counted)]
+        while len(peaks) < _PEAKS and (peaks[-1] or 0) > enough_bytes:
+            peaks.append(_host_peak(call))
     return Allocations(counter.elements, min((peak for peak in peaks if peak is not None), default=None))
 
 
 def _host_peak(call: Callable[[], object]) -> int | None:
-    can_peak = _reset_peak()
-    start = _status("VmRSS:") if can_peak else None
+    """Return how far resident memory rose above what it was and what it then is.
+
+    A page that becomes resident and stays is the heap's; a large block is a mapping of its own and goes.
+    """
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5", encoding="ascii")  # the peak starts anew
+    before = _status().get("VmRSS") if sys.platform == "linux" else None
     with torch.no_grad():
         call()
-    peak = _status("VmHWM:") if can_peak else None
-    return None if start is None or peak is None else max(0, peak - start)
+    after = _status()
+    if before is None or "VmHWM" not in after or "VmRSS" not in after:
+        return None
+    return max(0, after["VmHWM"] - max(before, after["VmRSS"]))

@@ -261,7 +261,7 @@ def check_prefer_activation(case: Case, subject: object) -> str:
     expect(decision.bytes == 0, f"{decision.bytes} bytes were promoted")
     large = torch.zeros(64, 1 << 16)
     used = watch(lambda: memory.apply_input_policy(large, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu"))
-    expect(used.float_elements == 0, f"{used.float_elements} elements were made")
+    expect(used.elements == 0, f"{used.elements} elements were made")
     expect((used.peak_bytes or 0) < large.nbytes // 8, f"memory peaked by {used.peak_bytes} bytes")
     counts = {}
     for policy in (UnifiedMemoryPolicy.DISABLED, UnifiedMemoryPolicy.PREFER_UNIFIED):
@@ -269,6 +269,6 @@ def check_prefer_activation(case: Case, subject: object) -> str:
         before = x.clone()
         layer(x)
         expect(torch.equal(x, before), f"{policy.value}: the activation was changed")
-        counts[policy] = watch(lambda layer=layer: layer(x)).float_elements  # type: ignore[misc]
+        counts[policy] = watch(lambda layer=layer: layer(x)).elements  # type: ignore[misc]
     expect(len(set(counts.values())) == 1, f"elements made: {counts}")
     return "no allocation, no copy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.decoding import as_float64, decode_codes, decode_scales
 from q4_conformance.oracle import as_given, exact_weight
@@ -19,13 +17,10 @@ from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.proxies import Proxy
 from q4_conformance.subject import make_registry
 from q4_conformance.table import check, expect
-from q4_conformance.watch import watch
 from q4core import (
     BackendUnavailableError,
     BlockOrder,
-    ComputePath,
     Feature,
-    PathKind,
     ReasonCode,
     Session,
 )
@@ -35,8 +30,6 @@ if TYPE_CHECKING:
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
-DENSE_ELEMENTS = 1 / 2
-"""The share of a weight's elements that a path of kind KERNEL may make as floating-point numbers in one call."""
 
 
 def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
@@ -162,37 +155,6 @@ def check_record(case: Case, subject: BackendSubject) -> str:
     expect(record.path_name == best, f"path {record.path_name!r} is recorded, {best!r} ran most")
     expect(record.prepared_bytes > 0, "no prepared bytes are recorded")
     return ", ".join(f"{segment.path.name}: {calls}" for segment, calls in zip(segments, wanted, strict=True))
-
-
-@check("kind")
-def check_kind(case: Case, subject: BackendSubject) -> str:
-    """A path that says KERNEL makes no dense weight, neither whole nor in slices."""
-    weight = case.weight()
-    if not serves_kernels(subject, case, weight):
-        raise NotDeclaredError("no kernel path for every M is offered")
-    layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
-    request = subject.request(weight, dtype=case.dtype)
-    outputs, inputs = weight.shape
-    seen = []
-    for segment in layer.diagnostics().segments:
-        expect(segment.path.kind is PathKind.KERNEL, f"{segment.path.name} is no kernel path")
-        rows = segment.low
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        layer(x)
-        prepared = subject.prepare(weight, request)
-        out = torch.empty(rows, outputs, dtype=case.dtype, device=layer.device)
-        call = functools.partial(subject.backend.linear, prepared, x, out, bias=None, path=segment.path.name)
-        used = watch(call, layer.device)
-        judge_call(layer, weight, x, out)
-        # A copy of x in float32, and partial results, are legitimate; half the weight's elements are not.
-        most = int(outputs * inputs * DENSE_ELEMENTS) + 4 * rows * (inputs + outputs)
-        what = f"{segment.path.name}, M = {rows}"
-        expect(used.float_elements <= most, f"{what}: {used.float_elements} floating-point elements were made")
-        if used.peak_bytes is not None:
-            limit = outputs * inputs + 16 * rows * (inputs + outputs)
-            expect(used.peak_bytes <= limit, f"{what}: memory peaked by {used.peak_bytes} bytes, more than {limit}")
-        seen.append(f"{what}: {used.float_elements} elements, peak {used.peak_bytes} bytes")
-    return "; ".join(seen)
 
 
 _RANGES: tuple[tuple[int, int | None], ...] = ((1, 1), (1, None), (5, 40), (40, 600))

@@ -264,7 +264,7 @@ def check_managed_activation(case: Case, subject: MemorySubject) -> str:
         expect(counted.calls == calls, f"{name}: the provider was called for {counted.calls}")
         address = x.data_ptr()
         used = watch(lambda x=x: memory.apply_input_policy(x, _PREFER, **facts), subject.device)  # type: ignore[misc]
-        expect(used.float_elements == 0, f"{name}: {used.float_elements} elements were made")
+        expect(used.elements == 0, f"{name}: {used.elements} elements were made")
         expect((used.peak_bytes or 0) < x.nbytes // 4, f"{name}: memory peaked by {used.peak_bytes} bytes")
         expect(x.data_ptr() == address and float(x.sum()) == x.numel(), f"{name}: the activation moved or changed")
     return "ordinary left, managed prefetched; nothing allocated"

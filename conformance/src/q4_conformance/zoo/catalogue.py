@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.zoo import boundary, conduct, numbers
+from q4_conformance.zoo.dense import DENSE_FAULTS
 from q4_conformance.zoo.fault import Fault
 from q4_conformance.zoo.long_lives import LIFE_FAULTS
 
@@ -181,14 +182,6 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
             {"says": "other bits from layer"},
         ),
         (
-            "hidden-dense-in-torch",
-            conduct.DensePython,
-            "nf4",
-            "EX-14/kind",
-            {"says": "elements were made", **_WITH_CORE},
-        ),
-        ("hidden-dense-native", conduct.DenseNative, "nf4", "EX-14/kind", {"says": "memory peaked", **_WITH_CORE}),
-        (
             "wrong-gradient",
             boundary.WrongExportLater,
             "q4_0",
@@ -332,4 +325,4 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
     )
 )
 
-FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *LIFE_FAULTS)
+FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *DENSE_FAULTS, *LIFE_FAULTS)

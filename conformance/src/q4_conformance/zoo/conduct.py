@@ -10,7 +10,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from q4_conformance.zoo.numbers import Spoils
@@ -29,6 +28,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from q4core import PrepareContext, Request
@@ -98,34 +98,6 @@ class SharedPlace(ToyKernel):
         self._place = prepared
         time.sleep(0.001)
         super().linear(self._place, x, out, bias=bias, path=path)
-
-
-class DensePython(ToyKernel):
-    """Says KERNEL, and dequantises slice by slice in torch."""
-
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        del path
-        weight = self.weight(prepared)
-        scales = prepared.tensors[-1].numpy()
-        values = x.to(torch.float32)
-        for start in range(0, weight.out_features, 64):
-            stop = min(start + 64, weight.out_features)
-            dense = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
-            y = values @ dense.T
-            out[:, start:stop] = y if bias is None else y + bias[start:stop]
-
-
-class DenseNative(ToyKernel):
-    """Says KERNEL, and dequantises the whole weight where torch does not see it."""
-
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        dense = np.empty((weight.out_features, weight.in_features), np.float32)
-        for start in range(0, weight.out_features, 8):
-            stop = min(start + 8, weight.out_features)
-            dense[start:stop] = self.rows(weight, scales, start, stop)
-        return self.accumulate(self.inputs(weight, x, path), dense)
 
 
 class RaisesInCheck(ToyKernel):
