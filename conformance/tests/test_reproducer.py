@@ -18,7 +18,18 @@ import typer
 from typer.testing import CliRunner
 
 import q4_conformance
-from q4_conformance import CaseResult, Outcome, Report, check_core, check_linear, run_case, run_cases, smaller_case
+from q4_conformance import (
+    Case,
+    CaseResult,
+    Outcome,
+    Report,
+    backend_cases,
+    check_core,
+    check_linear,
+    run_case,
+    run_cases,
+    smaller_case,
+)
 from q4_conformance.command import add_conform
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.function_subject import FunctionSubject
@@ -224,6 +235,22 @@ def test_no_search_where_none_is_wanted() -> None:
     report = check_linear(function, "nf4", only=[CASE.id], reproduce=False)
     assert len(calls) == 1
     assert [result.reproducer for result in report.failures()] == [""]
+
+
+def test_no_smaller_weight_is_looked_for_where_memory_is_judged() -> None:
+    """Of a small weight memory says nothing, so the case of hidden dense weights is its own reproducer."""
+    case = next(case for case in backend_cases(["nf4"]) if case.check == "kind")
+    failed = CaseResult(case=case.id, contract=case.contract, outcome=Outcome.FAIL, message="memory peaked")
+    tried: list[object] = []
+
+    def run(case: Case, subject: object) -> CaseResult:
+        del subject
+        tried.append(case)
+        return failed
+
+    shown = with_reproducer(failed, case, BackendSubject(ToyKernel()), run).reproducer
+    assert tried == []
+    assert f"--case {case.id}" in shown
 
 
 def test_no_rows_are_tried_last() -> None:
