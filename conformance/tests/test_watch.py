@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
+import attrs
 import numpy as np
 import torch
 from bloat import bloated
 
+from q4_conformance import Outcome, backend_cases, run_case
 from q4_conformance.heap import own_mappings
+from q4_conformance.subject import BackendSubject
 from q4_conformance.watch import taken_bytes, trim, watch
+from q4_conformance.zoo import ToyKernel
 
 CPU = torch.device("cpu")
 SOME = 4 << 20
@@ -113,3 +117,12 @@ def test_the_heap_works_as_before_afterwards() -> None:
     assert kept.all()
     if before is not None and after is not None:
         assert after - before < 1 << 20
+
+
+def test_a_bloated_process_passes_for_no_dense_weight() -> None:
+    """Memory that a long process freed and takes up again is not counted as the kernel's."""
+    (case,) = (case for case in backend_cases(["nf4"]) if case.check == "kind")
+    small = attrs.evolve(case.weight_recipe, n=1024, k=1024)
+    with bloated():
+        result = run_case(attrs.evolve(case, recipe=small), BackendSubject(ToyKernel()))
+    assert result.outcome is Outcome.PASS, result
