@@ -20,7 +20,7 @@ from q4_conformance.heap import own_mappings
 from q4_conformance.outcome import NotDeclaredError
 from q4_conformance.table import check, expect
 from q4_conformance.watch import taken_bytes, watch
-from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError
+from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,8 +109,14 @@ class _Paths:
 def _rows(segment: Segment, many: tuple[int, ...]) -> list[int]:
     """Return the least number of rows of a range, and as many more as the range has of those asked for."""
     low, high = segment.low, segment.high
-    more = {max(low, rows if high is None else min(rows, high)) for rows in many}
-    return sorted({low} | more)
+    if _is_interpreted(segment):
+        many = ()
+    return sorted({low, *(max(low, rows if high is None else min(rows, high)) for rows in many)})
+
+
+def _is_interpreted(segment: Segment) -> bool:
+    """Say whether a path is interpreted, which takes seconds a call and stands for no device: it is watched once."""
+    return segment.path.standing is Standing.INTERPRETED
 
 
 def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> Iterator[tuple[Case, Selection]]:
@@ -143,10 +149,12 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
     seen: list[str] = []
     known: set[tuple[str, Precision]] = set()
     for here, selection in _selections(case, subject, weight):
+        is_own = here.dtype == case.dtype
         segments = [item for item in selection.segments if (item.path.name, item.path.precision) not in known]
+        segments = [item for item in segments if is_own or not _is_interpreted(item)]
         known |= {(item.path.name, item.path.precision) for item in segments}
         if segments:
-            many = _MANY_ROWS if here.dtype == case.dtype else _MANY_ROWS[:1]
+            many = _MANY_ROWS if is_own else _MANY_ROWS[:1]
             points = [(segment.path, rows) for segment in segments for rows in _rows(segment, many)]
             seen += _watch(_Paths(here, subject, _View(subject.device, selection.path_for), points), weight)
     layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
