@@ -250,7 +250,7 @@ def test_no_smaller_weight_is_looked_for_where_memory_is_judged() -> None:
 
     shown = with_reproducer(failed, case, BackendSubject(ToyKernel()), run).reproducer
     assert tried == []
-    assert f"--case {case.id}" in shown
+    assert case.id in shown
 
 
 def test_no_rows_are_tried_last() -> None:
