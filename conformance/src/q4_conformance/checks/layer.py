@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from q4core import PackedWeight
 
 
-
 def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
     """Return in what two weights differ, or None."""
     if not np.array_equal(decode_codes(got), decode_codes(weight)):
