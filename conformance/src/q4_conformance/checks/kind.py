@@ -175,10 +175,11 @@ def _watch(paths: _Paths, weight: PackedWeight) -> list[str]:
     most = packed + _limit(size * KEPT_BYTES)
     kept = f"{prepared.nbytes} bytes of prepared tensors"
     expect(prepared.nbytes <= most, f"{kept} for a weight of {packed}, more than {most}")
-    if beside is not None:
+    seen = [_watch_call(call, weight) for call in calls]
+    if beside is not None:  # judged last, because whoever makes dense weights lets libraries keep places for them
         _judge_beside(paths, weight, beside)
         kept = f"{kept} and {beside} beside"
-    return [kept, *(_watch_call(call, weight) for call in calls)]
+    return [kept, *seen]
 
 
 def _judge_beside(paths: _Paths, weight: PackedWeight, beside: int) -> None:
