@@ -183,7 +183,10 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     for scale_kind in _kinds(kind):
         edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
         text = "zero blocks, negative zero, tiny and large scales"
-        yield from _in_each_dtype(Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges))
+        case = Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges)
+        yield from _in_each_dtype(case)
+        for wish in (_P.INT8, _P.FP4):
+            yield attrs.evolve(case, precision=wish)
 
 
 def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
@@ -271,7 +274,7 @@ def _device_cases(kind: Format) -> Iterator[Case]:
         )
     for part, text in (
         ("graph", "a replayed CUDA graph gives the bits of plain calls"),
-        ("quiet", "a call neither waits for the device nor leaves memory taken"),
+        ("quiet", "a call neither waits for the device nor asks it for memory, and leaves none taken"),
         ("stream", "a call runs on the caller's stream"),
     ):
         for wish in (_P.EXACT, _P.FP4):

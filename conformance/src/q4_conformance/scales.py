@@ -76,9 +76,7 @@ def _e4m3(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Genera
     return {"scale": scale, "global_scale": torch.from_numpy(np.asarray(total)).to(torch.float32)}
 
 
-def _double_quant(
-    _recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Generator
-) -> dict[str, torch.Tensor]:
+def _double_quant(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Generator) -> dict[str, torch.Tensor]:
     values = random.integers(0, 256, size=shape, dtype=np.uint8)
     nested = 256
     blocks = -(-values.size // nested)
@@ -86,6 +84,9 @@ def _double_quant(
     table = np.sort(np.append(random.uniform(-1.0, 1.0, size=254), [-1.0, 1.0]))
     # The second absmax stays below the mean, so that no resolved scale is negative.
     second = random.uniform(0.5, 0.99, size=blocks) * mean
+    if recipe.has_edges:
+        second[:] = mean
+        _edges(values, 0, 1, 255)  # -1 x the mean + the mean is 0; the next is next to it, the last twice the mean
     return {
         "scale": torch.from_numpy(values),
         "nested_codebook": torch.from_numpy(table).to(torch.float32),

@@ -20,7 +20,6 @@ from q4core import InputError
 if TYPE_CHECKING:
     from q4_conformance.subject import Layer, Subject
     from q4_conformance.table import Case
-    from q4core import PackedWeight
 
 _GUARD = 64
 _CANARY = 97.0
@@ -160,10 +159,15 @@ def check_threads(case: Case, subject: Subject) -> str:
 @check("unmodified")
 def check_unmodified(case: Case, subject: Subject) -> str:
     """Input, bias and weight keep their bytes, and nothing is written beside the buffers."""
-    weight = case.weight()
-    before = {name: tensor.clone() for name, tensor in weight.tensors()}
-    bias = make_bias(case, weight)
-    kept_bias = bias.clone()
+    source_weight = case.weight()
+    guards = {name: _guarded(tensor) for name, tensor in source_weight.tensors()}
+    fields: dict[str, Any] = {name: tensor for name, (_, tensor) in guards.items()}
+    weight = attrs.evolve(source_weight, **fields)
+    judge_by(weight, as_given(source_weight))
+    bias_area, bias = _guarded(make_bias(case, weight))
+    guards["bias"] = (bias_area, bias)
+    areas = {name: area for name, (area, _) in guards.items()}
+    before = {name: area.clone() for name, area in areas.items()}
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
     for rows in case.rows:
         source = draw(case, layer, weight, rows, case.seeds[0])
@@ -174,7 +178,7 @@ def check_unmodified(case: Case, subject: Subject) -> str:
             torch.equal(guarded.view(torch.uint8), kept),
             f"M = {rows}: the input, or what stands beside it, was written",
         )
-        _expect_kept(weight, before)
+        _expect_kept(areas, before)
         judge_call(layer, weight, source, y, bias)
         if getattr(subject, "has_out", True):
             area, out = _guarded(torch.zeros_like(y))
@@ -184,8 +188,7 @@ def check_unmodified(case: Case, subject: Subject) -> str:
             expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written beside out=")
     # The core looks closely at the first weight of a kind only; later ones must be left alone, too.
     subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)(source)
-    expect(torch.equal(bias, kept_bias), "the bias was written")
-    _expect_kept(weight, before)
+    _expect_kept(areas, before)
     return "x, bias, weight and the bytes beside"
 
 
@@ -213,10 +216,13 @@ def check_last_page(case: Case, subject: Subject) -> str:
     return f"{len(fields)} tensors of the weight, x, bias and out="
 
 
-def _expect_kept(weight: PackedWeight, before: dict[str, torch.Tensor]) -> None:
-    for name, tensor in weight.tensors():
-        same = torch.equal(tensor.reshape(-1).view(torch.uint8), before[name].reshape(-1).view(torch.uint8))
-        expect(same, f"the caller's weight was written: {name}")
+def _expect_kept(areas: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    for name, area in areas.items():
+        now, was = (item.view(torch.uint8) for item in (area, before[name]))
+        edge = _GUARD * area.element_size()
+        own = "the bias was written" if name == "bias" else f"the caller's weight was written: {name}"
+        expect(torch.equal(now[edge:-edge], was[edge:-edge]), own)
+        expect(torch.equal(now, was), f"something was written beside {name}")
 
 
 def _guarded(tensor: torch.Tensor, canary: float = _CANARY) -> tuple[torch.Tensor, torch.Tensor]:

@@ -172,6 +172,7 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
         ("silences-nan", conduct.SilencesNan, "nf4", "EX-10/non-finite", {"says": "finite numbers"}),
         ("mutates-input", conduct.MutatesInput, "nf4", "EX-08/unmodified", {"says": "the input"}),
         ("mutates-weight", conduct.MutatesWeight, "nf4", "EX-08/unmodified", {"says": "weight was written"}),
+        ("writes-beside-codes", conduct.WritesBesideCodes, "nf4", "EX-08/unmodified", {"says": "beside qdata"}),
         ("writes-beside-out", conduct.WritesBeside, "nf4", "EX-08/unmodified", {"says": "beside out=", **_WITH_CORE}),
         ("not-thread-safe", conduct.SharedScratch, "nf4", "EX-04/threads", {"says": "other bits"}),
         (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -73,6 +74,15 @@ class WritesBeside(ToyKernel):
         after = out.storage_offset() + out.numel()
         if out.untyped_storage().nbytes() // out.element_size() > after:
             out.as_strided((1,), (1,), after).zero_()
+
+
+class WritesBesideCodes(ToyKernel):
+    """Writes one byte before the caller's codes while it prepares, as native code would, past torch."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        if weight.qdata.storage_offset():
+            ctypes.memset(weight.qdata.data_ptr() - 1, 0, 1)
+        return super().prepare(weight, request, context)
 
 
 class SharedScratch(ToyKernel):
