@@ -12,7 +12,7 @@ from sharing import MODES
 
 import q4core as q4
 from q4_conformance.zoo import plugin
-from q4core.mutable import MutableMode
+from q4core.mutable import MutableMode, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +63,12 @@ def dense_file(tmp_path: Path) -> Path:
 def mode(request: pytest.FixtureRequest) -> MutableMode:
     """Return each mode in turn."""
     return MutableMode(request.param)
+
+
+@pytest.fixture
+def locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes agree by the core's own locks, also where a plugin with atomics is installed."""
+    monkeypatch.setattr(shared, "find_cells", lambda: None)
 
 
 @pytest.fixture(params=[True, False], ids=["kept", "collected"])

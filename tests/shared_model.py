@@ -15,7 +15,21 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["FAULTS_IN_PLACE", "FAULTS_VERSIONED", "Found", "Setting", "explore"]
+__all__ = [
+    "FAULTS_IN_PLACE",
+    "FAULTS_VERSIONED",
+    "NOBODY",
+    "Found",
+    "Model",
+    "Process",
+    "Setting",
+    "View",
+    "World",
+    "WrongError",
+    "explore",
+    "join",
+    "put",
+]
 
 SLOTS = 3
 HEALTHY, WRITING = 0, 1
@@ -62,6 +76,7 @@ class Setting:
         watchers: Processes that look whether the writer has died (``IN_PLACE``).
         healers: Processes that reset (``IN_PLACE``).
         kills: How often any process may be killed.
+        mortals: Which kinds of process may be.
         fault: What is wrong with the protocol, or nothing.
     """
 
@@ -71,6 +86,7 @@ class Setting:
     watchers: int = 0
     healers: int = 0
     kills: int = 1
+    mortals: tuple[str, ...] = ("writer", "reader", "watcher", "healer")
     fault: str = ""
 
 
@@ -100,6 +116,8 @@ class World(NamedTuple):
     kills: int
     dead: tuple[int, ...]
     processes: tuple[Process, ...]
+    told_by: tuple[tuple[View, ...], ...] = ()
+    """With atomics: what whoever loads a value comes to know with it."""
 
 
 @attrs.frozen
@@ -117,18 +135,20 @@ class Found:
     steps: tuple[str, ...]
 
 
-class _WrongError(Exception):
+class WrongError(Exception):
     """The protocol has failed."""
 
 
 Step: TypeAlias = "Callable[[World, int], Iterator[World]]"
 
 
-def _join(one: View, other: View) -> View:
+def join(one: View, other: View) -> View:
+    """Return all that either knows."""
     return tuple(map(max, one, other))
 
 
-def _put(items: tuple, index: int, item: object) -> tuple:  # type: ignore[type-arg]  # of whatever
+def put(items: tuple, index: int, item: object) -> tuple:  # type: ignore[type-arg]  # of whatever
+    """Return the items with another one in that place."""
     return (*items[:index], item, *items[index + 1 :])
 
 
@@ -163,9 +183,9 @@ class _Model:
     def pass_kernel(self, world: World, index: int) -> World:
         if self.fault == "locks order nothing":
             return world
-        known = _join(world.kernel, world.processes[index].view)
+        known = join(world.kernel, world.processes[index].view)
         return world._replace(
-            kernel=known, processes=_put(world.processes, index, world.processes[index]._replace(view=known))
+            kernel=known, processes=put(world.processes, index, world.processes[index]._replace(view=known))
         )
 
     def may_take(self, world: World, lock: int, *, alone: bool) -> bool:
@@ -174,61 +194,61 @@ class _Model:
     def take(self, world: World, index: int, lock: int, *, alone: bool) -> World:
         world = self.pass_kernel(world, index)
         if alone:
-            return world._replace(exclusive=_put(world.exclusive, lock, index))
-        return world._replace(shared=_put(world.shared, lock, world.shared[lock] | 1 << index))
+            return world._replace(exclusive=put(world.exclusive, lock, index))
+        return world._replace(shared=put(world.shared, lock, world.shared[lock] | 1 << index))
 
     def let_go(self, world: World, index: int, lock: int) -> World:
         world = self.pass_kernel(world, index)
         if world.exclusive[lock] == index:
-            world = world._replace(exclusive=_put(world.exclusive, lock, NOBODY))
-        return world._replace(shared=_put(world.shared, lock, world.shared[lock] & ~(1 << index)))
+            world = world._replace(exclusive=put(world.exclusive, lock, NOBODY))
+        return world._replace(shared=put(world.shared, lock, world.shared[lock] & ~(1 << index)))
 
     def load(self, world: World, index: int, location: int) -> Iterator[tuple[World, int]]:
         process = world.processes[index]
         values = world.values[location]
         for time in range(process.view[location], len(values)):
-            seen = process._replace(view=_put(process.view, location, time))
-            yield world._replace(processes=_put(world.processes, index, seen)), values[time]
+            seen = process._replace(view=put(process.view, location, time))
+            yield world._replace(processes=put(world.processes, index, seen)), values[time]
 
     def store(self, world: World, index: int, location: int, value: int) -> World:
         process = world.processes[index]
         values = (*world.values[location], value)
-        seen = process._replace(view=_put(process.view, location, len(values) - 1))
-        return world._replace(values=_put(world.values, location, values), processes=_put(world.processes, index, seen))
+        seen = process._replace(view=put(process.view, location, len(values) - 1))
+        return world._replace(values=put(world.values, location, values), processes=put(world.processes, index, seen))
 
     def go(self, world: World, index: int, step: str, **remembered: Any) -> World:
         process = world.processes[index]._replace(step=step, **remembered)
-        return world._replace(processes=_put(world.processes, index, process))
+        return world._replace(processes=put(world.processes, index, process))
 
     def begin(self, world: World, index: int) -> World:
         """Begin an operation: who does it knows whatever those who have ended one could have told it."""
         process = world.processes[index]
-        process = process._replace(view=_join(process.view, world.outside), floor=world.told)
-        return world._replace(processes=_put(world.processes, index, process))
+        process = process._replace(view=join(process.view, world.outside), floor=world.told)
+        return world._replace(processes=put(world.processes, index, process))
 
     def end(self, world: World, index: int, version: int) -> World:
         process = world.processes[index]
         left = process.left - 1
         after = Process(process.kind, "begin" if left else "done", left, process.view)
         return world._replace(
-            outside=_join(world.outside, process.view),
+            outside=join(world.outside, process.view),
             told=max(world.told, version),
-            processes=_put(world.processes, index, after),
+            processes=put(world.processes, index, after),
         )
 
     def publish(self, world: World, index: int, version: int, low: int) -> World:
         process = world.processes[index]
         if version != len(world.truth):
-            raise _WrongError("order")
+            raise WrongError("order")
         world = world._replace(truth=(*world.truth, process.half))
         return self.store(world, index, 0, version << 8 | low)
 
     def check(self, world: World, index: int, second: int) -> None:
         process = world.processes[index]
         if not process.half == second == world.truth[process.version]:
-            raise _WrongError("torn")
+            raise WrongError("torn")
         if process.version < process.floor:
-            raise _WrongError("stale")
+            raise WrongError("stale")
 
     def token(self, world: World, index: int) -> int:
         """Return a value that nobody else writes: each attempt has another."""
@@ -243,7 +263,7 @@ class _Model:
             step: Step = getattr(self, f"{process.kind}_{process.step.replace(' ', '_')}")
             for after in step(world, index):
                 yield f"{process.kind} {index}: {process.step}", after
-            if world.kills and process.step != "begin":
+            if world.kills and process.step != "begin" and process.kind in self.setting.mortals:
                 yield f"{process.kind} {index}: killed at {process.step}", self.kill(world, index)
 
     def kill(self, world: World, index: int) -> World:
@@ -256,7 +276,7 @@ class _Model:
                 if world.exclusive[lock] == index or world.shared[lock] >> index & 1:
                     world = self.let_go(world, index, lock)
         fresh = Process(process.kind, "begin", process.left, world.outside)
-        return world._replace(kills=world.kills - 1, processes=_put(world.processes, index, fresh))
+        return world._replace(kills=world.kills - 1, processes=put(world.processes, index, fresh))
 
     # -- writers, both modes
 
@@ -468,13 +488,17 @@ class _Model:
         process = world.processes[index]
         for seen, word in self.load(world, index, 0):
             if word == process.version << 8 | WRITING and process.version not in world.dead:
-                raise _WrongError("false alarm")
+                raise WrongError("false alarm")
             yield self.end(seen, index, 0)
 
 
-def explore(setting: Setting) -> Found:
+Model = _Model
+"""For protocols that differ in part; its steps are told by their names."""
+
+
+def explore(setting: Setting, kind: type[Model] = Model) -> Found:
     """Search every order of steps, every value that a load may give and every kill; stop at the first problem."""
-    model = _Model(setting)
+    model = kind(setting)
     start = model.start()
     came_from: dict[World, tuple[World, str] | None] = {start: None}
     before: dict[World, list[World]] = {}
@@ -488,7 +512,7 @@ def explore(setting: Setting) -> Found:
                     open_worlds.append(after)
                 if after.kills == world.kills:
                     before.setdefault(after, []).append(world)
-        except _WrongError as wrong:
+        except WrongError as wrong:
             return Found(str(wrong), len(came_from), _steps(came_from, world))
         if all(process.step == "done" for process in world.processes):
             ended.append(world)

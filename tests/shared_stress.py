@@ -1,6 +1,7 @@
 """Races threads or processes on a mutable tensor, kills writers at random, and checks every operation.
 
     python tests/shared_stress.py --operations 10000000 --kills 200 --json result.json
+    python tests/shared_stress.py --kinds native --operations 10000000 --kills 200  # by the plugin's atomics
 
 Each version's content is its own number, in every element, so that each read tells whether it is whole. Before an
 operation each worker looks at the newest version that any worker has told of, and afterwards at least that must have
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4core.mutable.segment import WRITER, WRITER_PROCESS
+from q4core.mutable.segment import ATOMICS, WRITER, WRITER_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 ELEMENTS = 32
 WRITERS, READERS, THREADS = 2, 3, 2
 STUCK_S = 30.0
+TURN = 104  # the word that says whose turn it is, with atomics
 KINDS = ("processes", "threads")
+NATIVE = "native"
 
 
 class Board:
@@ -171,17 +174,19 @@ class Run:
         mode: Of the tensor.
         operations: How many at least.
         kills: How many writers to kill meanwhile at least; spread evenly.
+        slots: Of the tensor, ``VERSIONED``.
     """
 
-    def __init__(self, mode: q4.MutableMode, operations: int, kills: int) -> None:
-        self.mode, self.operations, self.kills = mode, operations, kills
+    def __init__(self, mode: q4.MutableMode, operations: int, kills: int, slots: int) -> None:
+        self.mode, self.operations, self.kills, self.slots = mode, operations, kills, slots
         self.board = Board((WRITERS + READERS) * THREADS)
         self.killed = self.amid = self.resets = 0
 
-    def in_processes(self) -> dict[str, Any]:
+    def in_processes(self, kind: str) -> dict[str, Any]:
         """Race processes."""
         chance = random.Random(7)
-        state = q4.SharedMutableTensor(torch.zeros(ELEMENTS, dtype=torch.int64), mode=self.mode, slots=8)
+        content = torch.zeros(ELEMENTS, dtype=torch.int64)
+        state = q4.SharedMutableTensor(content, mode=self.mode, slots=self.slots, native=kind == NATIVE)
         with state:
             children = [
                 _start(lambda index=index: _run_process(state, self.board, index))  # type: ignore[misc]  # bound here
@@ -204,7 +209,7 @@ class Run:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
                 raise
-            return self._result("processes", state)
+            return self._result(kind, state)
 
     def _choose_instant(self, state: q4.SharedMutableTensor, child: int, chance: random.Random) -> None:
         """Sleep for a random time, and in three cases of four go on until the child is at an update."""
@@ -212,9 +217,12 @@ class Run:
         content = state._content
         if chance.random() < 0.75:  # as said
             for _ in range(20_000):
-                if content.words[WRITER_PROCESS] == child and content.locks.is_taken(WRITER):
+                if content.words[WRITER_PROCESS] == child and self._is_written(content):
                     self.amid += 1
                     return
+
+    def _is_written(self, content: Any) -> bool:
+        return bool(content.words[TURN] if content.segment.form.layout == ATOMICS else content.locks.is_taken(WRITER))
 
     def in_threads(self) -> dict[str, Any]:
         """Race threads of one process."""
@@ -287,15 +295,18 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=100_000, help="of each kind and mode, at least")
     parser.add_argument("--kills", type=int, default=20, help="of writers, in each mode, at least")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, NATIVE), default=KINDS)
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in q4.MutableMode], default=None)
+    parser.add_argument("--slots", type=int, default=8, help="of VERSIONED")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
     options = parser.parse_args(arguments)
     results = []
     for kind in options.kinds:
         for mode in q4.MutableMode if options.modes is None else map(q4.MutableMode, options.modes):
-            run = Run(mode, options.operations, options.kills if kind == "processes" else 0)
-            results.append(run.in_processes() if kind == "processes" else run.in_threads())
+            if kind == NATIVE and mode is q4.MutableMode.IN_PLACE:
+                continue  # it has no atomics
+            run = Run(mode, options.operations, 0 if kind == "threads" else options.kills, slots=options.slots)
+            results.append(run.in_threads() if kind == "threads" else run.in_processes(kind))
             print(results[-1], flush=True)  # noqa: T201  # a program's result
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -26,6 +26,7 @@ from q4core.mutable import MutableMode, SharedMutableTensor, process_locks, segm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by their plugin
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where segments are
 
 

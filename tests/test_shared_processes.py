@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from processes import Process
 
 
+pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by their plugin
+
+
 @pytest.fixture
 def state(mode: MutableMode) -> Iterator[SharedMutableTensor]:
     """Return a tensor of 64 zeros."""

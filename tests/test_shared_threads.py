@@ -16,6 +16,7 @@ import test_mutable_races
 
 from q4core.mutable import SharedMutableTensor
 
+pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by their plugin
 MODULES = [
     test_mutable,
     test_mutable_abandoned,

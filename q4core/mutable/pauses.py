@@ -14,11 +14,15 @@ class Pauses:
 
     Args:
         timeout: Seconds from now, None for no limit.
+        shortest: Seconds of the first sleep.
+        longest: Seconds of a sleep at most.
     """
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(
+        self, timeout: float | None, *, shortest: float = SHORTEST_PAUSE_S, longest: float = LONGEST_PAUSE_S
+    ) -> None:
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._pause = SHORTEST_PAUSE_S
+        self._pause, self._longest = shortest, longest
         self.count = 0
 
     def allows(self, seconds: float) -> bool:
@@ -31,7 +35,7 @@ class Pauses:
         if left <= 0:
             return None
         pause = min(self._pause, left)
-        self._pause = min(self._pause * 2, LONGEST_PAUSE_S)
+        self._pause = min(self._pause * 2, self._longest)
         self.count += 1
         return pause
 

@@ -1,7 +1,8 @@
 """``Segment``: memory that processes share, the header that describes it, and the locks on its parts.
 
-A file in ``/dev/shm``: one page of header, then the slots, each on pages of its own. It gets its name only once it is
-complete, and every process that uses it holds a shared lock, so that a segment without users can be told and removed.
+A file in ``/dev/shm``: one page of header, with atomics the processes' rows, then the slots, each on pages of its own.
+It gets its name only once it is complete, and every process that uses it holds a shared lock, so that a segment without
+users can be told and removed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from q4core.mutable.process_locks import ProcessLocks, check_platform
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CURRENT", "FIRST_SLOT", "MAX_SLOTS", "WRITER", "Form", "Segment"]
+__all__ = ["ATOMICS", "CURRENT", "FIRST_SLOT", "LOCKS", "MAX_SLOTS", "ROWS", "WRITER", "Form", "Segment"]
 
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory
 NAME = re.compile(r"q4core-[0-9a-f]{16}")
 MAGIC = b"q4mutabl"
-ABI = 1
+LOCKS, ATOMICS = 1, 2
+"""Layouts, and so protocols: all who use a segment follow the one that its maker chose."""
+ROWS, ROW_BYTES = 256, 64
+"""With atomics: room for what so many processes hold, each on a cache line of its own."""
 PAGE = 4096  # also where pages are larger: what matters is that no two slots share a cache line
 FORM = struct.Struct("8s6q16s32q")
 MAX_RANK = 32
@@ -61,12 +65,29 @@ class Form:
         dtype: Of the tensor.
         shape: Of the tensor.
         slots: How many copies of the content there is room for.
+        layout: ``LOCKS`` or ``ATOMICS``.
     """
 
     mode: MutableMode
     dtype: torch.dtype
     shape: tuple[int, ...]
     slots: int
+    layout: int = LOCKS
+
+    @property
+    def start(self) -> int:
+        """Where the slots begin."""
+        return PAGE + (ROWS * ROW_BYTES if self.layout == ATOMICS else 0)
+
+    @property
+    def first_row(self) -> int:
+        """The place to lock of the first process's row."""
+        return FIRST_SLOT + self.slots
+
+    @property
+    def places(self) -> int:
+        """How many places there are to lock."""
+        return self.first_row + (ROWS if self.layout == ATOMICS else 0)
 
     @property
     def content_bytes(self) -> int:
@@ -81,13 +102,13 @@ class Form:
     @property
     def total(self) -> int:
         """Size of the file."""
-        return PAGE + self.slots * self.stride
+        return self.start + self.slots * self.stride
 
 
 def _packed(form: Form) -> bytes:
     shape = (*form.shape, *(0,) * (MAX_RANK - len(form.shape)))
     mode = list(MutableMode).index(form.mode)
-    numbers = (ABI, mode, form.slots, form.stride, form.content_bytes, len(form.shape))
+    numbers = (form.layout, mode, form.slots, form.stride, form.content_bytes, len(form.shape))
     return FORM.pack(MAGIC, *numbers, str(form.dtype).removeprefix("torch.").encode(), *shape)
 
 
@@ -100,17 +121,17 @@ def _unpacked(label: str, header: bytes, size: int) -> Form:
             raise LifecycleError(f"segment of {label}", name=name, rule=rule, value=value, hint=hint)
 
     check("size", f"{PAGE} bytes or more", size, holds=len(header) >= PAGE)
-    magic, abi, mode, slots, stride, content_bytes, rank, name, *shape = FORM.unpack_from(header)
+    magic, layout, mode, slots, stride, content_bytes, rank, name, *shape = FORM.unpack_from(header)
     check("magic", repr(MAGIC), magic, holds=magic == MAGIC)
-    check("layout", f"number {ABI}", abi, holds=abi == ABI)
-    check("mode", "0 or 1", mode, holds=mode in {0, 1})
+    check("layout", f"number {LOCKS} or {ATOMICS}", layout, holds=layout in {LOCKS, ATOMICS})
+    check("mode", "0 or 1, and 0 with atomics", mode, holds=mode == 0 or (mode == 1 and layout == LOCKS))
     check("rank", f"0 … {MAX_RANK}", rank, holds=0 <= rank <= MAX_RANK)
     check("shape", "0 or more everywhere", shape[:rank], holds=all(length >= 0 for length in shape[:rank]))
     dtype: Any = getattr(torch, name.rstrip(b"\0").decode("ascii", "replace"), None)
     check("dtype", "one of torch's", name, holds=isinstance(dtype, torch.dtype))
     legal = (1, 1) if mode else (3, MAX_SLOTS)
     check("slots", f"{legal[0]} … {legal[1]}", slots, holds=legal[0] <= slots <= legal[1])
-    form = Form(list(MutableMode)[mode], dtype, tuple(shape[:rank]), slots)
+    form = Form(list(MutableMode)[mode], dtype, tuple(shape[:rank]), slots, layout)
     check("slot size", f"{form.stride} bytes", stride, holds=stride == form.stride)
     check("content size", f"{form.content_bytes} bytes", content_bytes, holds=content_bytes == form.content_bytes)
     check("size", f"{form.total} bytes", size, holds=size == form.total)
@@ -141,6 +162,7 @@ class Segment:
         form: What it holds.
         locks: On ``WRITER`` and on ``FIRST_SLOT`` + slot.
         words: The header, as 64-bit words.
+        memory: All of it.
         slots: The contents, one tensor each, which count their changes apart from one another.
         is_maker: Whether this process made it (and so removes its name).
     """
@@ -148,11 +170,13 @@ class Segment:
     def __init__(self, name: str, form: Form, file: int, locks: ProcessLocks, *, is_maker: bool) -> None:
         self.name, self.form, self.locks, self.is_maker = name, form, locks, is_maker
         mapping = mmap.mmap(file, form.total)
+        self.memory = mapping
         self.words = memoryview(mapping)[:PAGE].cast("q")
         self._bytes = memoryview(mapping)[:PAGE]
         with torch.inference_mode(mode=False):
-            self.slots = [_over(mapping, form, PAGE + index * form.stride) for index in range(form.slots)]
-        self.close = weakref.finalize(self, _close, locks, FOLDER / name if is_maker else None, os.getpid())
+            self.slots = [_over(mapping, form, form.start + index * form.stride) for index in range(form.slots)]
+        self._held: list[Any] = [locks]
+        self.close = weakref.finalize(self, _close, self._held, FOLDER / name if is_maker else None, os.getpid())
 
     @classmethod
     def create(cls, label: str, form: Form, content: torch.Tensor) -> Self:
@@ -179,7 +203,7 @@ class Segment:
             try:
                 os.posix_fallocate(file, 0, form.total)  # so that no later store finds the memory used up
                 os.pwrite(file, _packed(form), 0)
-                locks = ProcessLocks(f"/proc/self/fd/{file}", FIRST_SLOT + form.slots, label)
+                locks = ProcessLocks(f"/proc/self/fd/{file}", form.places, label)
                 locks.try_shared(USED)
                 made = cls(name, form, file, locks, is_maker=True)
                 made.slots[0].copy_(content)
@@ -221,7 +245,7 @@ class Segment:
             if not stat.S_ISREG(facts.st_mode):
                 raise LifecycleError(label, name="segment", rule="a file", value=stat.filemode(facts.st_mode))
             form = _unpacked(label, os.pread(file, PAGE, 0), facts.st_size)
-            locks = ProcessLocks(f"/proc/self/fd/{file}", FIRST_SLOT + form.slots, label)
+            locks = ProcessLocks(f"/proc/self/fd/{file}", form.places, label)
             if not locks.try_shared(USED) or os.fstat(file).st_nlink == 0:
                 locks.close()
                 raise gone
@@ -241,6 +265,10 @@ class Segment:
         size = CAUSE.stop - CAUSE.start
         self._bytes[CAUSE] = text.encode()[: size - 1].ljust(size, b"\0")
 
+    def close_first(self, part: Any) -> None:
+        """Close something before the locks that prove it to be this process's."""
+        self._held.insert(0, part)
+
     def remove_name(self) -> None:
         """Let nobody else attach."""
         (FOLDER / self.name).unlink(missing_ok=True)
@@ -259,7 +287,8 @@ def _over(mapping: mmap.mmap, form: Form, start: int) -> torch.Tensor:
     return flat.view(form.dtype).view(form.shape)
 
 
-def _close(locks: ProcessLocks, path: pathlib.Path | None, maker: int) -> None:
-    locks.close()
+def _close(held: list[Any], path: pathlib.Path | None, maker: int) -> None:
+    for part in held:
+        part.close()
     if path is not None and os.getpid() == maker:
         path.unlink(missing_ok=True)

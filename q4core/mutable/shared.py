@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from q4core.errors import ConfigError, InputError
+from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
-from q4core.mutable.segment import MAX_SLOTS, Form, Segment
+from q4core.mutable.native import find_cells
+from q4core.mutable.native_content import NativeContent
+from q4core.mutable.segment import ATOMICS, LOCKS, MAX_SLOTS, Form, Segment
 from q4core.mutable.shared_content import SharedContent
 from q4core.mutable.tensor import MutableTensor
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
     import torch
     from typing_extensions import Self
+
+    from q4core.mutable.blocks import ReadView
+    from q4core.mutable.sides import SideRead
 
 __all__ = ["SharedMutableTensor"]
 
@@ -33,14 +38,17 @@ class SharedMutableTensor(MutableTensor):
         name: For messages.
         slots: ``VERSIONED``: how many versions there is room for, 3 … 64. Of these, one is the newest and one the
             writer's; the others are for readers that still hold older versions.
+        native: Whether processes agree by the atomics of the plugin ``q4-shared-native``, which then all of them need,
+            or by the core's own, slower locks. None: by atomics where this process has them. ``VERSIONED`` alone.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
-        ConfigError: ``mode``, ``name`` or ``slots`` is not legal, or the platform is not Linux.
+        ConfigError: ``mode``, ``name``, ``slots`` or ``native`` is not legal, or the platform is not Linux.
         LifecycleError: The system refuses a file or a lock.
     """
 
     _content: SharedContent
+    _reader: Callable[[SharedContent], ReadView] | None = None
 
     def __init__(
         self,
@@ -49,6 +57,7 @@ class SharedMutableTensor(MutableTensor):
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
         slots: int = 4,
+        native: bool | None = None,
     ) -> None:
         label = label_of(name)
         mode = to_mode(label, mode)
@@ -57,14 +66,33 @@ class SharedMutableTensor(MutableTensor):
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         if not isinstance(slots, int) or isinstance(slots, bool) or not LEAST_SLOTS <= slots <= MAX_SLOTS:
             raise ConfigError(label, name="slots", rule=f"{LEAST_SLOTS} … {MAX_SLOTS}", value=slots)
-        form = Form(mode, tensor.dtype, tuple(tensor.shape), slots if mode is MutableMode.VERSIONED else 1)
+        count = slots if mode is MutableMode.VERSIONED else 1
+        form = Form(mode, tensor.dtype, tuple(tensor.shape), count, _layout(label, mode, native=native))
         segment = Segment.create(label, form, tensor.detach())
         self._adopt(segment, label, name)
 
     def _adopt(self, segment: Segment, label: str, name: str | None) -> None:
         self._mode = segment.form.mode
         self._name = name
-        self._content = SharedContent(segment, label)
+        if segment.form.layout == LOCKS:
+            self._content = SharedContent(segment, label)
+            return
+        cells = find_cells()
+        if cells is None:
+            segment.close()
+            hint = "Install q4-shared-native here, or make the tensor with native=False."
+            rule, got = "that of the core's own locks", "that of atomics, which only q4-shared-native has"
+            raise LifecycleError(f"segment of {label}", name="layout", rule=rule, value=got, hint=hint)
+        self._content = content = NativeContent(segment, label, cells)
+        self._reader = content.cells.read
+
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView | SideRead:
+        """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
+        if self._reader is None or device is not None:
+            return super().read(timeout=timeout, device=device)
+        if timeout is not None:
+            to_seconds(self._content.label, timeout)  # nobody waits, but what is not legal is told
+        return self._reader(self._content)
 
     @classmethod
     def attach(
@@ -176,6 +204,21 @@ class SharedMutableTensor(MutableTensor):
             LifecycleError: Always.
         """
         super().__reduce_ex__(2)
+
+
+def _layout(label: str, mode: MutableMode, *, native: bool | None) -> int:
+    """Return by which protocol processes are to agree."""
+    if native is not None and not isinstance(native, bool):
+        raise ConfigError(label, name="native", rule="True, False or None", value=native)
+    if mode is MutableMode.IN_PLACE:
+        if native:
+            raise ConfigError(label, name="native", rule="False or None with IN_PLACE", value=native)
+        return LOCKS
+    found = native is not False and find_cells() is not None
+    if native and not found:
+        hint = "Install q4-shared-native, and look at `q4 doctor`; or leave native=None."
+        raise ConfigError(label, name="native", rule="False or None without its plugin", value=native, hint=hint)
+    return ATOMICS if found else LOCKS
 
 
 def _attached(

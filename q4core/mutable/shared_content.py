@@ -256,8 +256,8 @@ class SharedContent(SharedState):
 
     def _obstacle(self, block: WriteBlock, *, lets_readers_go: bool) -> str | None:
         """Take what an update still lacks, and return what is in the way, or None."""
-        if not self.has_turn and self.locks.try_exclusive(WRITER):
-            self.has_turn = True
+        if not self.has_turn:
+            self.has_turn = self._take_turn()
         if block.healing:  # after it, since no other process can change the version now
             self.check_healing()
         else:
@@ -276,6 +276,9 @@ class SharedContent(SharedState):
             self.words[READER_WAITS] = 0
             return "readers that wait"
         return self._claim_in_place(block) if self.is_in_place else self._claim_free_slot()
+
+    def _take_turn(self) -> bool:
+        return self.locks.try_exclusive(WRITER)
 
     def _claim_in_place(self, block: WriteBlock) -> str | None:
         words, locks = self.words, self.locks

@@ -180,15 +180,26 @@ class SharedState(Content):
     def release_claim(self) -> None:
         """Let other processes write."""
         if self.claimed is not None:
-            self.locks.release(FIRST_SLOT + self.claimed)
+            self._end_claim(self.claimed)
             self.claimed = None
         if self.has_turn:
-            if self.words[WRITER_WAITS]:
-                self.words[WRITER_WAITS] = 0
-            self.locks.release(WRITER)
+            self._end_turn()
             self.has_turn = False
         if self.is_let_go:
             self.dispose()
+
+    def _end_claim(self, slot: int) -> None:
+        self.locks.release(FIRST_SLOT + slot)
+
+    def _end_turn(self) -> None:
+        if self.words[WRITER_WAITS]:
+            self.words[WRITER_WAITS] = 0
+        self.locks.release(WRITER)
+
+    def tell_all(self) -> None:
+        """Let everybody who waits look again."""
+        self.gate.wake()
+        self.grown.notify_all()
 
     def close(self) -> None:
         """Let go, and tell everybody who waits; the maker ends it for all processes."""
@@ -198,8 +209,7 @@ class SharedState(Content):
                 self.segment.remove_name()
             self.is_closed = self.is_let_go = True
             self.tensor = torch.empty(0)
-            self.gate.wake()
-            self.grown.notify_all()
+            self.tell_all()
             self.dispose()
 
     def dispose(self) -> None:

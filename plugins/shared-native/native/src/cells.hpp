@@ -1,0 +1,169 @@
+// The protocol between processes by atomics alone; docs/memory.md argues it, and tests/shared_native_model.py searches it.
+//
+// One 64-bit word names the newest version and its slot. Each process has a row, with one bit for each slot that it reads.
+// A reader sets its bit and then looks at the word again; a writer, whose turn it is, writes only where no bit is set. Between
+// its store and its look each has a full fence, so at least one of the two sees the other.
+#pragma once
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace q4 {
+
+constexpr int kLayout = 2;
+constexpr int kPage = 4096;
+constexpr int kRows = 256;
+constexpr int kRowBytes = 64;
+constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
+
+// Which 64-bit word of the header is what; q4core/mutable/segment.py has the same numbers.
+enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120 };
+
+// Reads and writes of words that other processes change too.
+template <class T> T load(const T& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+template <class T> void store(T& word, T value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
+inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline bool exchange(int64_t& word, int64_t expected, int64_t value) {
+    return __atomic_compare_exchange_n(&word, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+// Counts forks on the child's side, so that a child never takes its parent's row for its own.
+inline unsigned& forks() {
+    static unsigned count = [] {
+        pthread_atfork(nullptr, nullptr, [] { ++forks(); });
+        return 0u;
+    }();
+    return count;
+}
+
+// What a process holds, on a cache line of its own. Only its process writes it; after its death, whoever has its lock.
+struct Row {
+    uint64_t slots;  // one bit for each slot that is read
+    int64_t token;  // of the process, never used again; 0: nobody's
+    int64_t unused[kRowBytes / 8 - 2];
+};
+
+class Cells {
+  public:
+    Cells(char* memory, int slots) : words_(reinterpret_cast<int64_t*>(memory)), slots_(slots) {
+        rows_ = reinterpret_cast<Row*>(memory + kPage);
+    }
+
+    int64_t word(Word which) const { return load(words_[which]); }
+    void set(Word which, int64_t value) { store(words_[which], value); }
+    int64_t turn() const { return load(words_[kTurn]); }
+    int64_t token(int row) const { return load(rows_[row].token); }
+    int row() const { return row_; }
+    bool is_own() const { return row_ >= 0 && forks_ == forks(); }
+
+    // Make a row this process's; the caller has its lock, which proves that nobody else has it.
+    void enter(int row) {
+        const int64_t token = __atomic_add_fetch(&words_[kTokens], 1, __ATOMIC_SEQ_CST);
+        clear(row);
+        store(rows_[row].token, token);
+        int64_t used = word(kRowsUsed);
+        while (used <= row && !exchange(words_[kRowsUsed], used, row + 1)) used = word(kRowsUsed);
+        fence();
+        row_ = row;
+        mine_ = token * kRows + row;
+        forks_ = forks();
+    }
+
+    void leave() {
+        if (is_own()) clear(row_);
+        row_ = -1;
+    }
+
+    // Give back what a dead process held; the caller has its lock.
+    void clear(int row) {
+        store(rows_[row].slots, uint64_t{0});
+        store(rows_[row].token, int64_t{0});
+    }
+
+    bool reads(int row) const { return load(rows_[row].slots) != 0; }
+
+    // Hold the slot of the newest version, and return the word that names it. This process must not hold it already.
+    int64_t hold() {
+        uint64_t& mine = rows_[row_].slots;
+        for (;;) {
+            const int64_t slot = word(kCurrent) & 255;
+            __atomic_fetch_or(&mine, uint64_t{1} << slot, __ATOMIC_SEQ_CST);
+            fence();
+            const int64_t now = word(kCurrent);
+            if ((now & 255) == slot) return now;
+            let_go(static_cast<int>(slot));  // a later version may be under way there
+        }
+    }
+
+    void let_go(int slot) {
+        if (is_own()) __atomic_fetch_and(&rows_[row_].slots, ~(uint64_t{1} << slot), __ATOMIC_RELEASE);
+    }
+
+    bool try_turn() { return exchange(words_[kTurn], 0, mine_) || turn() == mine_; }
+
+    // Take the turn from a process that is known to have ended.
+    bool inherit_turn(int64_t from) { return exchange(words_[kTurn], from, mine_); }
+
+    void end_turn() {
+        if (is_own()) exchange(words_[kTurn], mine_, 0);
+    }
+
+    // Return a slot that nobody reads, or −1. Whose turn it is calls this.
+    int free_slot() const {
+        fence();
+        uint64_t held = uint64_t{1} << (word(kCurrent) & 255);
+        const int64_t used = word(kRowsUsed);
+        for (int64_t row = 0; row < used && row < kRows; ++row) held |= load(rows_[row].slots);
+        for (int slot = 0; slot < slots_; ++slot) {
+            if (!(held >> slot & 1)) return slot;
+        }
+        return -1;
+    }
+
+    void publish(int64_t version, int slot) {
+        store(words_[kCurrent], version << 8 | slot);
+        fence();
+        if (word(kAwaited)) wake();
+    }
+
+    // Wake everybody who awaits another word. Whoever waits looks again by itself, too, should this process die before.
+    void wake() {
+        store(words_[kAwaited], int64_t{0});
+        syscall(SYS_futex, half(), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    }
+
+    // Sleep until there is another word than this, or for so long.
+    void await(int64_t known, double seconds) {
+        store(words_[kAwaited], int64_t{1});
+        fence();
+        if (word(kCurrent) != known) return;
+        timespec time{};
+        time.tv_sec = static_cast<time_t>(seconds);
+        time.tv_nsec = static_cast<long>((seconds - static_cast<double>(time.tv_sec)) * 1e9);
+        syscall(SYS_futex, half(), FUTEX_WAIT, static_cast<uint32_t>(known), &time, nullptr, 0);
+    }
+
+  private:
+    // Futexes have 32 bits: those that differ from version to version.
+    uint32_t* half() const {
+        auto* halves = reinterpret_cast<uint32_t*>(&words_[kCurrent]);
+        return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
+    }
+
+    int64_t* words_;
+    Row* rows_;
+    int slots_;
+    int row_ = -1;
+    unsigned forks_ = 0;
+    int64_t mine_ = 0;
+};
+
+static_assert(sizeof(Row) == kRowBytes, "a row has a cache line of its own");
+
+}  // namespace q4

@@ -1,0 +1,372 @@
+// The Python face: what one process holds of a segment, and the block in which a thread reads. The GIL guards all of it.
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "cells.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr int64_t kCopiedHere = 1 << 16;  // bytes; larger contents are copied by torch, without the GIL
+enum Obstacle { kTaken = -1, kFull = -2, kLook = -3 };
+
+class View;
+
+PyObject* checked(PyObject* object) {
+    if (object == nullptr) throw nb::python_error();
+    return object;
+}
+
+// Torch's count of in-place changes, which a tensor's aliases share.
+int64_t changes_of(const nb::object& tensor) {
+    static PyObject* const name = PyUnicode_InternFromString("_version");
+    return nb::cast<int64_t>(nb::steal(checked(PyObject_GetAttr(tensor.ptr(), name))));
+}
+
+// What one process holds of a segment.
+class Core {
+  public:
+    Core(const nb::object& memory, const nb::list& slots, nb::object here, int64_t content_bytes)
+        : here_(std::move(here)), content_bytes_(content_bytes), cells_(nullptr, 0) {
+        if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE) != 0) throw nb::python_error();
+        for (nb::handle slot : slots) slots_.push_back({nb::borrow(slot), -1, 0, 0});
+        cells_ = q4::Cells(static_cast<char*>(buffer_.buf), static_cast<int>(slots_.size()));
+    }
+    Core(const Core&) = delete;
+    Core& operator=(const Core&) = delete;
+    ~Core() { close(); }
+
+    void close() {
+        if (is_closed_) return;
+        is_closed_ = is_shut = true;
+        put_all_out();
+        cells_.leave();
+        slots_.clear();
+        release();
+    }
+
+    // Sleep until there is another word, while other threads may close.
+    void wait(int64_t known, double seconds) {
+        auto& cells = checked_cells();
+        ++waiting_;
+        {
+            nb::gil_scoped_release without;
+            cells.await(known, seconds);
+        }
+        --waiting_;
+        if (is_closed_) release();
+    }
+
+    void enter(int row) { checked_cells().enter(row); }
+    void put_all_out();
+    void after_fork();
+    bool is_reading(nb::handle thread) const;
+    int reclaim();
+    int open() const { return open_; }
+    q4::Cells& cells() { return cells_; }
+    q4::Cells& checked_cells() {
+        if (is_closed_) throw nb::value_error("the segment must be open");
+        return cells_;
+    }
+    nb::object thread() const {
+        static PyObject* const name = PyUnicode_InternFromString("thread");
+        return nb::steal(checked(PyObject_GetAttr(here_.ptr(), name)));
+    }
+
+    // -- writing
+
+    int begin_write(bool copies, int64_t process) {
+        if (!checked_cells().try_turn()) return kTaken;
+        cells_.set(q4::kWriterProcess, process);
+        const int64_t word = cells_.word(q4::kCurrent), version = word >> 8;
+        if (is_shut || cells_.word(q4::kClosed) || cells_.word(q4::kTainted) == version + 1 || version >= q4::kMaxVersion) return kLook;
+        const auto current = static_cast<size_t>(word & 255);
+        if (!is_untouched(current, version)) return kLook;
+        const int slot = cells_.free_slot();
+        if (slot < 0) return kFull;
+        if (copies && content_bytes_ <= kCopiedHere) {
+            std::memcpy(data(static_cast<size_t>(slot)), data(current), static_cast<size_t>(content_bytes_));
+            if (!is_untouched(current, version)) return kLook;
+        }
+        return slot;
+    }
+
+    bool copies_here() const { return content_bytes_ <= kCopiedHere; }
+
+    // Publish the slot and give back the turn, unless somebody has closed it or changed what it was made from.
+    int64_t end_write(int slot) {
+        const auto& cells = checked_cells();
+        if (cells.word(q4::kClosed) || cells.word(q4::kTainted) == (cells.word(q4::kCurrent) >> 8) + 1) return kLook;
+        const int64_t version = publish(slot);
+        cells_.end_turn();
+        return version;
+    }
+
+    // Make what is in the slot the next version, and return its number.
+    int64_t publish(int slot) {
+        const int64_t version = (checked_cells().word(q4::kCurrent) >> 8) + 1;
+        note(slot, version);
+        cells_.publish(version, slot);
+        return version;
+    }
+
+    void note(int slot, int64_t version) {
+        auto& own = slots_.at(static_cast<size_t>(slot));
+        own.version = version, own.changes = changes_of(own.tensor);
+    }
+
+    // Whether no aliases of this process have changed this version since it was first seen here.
+    bool is_untouched(size_t slot, int64_t version) {
+        auto& own = slots_.at(slot);
+        const int64_t changes = changes_of(own.tensor);
+        if (own.version != version) own.version = version, own.changes = changes;
+        return own.changes == changes;
+    }
+
+    // -- reading
+
+    struct Slot {
+        nb::object tensor;
+        int64_t version;
+        int64_t changes;
+        int readers;
+    };
+    Slot& slot(int index) { return slots_[static_cast<size_t>(index)]; }
+
+    void link(View& view);
+    void unlink(View& view);
+    int64_t reads = 0;
+    bool is_shut = false;
+
+  private:
+    void release() {
+        if (waiting_ == 0 && buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+    }
+
+    void* data(size_t slot) const {
+        const int64_t stride = (content_bytes_ + q4::kPage - 1) / q4::kPage * q4::kPage;
+        return static_cast<char*>(buffer_.buf) + q4::kPage + q4::kRows * q4::kRowBytes + stride * static_cast<int64_t>(slot);
+    }
+
+    nb::object here_;
+    int64_t content_bytes_;
+    Py_buffer buffer_{};
+    q4::Cells cells_;
+    std::vector<Slot> slots_;
+    View* first_ = nullptr;  // of the views inside their block
+    int open_ = 0, waiting_ = 0;
+    bool is_closed_ = false;
+};
+
+// What ``read()`` gives.
+class View {
+  public:
+    View(nb::object content, nb::object owner, Core& core) : content_(std::move(content)), owner_(std::move(owner)), core_(core) {}
+    View(const View&) = delete;
+    View& operator=(const View&) = delete;
+    ~View() {
+        if (stage_ == kInside) core_.unlink(*this);
+    }
+
+    void enter() {
+        if (stage_ != kNew) content_.attr("refuse_again")();
+        stage_ = kLeft;
+        thread_ = core_.thread();
+        for (;;) {
+            if (core_.is_shut || !core_.cells().is_own()) look();
+            take();
+            const auto& cells = core_.cells();
+            if (cells.word(q4::kClosed) || cells.word(q4::kTainted) == version_ + 1) {
+                leave();
+                look();  // raises, unless somebody has reset it meanwhile
+                continue;
+            }
+            if (!core_.is_untouched(static_cast<size_t>(slot_), version_)) leave_after_a_change(true);
+            changes_ = core_.slot(slot_).changes;
+            return;
+        }
+    }
+
+    void exit(nb::handle error) {
+        alias_.reset();
+        if (stage_ == kInside) {
+            ++core_.reads;
+            if (changes_of(core_.slot(slot_).tensor) == changes_) {
+                leave();
+            } else {
+                leave_after_a_change(error.is_none());
+            }
+            if (core_.is_shut && core_.open() == 0) content_.attr("let_go")();
+        } else if (stage_ == kPutOut) {
+            stage_ = kLeft;
+            content_.attr("refuse_late")(error);
+        }
+    }
+
+    nb::object tensor() {
+        if (!alias_.is_valid()) {
+            if (stage_ != kInside) content_.attr("refuse_outside")();
+            static PyObject* const name = PyUnicode_InternFromString("detach");
+            alias_ = nb::steal(checked(PyObject_CallMethodNoArgs(base().ptr(), name)));
+        }
+        return alias_;
+    }
+
+    nb::object base() const {
+        if (stage_ != kInside) throw nb::attribute_error("base");
+        return core_.slot(slot_).tensor;
+    }
+    int64_t version() const {
+        if (version_ < 0) throw nb::attribute_error("version");
+        return version_;
+    }
+
+    void put_out() { stage_ = kPutOut; }
+    bool is_of(nb::handle thread) const { return thread_.is(thread); }
+    bool is_abandoned() const { return nb::steal(PyObject_CallNoArgs(thread_.ptr())).is_none(); }
+
+    View *before = nullptr, *after = nullptr;
+    int slot_ = -1;
+
+  private:
+    enum Stage { kNew, kInside, kPutOut, kLeft };
+
+    void look() {
+        content_.attr("look")();
+        if (core_.is_shut || !core_.cells().is_own()) throw nb::value_error("it is closed");
+    }
+
+    void take() {
+        auto& cells = core_.cells();
+        int64_t word = cells.word(q4::kCurrent);
+        // Where this process reads already, nobody can have begun to write.
+        if (core_.slot(static_cast<int>(word & 255)).readers == 0) word = cells.hold();
+        slot_ = static_cast<int>(word & 255);
+        version_ = word >> 8;
+        core_.link(*this);
+        stage_ = kInside;
+    }
+
+    void leave() {
+        core_.unlink(*this);
+        stage_ = kLeft;
+    }
+
+    // It is told while the slot is still held, so that it is told of this version.
+    void leave_after_a_change(bool raises) {
+        try {
+            content_.attr("tell_of_a_change")(slot_, version_);
+        } catch (nb::python_error&) {
+            leave();
+            if (raises) throw;
+            return;
+        }
+        leave();
+    }
+
+    nb::object content_, owner_;
+    Core& core_;
+    nb::object thread_, alias_;
+    int64_t version_ = -1, changes_ = 0;
+    Stage stage_ = kNew;
+};
+
+void Core::link(View& view) {
+    view.before = nullptr, view.after = first_;
+    if (first_ != nullptr) first_->before = &view;
+    first_ = &view;
+    ++open_, ++slot(view.slot_).readers;
+}
+
+void Core::unlink(View& view) {
+    (view.before != nullptr ? view.before->after : first_) = view.after;
+    if (view.after != nullptr) view.after->before = view.before;
+    --open_;
+    if (--slot(view.slot_).readers == 0) cells_.let_go(view.slot_);
+}
+
+void Core::put_all_out() {
+    for (View* view = first_; view != nullptr; view = view->after) view->put_out();
+    first_ = nullptr, open_ = 0;
+}
+
+// In a child nobody is inside: what the parent's threads hold is the parent's.
+void Core::after_fork() {
+    put_all_out();
+    for (auto& slot : slots_) slot.readers = 0, slot.version = -1;
+    reads = 0;
+    cells_.leave();
+}
+
+bool Core::is_reading(nb::handle thread) const {
+    for (const View* view = first_; view != nullptr; view = view->after) {
+        if (view->is_of(thread)) return true;
+    }
+    return false;
+}
+
+// Put out readers whose thread has ended.
+int Core::reclaim() {
+    int count = 0;
+    for (View *view = first_, *next; view != nullptr; view = next) {
+        next = view->after;
+        if (view->is_abandoned()) {
+            unlink(*view);
+            view->put_out();
+            ++count;
+        }
+    }
+    return count;
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // daemon threads may hold blocks when the interpreter ends
+    module.attr("LAYOUT") = q4::kLayout;
+    module.attr("ROWS") = q4::kRows;
+    module.attr("TAKEN") = static_cast<int>(kTaken);
+    module.attr("FULL") = static_cast<int>(kFull);
+    nb::class_<View>(module, "View")
+        .def("__enter__", [](nb::object self) { nb::cast<View&>(self).enter(); return self; })
+        .def("__exit__", [](View& self, nb::handle, nb::handle error, nb::handle) { self.exit(error); },
+             nb::arg("kind").none(), nb::arg("error").none(), nb::arg("trace").none())
+        .def_prop_ro("tensor", &View::tensor)
+        .def_prop_ro("base", &View::base)
+        .def_prop_ro("version", &View::version);
+    nb::class_<Core>(module, "Core")
+        .def(nb::init<const nb::object&, const nb::list&, nb::object, int64_t>())
+        .def("read", [](nb::object self, nb::object content) { return new View(std::move(content), self, nb::cast<Core&>(self)); },
+             nb::rv_policy::take_ownership)
+        .def("enter", &Core::enter)
+        .def("after_fork", &Core::after_fork)
+        .def("close", &Core::close)
+        .def("is_reading", &Core::is_reading)
+        .def("reclaim", &Core::reclaim)
+        .def("begin_write", &Core::begin_write)
+        .def("publish", &Core::publish)
+        .def("end_write", &Core::end_write)
+        .def("note", &Core::note)
+        .def("is_untouched", &Core::is_untouched)
+        .def("end_turn", [](Core& self) { self.checked_cells().end_turn(); })
+        .def("try_turn", [](Core& self) { return self.checked_cells().try_turn(); })
+        .def("inherit_turn", [](Core& self, int64_t from) { return self.checked_cells().inherit_turn(from); })
+        .def("free_slot", [](Core& self) { return self.checked_cells().free_slot(); })
+        .def("token", [](Core& self, int row) { return self.checked_cells().token(row); })
+        .def("reads_any", [](Core& self, int row) { return self.checked_cells().reads(row); })
+        .def("clear", [](Core& self, int row) { self.checked_cells().clear(row); })
+        .def("wake", [](Core& self) { self.checked_cells().wake(); })
+        .def("wait", &Core::wait)
+        .def_prop_ro("copies_here", &Core::copies_here)
+        .def_prop_ro("turn", [](Core& self) { return self.checked_cells().turn(); })
+        .def_prop_ro("rows_used", [](Core& self) { return self.checked_cells().word(q4::kRowsUsed); })
+        .def_prop_ro("open", &Core::open)
+        .def_prop_ro("is_own", [](Core& self) { return self.cells().is_own(); })
+        .def_prop_ro("row", [](Core& self) { return self.cells().row(); })
+        .def_rw("reads", &Core::reads)
+        .def_rw("is_shut", &Core::is_shut);
+}

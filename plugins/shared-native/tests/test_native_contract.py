@@ -1,0 +1,45 @@
+"""By atomics ``SharedMutableTensor`` keeps the contract that it keeps by locks: the core's own tests, run again."""
+
+from __future__ import annotations
+
+import abandonment
+import pytest
+import sharing
+import test_shared
+import test_shared_threads
+import torch
+
+from q4core.mutable import SharedMutableTensor
+from q4core.mutable.native_content import NativeContent
+
+DIFFERENT = {
+    # They reach for the locks that are not used here.
+    "test_late_reader_finds_the_newest_version",
+    "test_system_that_refuses_is_a_typed_error",
+    # Of the mode that has no atomics.
+    "TestInPlaceSequences",
+}
+NAMED = {name: test for name, test in vars(test_shared).items() if name.startswith("test_")}
+SAME = {name: test for name, test in {**test_shared_threads.SAME, **NAMED}.items() if name not in DIFFERENT}
+globals().update(SAME)
+state, other, own_names = test_shared.state, test_shared.other, test_shared.own_names
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the shared tensor in the place of the other."""
+    for module in (*test_shared_threads.MODULES, sharing, abandonment):
+        monkeypatch.setattr(module, "MutableTensor", SharedMutableTensor, raising=False)
+
+
+def test_atomics_are_what_is_tested() -> None:
+    """Where the plugin is installed, a tensor has them unless it is told otherwise."""
+    with SharedMutableTensor(torch.zeros(4)) as made, SharedMutableTensor.attach(made.segment) as joined:
+        assert isinstance(made._content, NativeContent)
+        assert isinstance(joined._content, NativeContent)
+
+
+def test_all_that_is_left_out_exists() -> None:
+    """No test is left out by a name that no test has any more."""
+    assert not DIFFERENT - {*test_shared_threads.SAME, *NAMED}
+    assert len(SAME) > 100

@@ -1,0 +1,140 @@
+"""What a plugin with atomics gives to ``SharedMutableTensor``, and how it is found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from q4core.mutable.segment import ATOMICS, ROWS
+from q4core.registry import default_registry
+
+if TYPE_CHECKING:
+    import mmap
+
+    import torch
+
+    from q4core.mutable.blocks import ReadView
+    from q4core.mutable.exclusion import Thread
+
+__all__ = ["Cells", "SharedCells", "find_cells"]
+
+
+class Cells(Protocol):
+    """What one process holds of a segment. Every method returns at once, but ``wait``."""
+
+    reads: int
+    """Read blocks that were left."""
+    is_shut: bool
+    """Whether ``read`` must ask before it lets anybody in."""
+
+    @property
+    def open(self) -> int:
+        """How many threads are in their read blocks."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has a row; a forked child has none of its parent's."""
+
+    @property
+    def row(self) -> int:
+        """Which row it has, or had before a fork."""
+
+    @property
+    def copies_here(self) -> bool:
+        """Whether ``begin_write`` copies contents of this size itself."""
+
+    @property
+    def turn(self) -> int:
+        """Whose turn it is to write: token · rows + row, 0 for nobody's."""
+
+    @property
+    def rows_used(self) -> int:
+        """One more than the last row that was ever used."""
+
+    def read(self, content: object) -> ReadView:
+        """Return a read block; it calls the content back when there is something to tell."""
+
+    def enter(self, row: int) -> None:
+        """Make a row this process's, which has its lock."""
+
+    def after_fork(self) -> None:
+        """Begin anew in a child."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+    def is_reading(self, thread: Thread | None) -> bool:
+        """Return whether the thread is in a read block."""
+
+    def reclaim(self) -> int:
+        """Put out readers whose threads have ended, and return how many."""
+
+    def token(self, row: int) -> int:
+        """Return whose row it is, 0 for nobody's."""
+
+    def reads_any(self, row: int) -> bool:
+        """Return whether a row's process reads."""
+
+    def clear(self, row: int) -> None:
+        """Empty a row whose process has ended, which the caller proves by its lock."""
+
+    def begin_write(self, copies: bool, process: int) -> int:  # noqa: FBT001  # called by position, on the fast path
+        """Take the turn and a free slot, and copy the newest version there if that is asked for.
+
+        Returns:
+            The slot, or a negative number if something is in the way.
+        """
+
+    def try_turn(self) -> bool:
+        """Take the turn to write, if nobody has it."""
+
+    def inherit_turn(self, before: int) -> bool:
+        """Take the turn from a process that has ended."""
+
+    def end_turn(self) -> None:
+        """Give the turn back."""
+
+    def free_slot(self) -> int:
+        """Return a slot that nobody reads, or −1."""
+
+    def is_untouched(self, slot: int, version: int) -> bool:
+        """Return whether no alias in this process has changed that version since it was first seen here."""
+
+    def note(self, slot: int, version: int) -> None:
+        """Take the slot for that version as it is now."""
+
+    def end_write(self, slot: int) -> int:
+        """Publish the slot and give the turn back.
+
+        Returns:
+            The version, or a negative number, and nothing is done, if the tensor is closed or poisoned.
+        """
+
+    def publish(self, slot: int) -> int:
+        """Make what is in the slot the next version, and return its number."""
+
+    def wait(self, known: int, seconds: float) -> None:
+        """Sleep until the word is another than this one, or for so long."""
+
+    def wake(self) -> None:
+        """Wake everybody who waits."""
+
+
+class SharedCells(Protocol):
+    """What the hook ``q4_shared_cells`` returns."""
+
+    name: str
+    layout: int
+    """Which layout of segments it speaks."""
+    rows: int
+
+    def make(self, memory: mmap.mmap, slots: list[torch.Tensor], here: object, content_bytes: int, /) -> Cells:
+        """Return a process's part in a segment; ``here.thread`` is a reference to the calling thread's life."""
+
+
+def find_cells() -> SharedCells | None:
+    """Return the first plugin's that fits this version of q4core, or None."""
+    for cells in default_registry().shared_cells():
+        if (getattr(cells, "layout", None), getattr(cells, "rows", None)) == (ATOMICS, ROWS):
+            found: SharedCells = cells
+            return found
+    return None

@@ -1,0 +1,37 @@
+"""The protocol of atomics, searched through in full, and what the search finds in protocols that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+from shared_model import Setting, explore
+from shared_native_model import FAULTS, NativeModel
+
+
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        (Setting(writers=(2,), readers=(1,), kills=1, mortals=("reader",)), 4_000),
+        (Setting(writers=(2,), readers=(1,), kills=1, mortals=("writer",)), 15_000),
+        (Setting(writers=(3,), readers=(2,), kills=0), 4_000),
+        (Setting(writers=(1, 1), readers=(1,), kills=0), 5_000),
+        (Setting(writers=(2, 1), readers=(), kills=1), 15_000),
+    ],
+    ids=str,
+)
+def test_protocol_holds(setting: Setting, least: int) -> None:
+    """No read is torn or stale, versions grow by one, and all can always end, whoever was killed."""
+    found = explore(setting, NativeModel)
+    assert (found.problem, found.steps) == ("", ())
+    assert found.states >= least
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found(fault: str) -> None:
+    """Each way in which the protocol could be wrong is found, as what it leads to."""
+    problem = FAULTS[fault]
+    is_about_turns = "turn" in fault or "token" in fault
+    writers, readers = ((1, 1), ()) if is_about_turns else ((2,), (1,))
+    mortals = ("writer",) if is_about_turns else ("reader",)
+    kills = int(problem in {"order", "stuck"})
+    setting = Setting(writers=writers, readers=readers, kills=kills, mortals=mortals, fault=fault)
+    assert explore(setting, NativeModel).problem == problem
