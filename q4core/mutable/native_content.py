@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from q4core.errors import LifecycleError
@@ -145,7 +146,8 @@ class NativeContent(SharedContent):
                     return False
                 self.waiting += 1
             try:
-                self.cells.wait(known, pause)
+                with contextlib.suppress(ValueError):  # it was closed meanwhile
+                    self.cells.wait(known, pause)
             finally:
                 with self.lock:
                     self.waiting -= 1

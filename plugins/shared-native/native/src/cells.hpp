@@ -88,17 +88,14 @@ class Cells {
 
     bool reads(int row) const { return load(rows_[row].slots) != 0; }
 
-    // Hold the slot of the newest version, and return the word that names it. This process must not hold it already.
-    int64_t hold() {
-        uint64_t& mine = rows_[row_].slots;
-        for (;;) {
-            const int64_t slot = word(kCurrent) & 255;
-            __atomic_fetch_or(&mine, uint64_t{1} << slot, __ATOMIC_SEQ_CST);
-            fence();
-            const int64_t now = word(kCurrent);
-            if ((now & 255) == slot) return now;
-            let_go(static_cast<int>(slot));  // a later version may be under way there
-        }
+    // Hold a slot that this process does not hold, and return the word, if it still names that slot; else return −1.
+    int64_t hold(int slot) {
+        __atomic_fetch_or(&rows_[row_].slots, uint64_t{1} << slot, __ATOMIC_SEQ_CST);
+        fence();
+        const int64_t now = word(kCurrent);
+        if ((now & 255) == slot) return now;
+        let_go(slot);  // a later version may be under way there
+        return -1;
     }
 
     void let_go(int slot) {

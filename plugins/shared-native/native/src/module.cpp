@@ -242,17 +242,20 @@ class View {
 
     void take() {
         auto& cells = core_.cells();
-        int64_t word = cells.word(q4::kCurrent);
-        // Where this process reads already, nobody can have begun to write.
-        if (core_.slot(static_cast<int>(word & 255)).readers == 0) word = cells.hold();
-        slot_ = static_cast<int>(word & 255);
+        int64_t word;
+        do {  // begins anew only after another version was published
+            word = cells.word(q4::kCurrent);
+            slot_ = static_cast<int>(word & 255);
+            // Where this process reads already, nobody can have begun to write.
+            if (core_.slot(slot_).readers == 0) word = cells.hold(slot_);
+        } while (word < 0);
         version_ = word >> 8;
         core_.link(*this);
         stage_ = kInside;
     }
 
     void leave() {
-        core_.unlink(*this);
+        if (stage_ == kInside) core_.unlink(*this);  // else it was put out meanwhile
         stage_ = kLeft;
     }
 
