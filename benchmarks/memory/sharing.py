@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMBERS, READERS = 64, 4
-KINDS = ("lock", "versioned", "in_place")
+KINDS = ("lock", "versioned", "native", "in_place")
 
 
 @attrs.frozen
@@ -58,10 +58,16 @@ RACES = [
 ]
 
 
-def alone(mode: q4.MutableMode) -> dict[str, float]:
+def shared(kind: str, slots: int = 4) -> q4.SharedMutableTensor:
+    """Return a tensor of one of the kinds; ``native`` is ``VERSIONED`` by the atomics of q4-shared-native."""
+    mode = q4.MutableMode("versioned" if kind == "native" else kind)
+    return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind == "native")
+
+
+def alone(kind: str) -> dict[str, float]:
     """Return what one read and one update take, µs."""
     found = {}
-    with q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode) as state:
+    with shared(kind) as state:
 
         def read() -> None:
             with state.read() as view:
@@ -107,7 +113,7 @@ def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[
 
         yield read, write
         return
-    with q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=q4.MutableMode(kind), slots=8) as state:
+    with shared(kind, slots=8) as state:
 
         def read_shared() -> None:
             with state.read() as view:
@@ -168,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_before": round(os.getloadavg()[0], 2),
-        "alone": {mode.value: alone(mode) for mode in q4.MutableMode},
+        "alone": {kind: alone(kind) for kind in KINDS[1:]},
         "together": [],
     }
     for race in RACES:

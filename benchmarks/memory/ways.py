@@ -6,6 +6,7 @@ that a sample of elements, spread over the state, belongs to one update, and to 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from benchmarks.candidate import WrongAnswerError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CONTEXT", "PROCESSES", "SAMPLE", "THREADS", "Way", "check", "ways"]
+__all__ = ["CONTEXT", "NATIVE", "PROCESSES", "SAMPLE", "THREADS", "Way", "check", "ways"]
 
+NATIVE = "q4core VERSIONED, native"
 CONTEXT = multiprocessing.get_context("forkserver")
 PROCESSES, THREADS = "processes", "threads"
 SAMPLE = 256
@@ -114,10 +116,16 @@ class MutableInPlace(Mutable):
 
 
 class Shared(Mutable):
-    """A ``SharedMutableTensor``."""
+    """A ``SharedMutableTensor`` by the core's own locks."""
 
-    make = q4.SharedMutableTensor
+    make = functools.partial(q4.SharedMutableTensor, native=False)
     kind = PROCESSES
+
+
+class SharedNative(Shared):
+    """The same by the atomics of a plugin."""
+
+    make = functools.partial(q4.SharedMutableTensor, native=True)
 
 
 class SharedInPlace(Shared):
@@ -197,12 +205,13 @@ class Queued(Way):
 
 
 def ways() -> dict[str, type[Way]]:
-    """Return all that need nothing but torch, by name."""
+    """Return all that need nothing but torch, and q4-shared-native for the one named so, by name."""
     return {
         "q4core VERSIONED, threads": Mutable,
         "q4core IN_PLACE, threads": MutableInPlace,
         "tensor + Lock, threads": ThreadsLocked,
         "q4core VERSIONED": Shared,
+        NATIVE: SharedNative,
         "q4core IN_PLACE": SharedInPlace,
         "share_memory_ + Lock": Locked,
         "share_memory_ + Lock, clone": LockedClone,
