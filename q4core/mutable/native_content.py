@@ -233,8 +233,10 @@ class NativeContent(SharedContent):
         place = self.segment.form.first_row + row
         if not self.locks.try_exclusive(place):
             return False
-        self.cells.clear(row)
-        self.locks.release(place)
+        try:
+            self.cells.clear(row)
+        finally:
+            self.locks.release(place)
         return True
 
     def _claim_free_slot(self) -> str | None:

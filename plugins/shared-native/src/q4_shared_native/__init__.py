@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from q4_shared_native import _native
+import sys
+
 from q4core import hookimpl
 
-__all__ = ["NativeCells", "q4_shared_cells"]
+if sys.platform == "linux":
+    from q4_shared_native import _native
 
-
-class NativeCells:
-    """What q4core asks for: the layout of segments that this build speaks, and what one process holds of a segment."""
-
-    name = "shared-native"
-    layout = _native.LAYOUT
-    rows = _native.ROWS
-    make = _native.Core
+__all__ = ["q4_shared_cells"]
 
 
 @hookimpl
-def q4_shared_cells() -> list[NativeCells]:
-    """Return the one implementation of this plugin."""
-    return [NativeCells()]
+def q4_shared_cells() -> list[object]:
+    """Return what processes agree by, where they can share tensors at all."""
+    return [_NativeCells()] if sys.platform == "linux" else []
+
+
+class _NativeCells:
+    """What q4core asks for; its ``SharedCells`` says what each is."""
+
+    def __init__(self) -> None:
+        self.name, self.layout, self.rows = "shared-native", _native.LAYOUT, _native.ROWS
+        self.make = _native.Core
