@@ -180,7 +180,7 @@ class Run:
     def __init__(self, mode: q4.MutableMode, operations: int, kills: int, slots: int) -> None:
         self.mode, self.operations, self.kills, self.slots = mode, operations, kills, slots
         self.board = Board((WRITERS + READERS) * THREADS)
-        self.killed = self.amid = self.resets = 0
+        self.killed = self.amid = self.readers_killed = self.resets = 0
 
     def in_processes(self, kind: str) -> dict[str, Any]:
         """Race processes."""
@@ -198,10 +198,11 @@ class Run:
                     if self.killed < self.kills and done * self.kills >= self.killed * self.operations:
                         index = chance.randrange(WRITERS)
                         self._choose_instant(state, children[index], chance)
-                        os.kill(children[index], signal.SIGKILL)
-                        os.waitpid(children[index], 0)
+                        self._kill(children, index, state)
                         self.killed += 1
-                        children[index] = _start(lambda: _run_process(state, self.board, index))  # noqa: B023  # called at once
+                        if kind == NATIVE:  # by locks the kernel gives back what it held, by atomics writers must
+                            self._kill(children, WRITERS + chance.randrange(READERS), state)
+                            self.readers_killed += 1
                 self.board.stop()
                 self._join(children, state)
             except BaseException:
@@ -210,6 +211,11 @@ class Run:
                         os.kill(child, signal.SIGKILL)
                 raise
             return self._result(kind, state)
+
+    def _kill(self, children: list[int], index: int, state: q4.SharedMutableTensor) -> None:
+        os.kill(children[index], signal.SIGKILL)
+        os.waitpid(children[index], 0)
+        children[index] = _start(lambda: _run_process(state, self.board, index))
 
     def _choose_instant(self, state: q4.SharedMutableTensor, child: int, chance: random.Random) -> None:
         """Sleep for a random time, and in three cases of four go on until the child is at an update."""
@@ -283,6 +289,7 @@ class Run:
             "version": state.version,
             "killed": self.killed,
             "killed_at_an_update": self.amid,
+            **({"readers_killed": self.readers_killed} if kind == NATIVE else {}),
             "resets": self.resets,
             "seconds": round(seconds, 1),
             "torn": 0,
