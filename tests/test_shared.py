@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import fcntl
+import gc
 import itertools
 import mmap
 import os
@@ -465,6 +466,7 @@ def test_other_handle_lets_go_alone(state: SharedMutableTensor, other: SharedMut
 
 def test_everything_is_given_back(mode: MutableMode, own_names: Callable[[], set[str]]) -> None:
     """Names, files and mappings go with the handles, closed or collected, in a reader's block or not."""
+    gc.collect()  # what earlier tests left is not to go meanwhile
     before, open_files = own_names(), len(list(pathlib.Path("/proc/self/fd").iterdir()))
     for closes in (True, False):
         state = SharedMutableTensor(torch.zeros(4), mode=mode)

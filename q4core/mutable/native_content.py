@@ -271,8 +271,11 @@ class NativeContent(SharedContent):
     def release_unheld(self) -> None:
         """Do nothing: no attempt is interrupted in the midst."""
 
-    def _end_claim(self, slot: int) -> None:
-        """Do nothing: whose turn it is has all slots that nobody reads."""
-
-    def _end_turn(self) -> None:
-        self.cells.end_turn()
+    def release_claim(self) -> None:
+        """Let other processes write."""
+        self.claimed = None
+        if self.has_turn:
+            self.cells.end_turn()
+            self.has_turn = False
+        if self.is_let_go:
+            self.dispose()

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from q4core.errors import LifecycleError
-from q4core.mutable.content import mark_of, refuse_late
+from q4core.mutable.content import refuse_late
 from q4core.mutable.exclusion import HERE
 from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
 from q4core.mutable.segment import (
@@ -38,6 +38,11 @@ READERS_TURN_S = 2.4 * LONGEST_PAUSE_S
 """How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""
 LOOKS_FOR_A_SLOT = 5
 """How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
+
+
+def _mark_of(slot: torch.Tensor) -> tuple[int, int]:
+    """Return torch's count of in-place changes; a slot's address never changes."""
+    return slot._version, 0  # noqa: SLF001  # torch documents it under this name
 
 
 class SharedContent(SharedState):
@@ -130,7 +135,7 @@ class SharedContent(SharedState):
         self.holds[slot] += 1
         view.place = (self.epoch, slot)
         base = self.slots[slot]
-        view.base, view.mark, view.version = base, mark_of(base), version
+        view.base, view.mark, view.version = base, _mark_of(base), version
         seen = self.seen[slot]
         if seen[0] != version:
             self.seen[slot] = (version, view.mark)
@@ -162,7 +167,7 @@ class SharedContent(SharedState):
             else:
                 self.reads += 1
             try:
-                if not is_late and mark_of(base) != view.mark:
+                if not is_late and _mark_of(base) != view.mark:
                     self.refuse_touched(base, version)
             except BaseException:
                 if error is None:
@@ -304,7 +309,7 @@ class SharedContent(SharedState):
         words = self.words
         slot = 0 if self.is_in_place else words[CURRENT] & 255
         base = self.tensor
-        mark = mark_of(base)
+        mark = _mark_of(base)
         version, seen = self.seen[slot]
         if version != self.version:
             self.seen[slot] = (self.version, mark)
@@ -323,9 +328,9 @@ class SharedContent(SharedState):
             return work.copy_(block.source)
         if block.healing:
             return work.zero_()
-        mark = mark_of(base)
+        mark = _mark_of(base)
         work.copy_(base)
-        if mark_of(base) != mark:
+        if _mark_of(base) != mark:
             with self.lock:
                 self.refuse_touched(base, self.version)
         return work
@@ -386,7 +391,7 @@ class SharedContent(SharedState):
             # other writers lack the turn, and a reader looks at the word again once it holds the slot.
             slot, self.claimed = self.claimed, None
             self.locks.release(FIRST_SLOT + slot)
-        self.seen[slot] = (version, mark_of(work))
+        self.seen[slot] = (version, _mark_of(work))
         self.words[CURRENT] = version << 8 | slot  # HEALTHY is 0
         self.tensor, self.version, self.poison = work, version, None
         self.writes += 1

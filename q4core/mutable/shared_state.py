@@ -180,21 +180,15 @@ class SharedState(Content):
     def release_claim(self) -> None:
         """Let other processes write."""
         if self.claimed is not None:
-            self._end_claim(self.claimed)
+            self.locks.release(FIRST_SLOT + self.claimed)
             self.claimed = None
         if self.has_turn:
-            self._end_turn()
+            if self.words[WRITER_WAITS]:
+                self.words[WRITER_WAITS] = 0
+            self.locks.release(WRITER)
             self.has_turn = False
         if self.is_let_go:
             self.dispose()
-
-    def _end_claim(self, slot: int) -> None:
-        self.locks.release(FIRST_SLOT + slot)
-
-    def _end_turn(self) -> None:
-        if self.words[WRITER_WAITS]:
-            self.words[WRITER_WAITS] = 0
-        self.locks.release(WRITER)
 
     def tell_all(self) -> None:
         """Let everybody who waits look again."""
