@@ -186,6 +186,21 @@ def test_maker_that_closes_wakes_everybody(state: SharedMutableTensor, process: 
         process.result()
 
 
+def test_handle_that_is_closed_while_it_waits_to_write(
+    state: SharedMutableTensor, process: Process, threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """Its thread gets a LifecycleError; the process that writes goes on."""
+    process.do("enter", "write")
+    with SharedMutableTensor.attach(state.segment, name="membrane") as other:
+        waiting = threads.submit(other.replace, torch.ones(64), wait=True)
+        until(lambda: other._content.gate.has_writer)
+        time.sleep(0.02)
+    with pytest.raises(q4.LifecycleError, match="membrane"):
+        waiting.result(LONG)
+    process.do("leave")
+    assert state.version == 1
+
+
 def test_failed_writer_poisons_in_place_for_others(state: SharedMutableTensor, process: Process) -> None:
     """Its error is the cause that other processes are told; VERSIONED has not changed."""
     process.do("enter", "write")

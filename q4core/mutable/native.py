@@ -19,7 +19,7 @@ __all__ = ["Cells", "SharedCells", "find_cells"]
 
 
 class Cells(Protocol):
-    """What one process holds of a segment. Every method returns at once, but ``wait``."""
+    """What one process holds of a segment. Every method returns at once, but ``wait`` and ``wait_turn``."""
 
     reads: int
     """Read blocks that were left."""
@@ -115,8 +115,11 @@ class Cells(Protocol):
     def wait(self, known: int, seconds: float) -> None:
         """Sleep until the word is another than this one, or for so long."""
 
+    def wait_turn(self, seconds: float) -> None:
+        """Sleep until the turn to write is another's or nobody's, or for so long."""
+
     def wake(self) -> None:
-        """Wake everybody who waits."""
+        """Wake everybody who waits for a version."""
 
 
 class SharedCells(Protocol):

@@ -228,6 +228,15 @@ class NativeContent(SharedContent):
             return False
         return cells.inherit_turn(held)
 
+    def _sleep(self, obstacle: str, pauses: Pauses) -> bool:
+        if obstacle != "another writer":
+            return pauses.sleep()
+        pause = pauses.next()
+        if pause is not None:
+            with contextlib.suppress(ValueError):  # it was closed meanwhile
+                self.cells.wait_turn(pause)
+        return pause is not None
+
     def _clear_if_dead(self, row: int) -> bool:
         """Empty a row if its process has ended, which its lock tells."""
         place = self.segment.form.first_row + row

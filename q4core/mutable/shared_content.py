@@ -237,15 +237,20 @@ class SharedContent(SharedState):
             if obstacle == "readers that wait":
                 lets_readers_go = False
                 time.sleep(READERS_TURN_S)
-            elif not pauses.sleep():
+            elif not self._sleep(obstacle, pauses):
                 with self.lock:
                     hint = "Wait longer, or hold blocks shorter."
                     self.refuse("write()", f"let in within {block.timeout} s", obstacle, hint)
             with self.lock:
                 self.reclaim()
+                if self.is_closed:  # there may be no locks any more
+                    self.check()
                 obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
                 if obstacle is None:
                     self._begin_update(block)
+
+    def _sleep(self, obstacle: str, pauses: Pauses) -> bool:  # noqa: ARG002  # others are woken
+        return pauses.sleep()
 
     def _give_up(self, block: WriteBlock, obstacle: str, pauses: Pauses) -> None:
         """Raise if the block won't wait for what is in the way."""

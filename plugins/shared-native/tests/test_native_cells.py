@@ -14,14 +14,14 @@ from processes import processes
 from sharing import LONG, content_of, until
 
 import q4core as q4
-from q4core.mutable import SharedMutableTensor, native, native_content, process_locks, segment, shared
+from q4core.mutable import SharedMutableTensor, native, native_content, pauses, process_locks, segment, shared
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Iterator
 
-AWAITED = 120
-"""The word that says that somebody waits for a version."""
+AWAITED, TURN_AWAITED = 120, 128
+"""The words that say that somebody waits for a version, and for the turn to write."""
 
 
 @pytest.fixture
@@ -153,6 +153,21 @@ def test_who_waits_is_woken(
             assert isinstance(waiting.exception(LONG), error)
             if end == "poison":
                 state.reset(torch.ones(4))
+
+
+def test_who_waits_for_the_turn_is_woken(
+    state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """By whoever leaves its block, well or not, not by the time after which it would look itself."""
+    with processes(state, 1) as (process,):
+        monkeypatch.setattr(pauses.Pauses, "next", lambda _: 10 * LONG)
+        for version, end in ((2, "leave"), (3, "fail")):
+            process.do("enter", "write")
+            waiting = threads.submit(state.replace, torch.full((4,), float(version)), wait=True)
+            until(lambda: bool(state._content.words[TURN_AWAITED]))
+            process.do(end)
+            waiting.result(LONG)
+            assert (content_of(state), state.version) == ([version] * 4, version)
 
 
 def test_killed_waiter_costs_one_call(state: SharedMutableTensor) -> None:

@@ -23,7 +23,7 @@ constexpr int kRowBytes = 64;
 constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
 
 // Which 64-bit word of the header is what; q4core/mutable/segment.py has the same numbers.
-enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120 };
+enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 128 };
 
 // Reads and writes of words that other processes change too.
 template <class T> T load(const T& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
@@ -108,7 +108,9 @@ class Cells {
     bool inherit_turn(int64_t from) { return exchange(words_[kTurn], from, mine_); }
 
     void end_turn() {
-        if (is_own()) exchange(words_[kTurn], mine_, 0);
+        if (!is_own() || !exchange(words_[kTurn], mine_, 0)) return;
+        fence();
+        if (word(kTurnAwaited)) wake(kTurn, kTurnAwaited);
     }
 
     // Return a slot that nobody reads, or −1. Whose turn it is calls this.
@@ -126,30 +128,30 @@ class Cells {
     void publish(int64_t version, int slot) {
         store(words_[kCurrent], version << 8 | slot);
         fence();
-        if (word(kAwaited)) wake();
+        if (word(kAwaited)) wake(kCurrent, kAwaited);
     }
 
     // Wake everybody who awaits another word. Whoever waits looks again by itself, too, should this process die before.
-    void wake() {
-        store(words_[kAwaited], int64_t{0});
-        syscall(SYS_futex, half(), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    void wake(Word which, Word awaited) {
+        store(words_[awaited], int64_t{0});
+        syscall(SYS_futex, half(which), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
     }
 
-    // Sleep until there is another word than this, or for so long.
-    void await(int64_t known, double seconds) {
-        store(words_[kAwaited], int64_t{1});
+    // Sleep until the word is another than this, or for so long.
+    void await(Word which, Word awaited, int64_t known, double seconds) {
+        store(words_[awaited], int64_t{1});
         fence();
-        if (word(kCurrent) != known) return;
+        if (word(which) != known) return;
         timespec time{};
         time.tv_sec = static_cast<time_t>(seconds);
         time.tv_nsec = static_cast<long>((seconds - static_cast<double>(time.tv_sec)) * 1e9);
-        syscall(SYS_futex, half(), FUTEX_WAIT, static_cast<uint32_t>(known), &time, nullptr, 0);
+        syscall(SYS_futex, half(which), FUTEX_WAIT, static_cast<uint32_t>(known), &time, nullptr, 0);
     }
 
   private:
-    // Futexes have 32 bits: those that differ from version to version.
-    uint32_t* half() const {
-        auto* halves = reinterpret_cast<uint32_t*>(&words_[kCurrent]);
+    // Futexes have 32 bits: those that differ from version to version, and from turn to turn.
+    uint32_t* half(Word which) const {
+        auto* halves = reinterpret_cast<uint32_t*>(&words_[which]);
         return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
     }
 

@@ -49,16 +49,11 @@ class Core {
         release();
     }
 
-    // Sleep until there is another word, while other threads may close.
-    void wait(int64_t known, double seconds) {
-        auto& cells = checked_cells();
-        ++waiting_;
-        {
-            nb::gil_scoped_release without;
-            cells.await(known, seconds);
-        }
-        --waiting_;
-        if (is_closed_) release();
+    void wait(int64_t known, double seconds) { wait_for(q4::kCurrent, q4::kAwaited, known, seconds); }
+
+    void wait_turn(double seconds) {
+        const int64_t known = checked_cells().turn();
+        if (known != 0) wait_for(q4::kTurn, q4::kTurnAwaited, known, seconds);
     }
 
     void enter(int row) { checked_cells().enter(row); }
@@ -143,6 +138,18 @@ class Core {
     bool is_shut = false;
 
   private:
+    // Sleep until there is another word, while other threads may close.
+    void wait_for(q4::Word which, q4::Word awaited, int64_t known, double seconds) {
+        auto& cells = checked_cells();
+        ++waiting_;
+        {
+            nb::gil_scoped_release without;
+            cells.await(which, awaited, known, seconds);
+        }
+        --waiting_;
+        if (is_closed_) release();
+    }
+
     void release() {
         if (waiting_ == 0 && buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
     }
@@ -362,7 +369,8 @@ NB_MODULE(_native, module) {
         .def("token", [](Core& self, int row) { return self.checked_cells().token(row); })
         .def("reads_any", [](Core& self, int row) { return self.checked_cells().reads(row); })
         .def("clear", [](Core& self, int row) { self.checked_cells().clear(row); })
-        .def("wake", [](Core& self) { self.checked_cells().wake(); })
+        .def("wake", [](Core& self) { self.checked_cells().wake(q4::kCurrent, q4::kAwaited); })
+        .def("wait_turn", &Core::wait_turn)
         .def("wait", &Core::wait)
         .def_prop_ro("copies_here", &Core::copies_here)
         .def_prop_ro("turn", [](Core& self) { return self.checked_cells().turn(); })
