@@ -64,10 +64,14 @@ class NativeContent(SharedContent):
 
     def look(self) -> None:
         """Look why a reader may not be let in, and raise; or do what makes it possible."""
+        self._notice_fork()
         with self.lock:
-            if not self.cells.is_own and not self.is_closed:  # a fork that Python was not told of
-                self.after_fork()
             self.check_waiting()
+
+    def _notice_fork(self) -> None:
+        """Begin anew in a child that was not forked by Python, which would have told."""
+        if not self.cells.is_own and not self.is_closed:
+            self.after_fork()
 
     def tell_of_a_change(self, slot: int, version: int) -> NoReturn:
         """Raise, since a version was changed outside ``write()``."""
@@ -156,6 +160,7 @@ class NativeContent(SharedContent):
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change."""
+        self._notice_fork()
         try:
             with self.lock:
                 block.place = (self.epoch, -1)
@@ -201,6 +206,7 @@ class NativeContent(SharedContent):
 
     def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
         """Publish the update, or drop it; then let the block out."""
+        self._notice_fork()
         if error is None and self.claimed is not None and block.alias.is_set_to(block.work):
             with self.lock:
                 is_well = block.place[0] == self.epoch and self.gate.writer is block.thread and not block.healing

@@ -111,7 +111,25 @@ def test_too_many_handles_are_refused(state: SharedMutableTensor) -> None:
 
 
 def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
-    """A child made by C's fork takes a row of its own, and leaves its parent's alone."""
+    """A child made by C's fork takes a row of its own, and leaves its parent's row, turn and blocks alone."""
+    block = state.write()
+    block.__enter__()
+    child = ctypes.PyDLL(None).fork()
+    if not child:  # pragma: no cover  # in a process of its own
+        code = 1
+        try:
+            with pytest.raises(q4.WriteConflictError):
+                state.replace(torch.ones(4))
+            with pytest.raises(q4.LifecycleError):
+                block.__exit__(None, None, None)
+            with pytest.raises(q4.WriteConflictError):
+                state.replace(torch.ones(4))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    block.__exit__(ValueError, ValueError(), None)
+    assert state.version == 0
     with state.read() as view:
         child = ctypes.PyDLL(None).fork()
         if not child:  # pragma: no cover  # in a process of its own

@@ -102,10 +102,10 @@ class Cells {
         if (is_own()) __atomic_fetch_and(&rows_[row_].slots, ~(uint64_t{1} << slot), __ATOMIC_RELEASE);
     }
 
-    bool try_turn() { return exchange(words_[kTurn], 0, mine_) || turn() == mine_; }
+    bool try_turn() { return is_own() && (exchange(words_[kTurn], 0, mine_) || turn() == mine_); }
 
     // Take the turn from a process that is known to have ended.
-    bool inherit_turn(int64_t from) { return exchange(words_[kTurn], from, mine_); }
+    bool inherit_turn(int64_t from) { return is_own() && exchange(words_[kTurn], from, mine_); }
 
     void end_turn() {
         if (!is_own() || !exchange(words_[kTurn], mine_, 0)) return;

@@ -95,7 +95,7 @@ class Core {
     // Publish the slot and give back the turn, unless somebody has closed it or changed what it was made from.
     int64_t end_write(int slot) {
         const auto& cells = checked_cells();
-        if (cells.word(q4::kClosed) || cells.word(q4::kTainted) == (cells.word(q4::kCurrent) >> 8) + 1) return kLook;
+        if (!cells.is_own() || cells.word(q4::kClosed) || cells.word(q4::kTainted) == (cells.word(q4::kCurrent) >> 8) + 1) return kLook;
         const int64_t version = publish(slot);
         cells_.end_turn();
         return version;
@@ -308,7 +308,7 @@ void Core::put_all_out() {
 void Core::after_fork() {
     put_all_out();
     for (auto& slot : slots_) slot.readers = 0, slot.version = -1;
-    reads = 0;
+    reads = waiting_ = 0;
     cells_.leave();
 }
 
