@@ -254,12 +254,16 @@ def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> 
     counted = threading.Lock()
     done = 0
 
+    def write_half() -> None:
+        block = state.write(wait=True)  # kept until it has written: then it is over, and others may write there
+        block.__enter__()[:32].add_(1.0)
+
     def add(index: int) -> None:
         nonlocal done
         for round_ in range(10):
             try:
                 if (index + round_) % 3 == 0:
-                    Call(lambda: state.write(wait=True).__enter__()[:32].add_(1.0)).result()
+                    Call(write_half).result()
                     Call(lambda: state.read().__enter__()).result()
                 with state.write(wait=True) as tensor:
                     tensor[:32].add_(1.0)

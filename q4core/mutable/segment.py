@@ -53,7 +53,9 @@ CLOSED, TAINTED = 72, 73
 WRITER_WAITS, READER_WAITS = 80, 88
 """Hints that somebody polls; whoever died may have left them behind, so that nobody waits for them alone."""
 WRITER_PROCESS = 96
+# With atomics, 104 … 127 are the plugin's.
 CAUSE = slice(1024, 1536)
+"""Bytes: words 128 … 191."""
 
 
 @attrs.frozen

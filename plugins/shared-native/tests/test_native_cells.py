@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Iterator
 
-AWAITED, TURN_AWAITED = 120, 128
+AWAITED, TURN_AWAITED = 120, 121
 """The words that say that somebody waits for a version, and for the turn to write."""
 
 

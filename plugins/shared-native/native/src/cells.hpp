@@ -23,7 +23,7 @@ constexpr int kRowBytes = 64;
 constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
 
 // Which 64-bit word of the header is what; q4core/mutable/segment.py has the same numbers.
-enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 128 };
+enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121 };
 
 // Reads and writes of words that other processes change too.
 template <class T> T load(const T& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
