@@ -300,13 +300,26 @@ def test_device_is_waited_for_before_the_content_is_written_again(
     content = state._content
     seen: list[tuple[list[float], int]] = []
 
-    def settle() -> None:
-        seen.append((content.tensor.tolist(), content.version))
-        content.is_unsettled = False
+    class Watched:
+        """Lets all go on, and notes when the device is waited for."""
 
-    monkeypatch.setattr(content, "is_asynchronous", True)
-    monkeypatch.setattr(content, "synchronise", lambda: None)
-    monkeypatch.setattr(content, "settle", settle)
+        def arrive(self, block: object) -> None:
+            """Take no note."""
+
+        def begin(self, block: object, base: torch.Tensor, *, is_reading: bool) -> None:
+            """Let it go on."""
+
+        end = begin
+
+        def end_write(self, block: object, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
+            """Let it end."""
+            return problem
+
+        def settle(self) -> None:
+            """Note the content at that instant."""
+            seen.append((content.tensor.tolist(), content.version))
+
+    monkeypatch.setattr(content, "order", Watched())
     write(state, 1.0)
     assert seen == []
     Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0)).end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import torch
 from sharing import LONG, Held, content_of, failing_block, until
 
 import q4core as q4
+from q4core.errors import LifecycleError
 from q4core.mutable import MutableMode, MutableTensor
-from q4core.mutable.exclusion import HERE
+from q4core.mutable.sides import Order
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -254,43 +256,138 @@ def test_inference_mode_leaves_no_trace(mode: MutableMode) -> None:
 # -- devices that run behind
 
 
-def test_device_work_is_done_before_a_block_ends(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where work is queued, a block waits for it before its update is seen, or before its memory may be used again."""
-    state = MutableTensor(torch.zeros(4), mode=mode)
-    content = state._content
-    seen: list[tuple[int, bool, bool]] = []
-    thread = HERE.thread
+STREAM, OTHER = 11, 12
 
-    def synchronise() -> None:
-        seen.append((content.version, content.gate.is_writing(thread), content.gate.is_reading(thread)))
 
-    monkeypatch.setattr(content, "is_asynchronous", True)
-    monkeypatch.setattr(content, "synchronise", synchronise)
-    with state.write() as tensor:
-        tensor.add_(1.0)
-        assert seen == []
-    with state.read():
-        pass
+class PretendedStreams:
+    """Streams that do nothing but note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.stream, self.is_recording_graph = STREAM, False
+        self.seen: list[tuple[str, int, object]] = []
+        self.error: Exception | None = None
+
+    def current(self) -> int:
+        """As ``Streams``', like all that follow."""
+        return self.stream
+
+    def is_capturing(self) -> bool:  # noqa: D102
+        return self.is_recording_graph
+
+    def record(self) -> str:  # noqa: D102
+        if self.error is not None:
+            raise self.error
+        self.seen.append(("record", self.stream, None))
+        return f"event on {self.stream}"
+
+    def follow(self, event: object) -> None:  # noqa: D102
+        self.seen.append(("follow", self.stream, event))
+
+    def wait_for(self, event: object) -> None:  # noqa: D102
+        self.seen.append(("wait", 0, event))
+
+    def keep(self, tensor: torch.Tensor) -> None:  # noqa: D102
+        self.seen.append(("keep", self.stream, tensor.data_ptr()))
+
+    def synchronise(self) -> None:  # noqa: D102
+        self.seen.append(("synchronise", 0, None))
+
+    def taken(self) -> list[tuple[str, int, object]]:
+        """Return what was asked since the last time."""
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.fixture
+def on_device(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> tuple[MutableTensor, PretendedStreams]:
+    """A mutable tensor that takes itself for one on a device."""
+    streams = PretendedStreams()
+    monkeypatch.setattr("q4core.mutable.sides.TorchStreams", lambda device: streams)
+    state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
+    state._content.device = torch.device("cuda", 0)
+    state._content.order = Order(state._content)
+    state._content.device = torch.device("cpu")  # for who gives it new content
+    assert streams.taken()[-1] == ("record", STREAM, None), "who made it may still be filling it"
+    return state, streams
+
+
+def test_blocks_on_other_streams_follow_the_update(
+    on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
+) -> None:
+    """Where work is queued, a block waits on the device for what must come before, and the CPU never does."""
+    state, streams = on_device
+    event, later = f"event on {STREAM}", f"event on {OTHER}"
+    address = state._content.tensor.data_ptr()
+    streams.stream = OTHER
+    with state.read() as view:
+        assert streams.taken() == [("follow", OTHER, event), ("keep", OTHER, view.tensor.data_ptr())]
+    is_in_place = mode is MutableMode.IN_PLACE
+    assert streams.taken() == ([("record", OTHER, None)] if is_in_place else [])
+    streams.stream = STREAM
+    with state.write():
+        readers = [("follow", STREAM, later)] if is_in_place else []
+        assert streams.taken() == [*readers, ("keep", STREAM, address)]
+    assert streams.taken() == [("record", STREAM, None)]
+    streams.stream = OTHER
     state.snapshot()
-    assert seen == [(0, True, False), (1, False, True), (1, False, True)]
+    assert streams.taken()[0] == ("follow", OTHER, event)
+    state.replace(torch.ones(4))
+    assert [item for item in streams.taken() if item[0] in {"wait", "synchronise"}] == []
 
 
-def test_device_that_fails_fails_the_update(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of queued work comes out where it belongs; the update is dropped, or the tensor poisoned."""
-    state = MutableTensor(torch.zeros(4), mode=mode)
-
-    def synchronise() -> None:
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(state._content, "is_asynchronous", True)
-    monkeypatch.setattr(state._content, "synchronise", synchronise)
+def test_device_that_fails_fails_the_update(
+    on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
+) -> None:
+    """If nobody can wait for an update, it is dropped, or the tensor poisoned; the next update waits for the device."""
+    state, streams = on_device
+    streams.error = RuntimeError("boom")
     with failing_block(), state.write() as tensor:
         tensor.add_(1.0)
-    assert (state.version, state.is_poisoned) == (0, mode is MutableMode.IN_PLACE)
-    monkeypatch.setattr(state._content, "is_asynchronous", False)
-    if mode is MutableMode.IN_PLACE:
+    is_in_place = mode is MutableMode.IN_PLACE
+    assert (state.version, state.is_poisoned) == (0, is_in_place)
+    streams.error = None
+    streams.taken()
+    if is_in_place:
         state.reset()
-    state.replace(torch.ones(4), timeout=0)
+        assert ("synchronise", 0, None) in streams.taken()
+    with state.write(timeout=0) as tensor:
+        tensor.add_(1.0)
+    assert ("synchronise", 0, None) not in streams.taken()
+
+
+def test_reader_that_leaves_no_event_is_waited_for(
+    on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
+) -> None:
+    """A reader whose event fails is told, and the next writer in place waits for the whole device."""
+    state, streams = on_device
+    streams.error = RuntimeError("boom")
+    is_in_place = mode is MutableMode.IN_PLACE
+    with failing_block() if is_in_place else contextlib.nullcontext(), state.read():
+        pass
+    streams.error = None
+    streams.taken()
+    with state.write(timeout=0):
+        pass
+    assert (("synchronise", 0, None) in streams.taken()) is is_in_place
+
+
+def test_capture_is_for_an_address_that_stays(
+    on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
+) -> None:
+    """In a graph's capture IN_PLACE blocks wait for nothing, and VERSIONED ones are refused, by name."""
+    state, streams = on_device
+    streams.is_recording_graph = True
+    for block in (state.read(), state.write()):
+        if mode is MutableMode.IN_PLACE:
+            with block:
+                pass
+            assert streams.taken() == []
+        else:
+            with pytest.raises(LifecycleError, match=r"membrane.*capture"), block:
+                raise AssertionError("let in")
+    streams.is_recording_graph = False
+    with state.write(timeout=0):
+        pass
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from q4core.errors import LifecycleError
 from q4core.mutable.exclusion import HERE, Ticket
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import torch
@@ -21,8 +22,10 @@ __all__ = ["ReadView", "WriteBlock"]
 class ReadView(Ticket):
     """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
 
-    __slots__ = ("_alias", "_content", "base", "mark", "timeout", "version")
+    __slots__ = ("_alias", "_content", "base", "begun_on", "deadline", "mark", "side", "timeout", "turn", "version")
     base: torch.Tensor
+    begun_on: int | None
+    deadline: float | None
     mark: tuple[int, int]
     version: int
 
@@ -32,6 +35,8 @@ class ReadView(Ticket):
         self._content = content
         self._alias: torch.Tensor | None = None
         self.timeout = timeout
+        self.side: str | None = None
+        self.turn: AbstractContextManager[torch.Tensor] | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -74,10 +79,24 @@ class ReadView(Ticket):
 class WriteBlock(Ticket):
     """What ``write()`` gives: the tensor to change, while its ``with`` block lasts."""
 
-    __slots__ = ("_content", "alias", "healing", "source", "timeout", "wait", "work")
+    __slots__ = (
+        "_content",
+        "alias",
+        "begun_on",
+        "deadline",
+        "healing",
+        "side",
+        "source",
+        "timeout",
+        "turn",
+        "wait",
+        "work",
+    )
 
     work: torch.Tensor
     alias: torch.Tensor
+    begun_on: int | None
+    deadline: float | None
 
     def __init__(
         self,
@@ -94,6 +113,8 @@ class WriteBlock(Ticket):
         self.timeout = timeout
         self.source = source
         self.healing = healing
+        self.side: str | None = None
+        self.turn: AbstractContextManager[torch.Tensor] | None = None
 
     def __enter__(self) -> torch.Tensor:
         """Begin to write."""
@@ -108,13 +129,6 @@ class WriteBlock(Ticket):
         """Publish the update as the next version, or drop it if the block failed."""
         if self.is_admitted:
             self._content.end_write(self, error)
-
-    def withdraw(self) -> None:
-        """Leave before anything was changed, as if it had never been entered."""
-        if self.is_admitted:
-            with self._content.lock:
-                self.is_admitted = False
-                self._content.gate.end_write()
 
     def __del__(self) -> None:
         """Leave word that nobody will end this update."""

@@ -18,6 +18,7 @@ from q4core.mutable.records import Snapshot
 
 if TYPE_CHECKING:
     from q4core.mutable.blocks import WriteBlock
+    from q4core.mutable.sides import Order
 
 __all__ = ["Content", "mark_of", "refuse_late"]
 
@@ -49,7 +50,7 @@ class Content:
         self.mark = mark_of(tensor)
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.nbytes
-        self.is_asynchronous = tensor.device.type == "cuda"
+        self.order: Order | None = None  # where a device works behind the CPU's back
         self.version = 0
         self.poison: str | None = None
         self.is_closed = False
@@ -87,7 +88,7 @@ class Content:
     def check(self) -> None:
         """Raise if it is closed or poisoned."""
         if self.is_closed:
-            raise LifecycleError(self.label, name="it", rule="open", value="closed", hint="Make a new one.")
+            self.raise_closed()
         if self.poison is not None:
             raise PoisonedError(
                 self.label,
@@ -97,6 +98,10 @@ class Content:
                 hint="Give it new content with reset(tensor).",
                 version=self.version,
             )
+
+    def raise_closed(self) -> NoReturn:
+        """Tell that it is closed."""
+        raise LifecycleError(self.label, name="it", rule="open", value="closed", hint="Make a new one.")
 
     def check_waiting(self) -> None:
         """Look whether who is waited for can still leave, and raise if it is closed or poisoned."""
@@ -141,7 +146,10 @@ class Content:
 
     def begin_read(self, view: ReadView) -> torch.Tensor:
         """Let the view in, when its turn comes, to the newest version."""
+        order = self.order
         try:
+            if order is not None:
+                order.arrive(view)
             with self.lock:
                 gate = self.gate
                 if self.is_in_place and gate.writer is view.thread:
@@ -157,7 +165,8 @@ class Content:
                 if mark_of(base) != mark:
                     self.refuse_touched(base, self.version)
                 view.base, view.mark, view.version = base, mark, self.version
-            return base.detach()
+            side = None if order is None else order.begin(view, base, is_reading=True)
+            return base.detach() if side is None else side
         except BaseException:
             if view.is_admitted:
                 with self.lock:
@@ -171,8 +180,8 @@ class Content:
         is_late = False
         del view.base  # an old version goes with its last reader
         try:
-            if self.is_asynchronous:  # before the memory is written again, or goes
-                self.synchronise()
+            if self.order is not None:  # before the memory is written again, or goes
+                self.order.end(view, base, is_reading=True)
         finally:
             with self.lock:
                 view.is_admitted = False
@@ -212,7 +221,10 @@ class Content:
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change."""
+        order, side = self.order, None
         try:
+            if order is not None:
+                order.arrive(block)
             with self.lock:
                 if block.healing:
                     self.check_healing()
@@ -223,15 +235,19 @@ class Content:
                 base, mark = self.tensor, self.mark
                 if mark_of(base) != mark and not block.healing:
                     self.refuse_touched(base, self.version)
+            if order is not None:
+                side = order.begin(block, base, is_reading=False)
             block.work = work = self.working_copy(block, base, mark)
             block.alias = alias = work.detach()
         except BaseException:
             if block.is_admitted:
+                if order is not None:
+                    order.leave(block)
                 with self.lock:
                     block.is_admitted = False
                     self.gate.end_write()
             raise
-        return alias
+        return alias if side is None else side
 
     def enter_write(self, block: WriteBlock) -> None:
         """Let the block in when its turn comes, or refuse it."""
@@ -251,8 +267,9 @@ class Content:
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
         """Return what the writer changes: the content itself, or a copy of it (or of what replaces it)."""
-        if self.is_asynchronous and self.is_unsettled:
-            self.settle()
+        if self.is_unsettled and self.order is not None:
+            self.order.settle()
+            self.is_unsettled = False
         if block.healing:
             if self.is_in_place and base.data_ptr() == mark[1]:
                 return base
@@ -271,13 +288,13 @@ class Content:
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
-        if problem is None:
-            try:
+        try:
+            if problem is None:
                 self.check_form(block, work, alias)
-                if self.is_asynchronous:
-                    self.synchronise()
-            except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
-                problem = raised
+        except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
+            problem = raised
+        if self.order is not None:
+            problem = self.order.end_write(block, work, problem)
         with self.lock:
             block.is_admitted = False
             if self.gate.writer is not block.thread:  # it was put out, and counted as a failure
@@ -329,12 +346,3 @@ class Content:
             self.reclaim()
         if self.waiting:
             self.grown.notify_all()
-
-    def settle(self) -> None:
-        """Wait for whatever a block that failed or was put out has queued, nobody knows on which stream."""
-        torch.cuda.synchronize(self.device)
-        self.is_unsettled = False
-
-    def synchronise(self) -> None:
-        """Wait for what this thread has queued on the device's current stream."""
-        torch.cuda.current_stream(self.device).synchronize()

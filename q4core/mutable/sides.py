@@ -1,141 +1,150 @@
-"""Blocks of a ``MutableTensor`` in unified memory, by its CPU side or by its CUDA side."""
+"""What keeps the blocks of a content in order where a device works behind the CPU's back."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Protocol
 
-from q4core.errors import ConfigError, LifecycleError
+from q4core.errors import ConfigError, WriteConflictError
+from q4core.mutable.fences import Fences, TorchStreams
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     import torch
-    from typing_extensions import Self
 
     from q4core.mutable.blocks import ReadView, WriteBlock
+    from q4core.mutable.content import Content
+    from q4core.mutable.fences import Streams
 
-__all__ = ["SideRead", "SideWrite", "Sides", "to_side"]
+__all__ = ["Order", "Sides", "to_side"]
 
 
 class Sides(Protocol):
     """A CPU tensor and a CUDA tensor over the same bytes, such as a memory provider's ``dual_view`` gives."""
 
-    def on_cpu(self) -> AbstractContextManager[torch.Tensor]:
-        """Give the CPU tensor once the device has done what was queued by ``on_cuda`` blocks."""
+    @property
+    def streams(self) -> Streams:
+        """The streams of the CUDA side's device."""
         ...
 
-    def on_cuda(self) -> AbstractContextManager[torch.Tensor]:
-        """Give the CUDA tensor; what the block queues is awaited by ``settle``."""
+    def turn(self, device: str, *, timeout: float | None) -> AbstractContextManager[torch.Tensor]:
+        """Give one side's tensor, ``"cpu"`` or ``"cuda"``; where the device wants it, only while the other rests.
+
+        Args:
+            device: The side.
+            timeout: Seconds to wait for the other side's blocks, None for no limit.
+
+        Raises:
+            WriteConflictError: The time ran out, or this thread itself holds the other side.
+        """
         ...
 
-    def settle(self) -> None:
-        """Wait for what ``on_cuda`` blocks have queued."""
-        ...
 
-
-def to_side(label: str, sides: Sides | None, device: str) -> str:
+def to_side(content: Content, device: str) -> str:
     """Return the side that is meant.
 
     Raises:
         ConfigError: There is only one, or no such.
     """
-    if sides is None:
-        raise ConfigError(
-            label, name="device", rule="None without sides=", value=device, hint="Give it the sides of its memory."
-        )
+    if content.order is None or not content.order.has_sides:
+        hint = "Give it the sides of its memory."
+        raise ConfigError(content.label, name="device", rule="None without sides=", value=device, hint=hint)
     if device not in {"cpu", "cuda"}:
-        raise ConfigError(label, name="device", rule="'cpu', 'cuda' or None", value=device)
+        raise ConfigError(content.label, name="device", rule="'cpu', 'cuda' or None", value=device)
     return device
 
 
-class _SideBlock:
-    def __init__(self, sides: Sides, device: str) -> None:
-        self._sides, self._device = sides, device
-        self._side: AbstractContextManager[torch.Tensor] | None = None
+class Order:
+    """Lets each block begin after the device work that must come before, and on its side's turn.
 
-    def _enter_side(self) -> torch.Tensor:
-        self._side = self._sides.on_cpu() if self._device == "cpu" else self._sides.on_cuda()
-        return self._side.__enter__()
+    Args:
+        content: Whose blocks.
+        sides: Both sides of its memory, or None for a plain CUDA tensor.
+    """
 
-    def _leave_side(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        side, self._side = self._side, None
-        if side is not None:
-            side.__exit__(kind, error, trace)
-            self._sides.settle()  # whoever comes next may be of the other side
+    def __init__(self, content: Content, sides: Sides | None = None) -> None:
+        self._content, self._sides = content, sides
+        self.has_sides = sides is not None
+        """Whether the memory has two sides."""
+        self._home = content.device.type
+        streams = TorchStreams(content.device) if sides is None else sides.streams
+        self._fences = Fences(streams, content.label, is_in_place=content.is_in_place)
+        if not streams.is_capturing():
+            self._fences.after(content.tensor, None, is_reading=False)  # whoever made it may still be filling it
 
+    def arrive(self, block: ReadView | WriteBlock) -> None:
+        """Note when a block asked to be let in: its time limit counts all that it waits for."""
+        block.deadline = None if block.timeout is None else time.monotonic() + block.timeout
 
-class SideRead(_SideBlock):
-    """What ``read(device=…)`` gives: ``tensor`` and ``version``, as ``ReadView`` does, of one side."""
+    def begin(self, block: ReadView | WriteBlock, base: torch.Tensor, *, is_reading: bool) -> torch.Tensor | None:
+        """Let a block that has its turn among the threads go on.
 
-    def __init__(self, view: ReadView, sides: Sides, device: str) -> None:
-        super().__init__(sides, device)
-        self._view = view
-        self._tensor: torch.Tensor | None = None
-
-    @property
-    def version(self) -> int:
-        """The number of the version."""
-        return self._view.version
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The content. To be read.
-
-        Raises:
-            LifecycleError: The block has ended, or was never entered.
+        Returns:
+            The tensor of its side, if it named one.
         """
-        if self._tensor is None:
-            raise LifecycleError("read view", name="view.tensor", rule="used inside its with block")
-        return self._tensor
-
-    def __enter__(self) -> Self:
-        """Begin to read."""
-        self._view.__enter__()
+        side, tensor = block.side or self._home, None
+        block.begun_on = None
+        if side == "cpu":
+            self._fences.check_cpu()
+        if self.has_sides:
+            tensor = self._take_turn(block, side, "read()" if is_reading else "write()")
         try:
-            self._tensor = self._enter_side()
-        except BaseException as error:
-            self._view.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the read."""
-        self._tensor = None
-        try:
-            self._leave_side(kind, error, trace)
-        finally:
-            self._view.__exit__(kind, error, trace)
-
-
-class SideWrite(_SideBlock):
-    """What ``write(device=…)`` gives: the tensor to change, of one side."""
-
-    def __init__(self, block: WriteBlock, sides: Sides, device: str) -> None:
-        super().__init__(sides, device)
-        self._block = block
-
-    def __enter__(self) -> torch.Tensor:
-        """Begin to write."""
-        self._block.__enter__()
-        try:
-            return self._enter_side()
+            if side == "cpu":
+                self._fences.wait(is_reading=is_reading)
+            else:
+                block.begun_on = self._fences.before(base, is_reading=is_reading)
         except BaseException:
-            self._block.withdraw()
+            self.leave(block)
             raise
+        return None if block.side is None else tensor
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Publish the update as the next version; if the block failed, or its side can't be left, it is poisoned."""
+    def _take_turn(self, block: ReadView | WriteBlock, side: str, what: str) -> torch.Tensor:
+        content, sides = self._content, self._sides
+        if sides is None:  # closed in this instant
+            content.raise_closed()
+        left = None if block.deadline is None else max(0.0, block.deadline - time.monotonic())
+        turn = sides.turn(side, timeout=left)
         try:
-            self._leave_side(kind, error, trace)
-        except BaseException as fault:
-            if self._block.is_admitted:
-                self._block.__exit__(type(fault), fault, fault.__traceback__)
+            tensor = turn.__enter__()
+        except WriteConflictError as error:
+            with content.lock:
+                content.refuse(what, str(error.rule), str(error.value), error.hint or "Wait longer.")
+        block.turn = turn
+        return tensor
+
+    def end(self, block: ReadView | WriteBlock, base: torch.Tensor, *, is_reading: bool) -> None:
+        """Leave an event behind what the block has queued, and end its side's turn."""
+        try:
+            if (block.side or self._home) == "cuda":
+                self._fences.after(base, block.begun_on, is_reading=is_reading)
+        except BaseException:
+            self._content.is_unsettled = self._content.is_in_place
             raise
-        self._block.__exit__(kind, error, trace)
+        finally:
+            self.leave(block)
+
+    def end_write(self, block: WriteBlock, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
+        """End an update; return what has failed by now, in it or here."""
+        try:
+            if self._content.gate.writer is block.thread:
+                self.end(block, work, is_reading=False)
+            else:  # it was put out, and others have gone on
+                self.leave(block)
+        except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
+            return problem or raised
+        return problem
+
+    def leave(self, block: ReadView | WriteBlock) -> None:
+        """End the turn of a block's side, if it has one."""
+        turn, block.turn = block.turn, None
+        if turn is not None:
+            turn.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Let the sides go; open blocks end as they would have."""
+        self._sides = None
+
+    def settle(self) -> None:
+        """Wait for whatever a block that failed or was put out has queued, nobody knows on which stream."""
+        self._fences.settle()

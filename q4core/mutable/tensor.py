@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -14,7 +14,7 @@ from q4core.mutable.blocks import ReadView, WriteBlock
 from q4core.mutable.content import Content
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
 from q4core.mutable.records import MutableStats, Snapshot
-from q4core.mutable.sides import SideRead, SideWrite, to_side
+from q4core.mutable.sides import Order, to_side
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,14 +57,13 @@ class MutableTensor:
             raise ConfigError(
                 label, name="sides", rule="None unless IN_PLACE with copy=False, whose address stays", value="given"
             )
-        self._sides = sides
         check_content(label, tensor, copy=copy)
         self._name = name
         self._content = Content(
             detached_copy(tensor) if copy else tensor.detach(), label, is_in_place=self._mode is MutableMode.IN_PLACE
         )
-        if self._content.is_asynchronous:
-            self._content.synchronise()
+        if sides is not None or tensor.device.type == "cuda":
+            self._content.order = Order(self._content, sides)
 
     # -- facts
 
@@ -135,7 +134,7 @@ class MutableTensor:
 
     # -- reading
 
-    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView | SideRead:
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
         """Return a ``with`` block that gives ``view.tensor`` and ``view.version`` of one whole version, uncopied.
 
         Args:
@@ -150,10 +149,9 @@ class MutableTensor:
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
         view = ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
-        if device is None:
-            return view
-        side = to_side(self._content.label, self._sides, device)
-        return SideRead(view, cast("Sides", self._sides), side)
+        if device is not None:
+            view.side = to_side(self._content, device)
+        return view
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
@@ -198,9 +196,7 @@ class MutableTensor:
 
     # -- writing
 
-    def write(
-        self, *, wait: bool = False, timeout: float | None = None, device: str | None = None
-    ) -> WriteBlock | SideWrite:
+    def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> WriteBlock:
         """Return a ``with`` block that gives the tensor to change in place; on success the version grows by one.
 
         If the block raises, or its thread ends inside it, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE``
@@ -222,10 +218,9 @@ class MutableTensor:
         """
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         block = WriteBlock(self._content, wait, seconds)
-        if device is None:
-            return block
-        side = to_side(self._content.label, self._sides, device)
-        return SideWrite(block, cast("Sides", self._sides), side)
+        if device is not None:
+            block.side = to_side(self._content, device)
+        return block
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
         """Make a copy of ``tensor`` the next version, in one update and with one copy.
@@ -283,6 +278,8 @@ class MutableTensor:
         with content.lock:
             content.is_closed = True
             content.tensor = torch.empty(0)
+            if content.order is not None:
+                content.order.close()
             content.gate.wake()
             content.grown.notify_all()
 

@@ -14,11 +14,27 @@ import torch
 
 from q4_um_managed import ManagedProvider
 from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, Missing
+from q4core.mutable import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CONCURRENT", "CUDA", "GB10", "GIB", "LEGACY", "Pretended", "Runtime", "RuntimeFaultError", "pretend"]
+    import pytest
+
+__all__ = [
+    "CONCURRENT",
+    "CUDA",
+    "GB10",
+    "GIB",
+    "LEGACY",
+    "OnCuda",
+    "Pretended",
+    "Runtime",
+    "RuntimeFaultError",
+    "accept_pretended",
+    "missing",
+    "pretend",
+]
 
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
@@ -75,6 +91,7 @@ class Runtime:
         self.areas: dict[int, tuple[Any, int]] = {}  # address → what holds it, and what kind it is
         self.synchronised = 0
         self.capturing = False
+        self.follows: list[tuple[int, int, int]] = []  # a stream, whom it waits for, and how much of that
         self.events: dict[int, tuple[int, int]] = {}  # event → its stream, and how much had been queued there
         self.queued: dict[int, int] = {}
         self.done: dict[int, int] = {}
@@ -188,6 +205,10 @@ class Runtime:
         self._called("eventRecord", event, stream)
         self.events[event] = (stream, self.queued.get(stream, 0))
 
+    def streamWaitEvent(self, stream: int, event: int) -> None:  # noqa: N802, D102
+        self._called("streamWaitEvent", stream, event)
+        self.follows.append((stream, *self.events[event]))
+
     def eventQuery(self, event: int) -> int:  # noqa: N802, D102
         self._called("eventQuery", event)
         stream, place = self.events[event]
@@ -211,6 +232,16 @@ class OnCuda(torch.Tensor):
     """A CPU tensor that says it is on a CUDA device."""
 
     device = CUDA
+
+
+def accept_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mutable tensors be made of pretended CUDA tensors, whose type is all that they would be refused for."""
+    check = arguments.check_content
+
+    def check_what_it_is(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
+        check(label, tensor.as_subclass(torch.Tensor), copy=copy)
+
+    monkeypatch.setattr("q4core.mutable.tensor.check_content", check_what_it_is)
 
 
 class TorchSide:

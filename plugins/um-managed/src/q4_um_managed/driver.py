@@ -212,6 +212,11 @@ class Driver:
                 raise
             return event
 
+    def follow(self, stream: int, event: int, device: int) -> None:
+        """Let what is queued on a stream from now on wait for an event; the CPU does not wait."""
+        with self._on(device), self._told("streamWaitEvent"):
+            self._runtime.streamWaitEvent(stream, event)
+
     def is_done(self, event: int) -> bool:
         """Return whether the device has passed an event."""
         with self._told("eventQuery"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
+from q4_um_managed.fences import DriverStreams, Fence
+from q4_um_managed.turns import Turns
 from q4core import UnifiedMemoryError, WriteConflictError
 
 if TYPE_CHECKING:
@@ -26,12 +28,15 @@ class DualView:
     while a kernel runs ends the process, so the contract refuses it first: ``cpu`` raises, ``on_cpu`` waits for the
     device, and while its block lasts the CUDA side is not handed out.
 
+    A mutable tensor made with ``sides=`` this keeps its blocks in order by itself, through ``turn`` and ``streams``.
+
     Args:
         cuda: The CUDA tensor.
         make_cpu: Makes a CPU tensor over the same bytes.
         driver: CUDA's runtime.
         device: The device's number.
         attributes: Its attributes.
+        keep: Told of each stream that uses the memory.
         is_concurrent: Whether both sides may be used at once.
     """
 
@@ -42,6 +47,7 @@ class DualView:
         driver: Driver,
         device: int,
         attributes: Mapping[str, int],
+        keep: Callable[[int], object],
         *,
         is_concurrent: bool,
     ) -> None:
@@ -49,10 +55,11 @@ class DualView:
         self._attributes = dict(attributes)
         self.is_concurrent = is_concurrent
         """Whether both sides may be used at once."""
+        self.streams = DriverStreams(driver, device, keep)
+        """The streams of the CUDA side's device, as a mutable tensor asks for them."""
         self._lock = threading.Lock()
-        self._cpu_turns = 0
-        self._cuda_turns = 0
-        self._fences: dict[int, int] = {}  # stream → event behind the last on_cuda() block there
+        self._turns = Turns()
+        self._fences: dict[int, Fence] = {}  # stream → event behind the last on_cuda() block there
 
     @property
     def cuda(self) -> torch.Tensor:
@@ -61,9 +68,9 @@ class DualView:
         Raises:
             WriteConflictError: The device is not concurrent, and the CPU has its turn.
         """
-        with self._lock:
-            self._refuse_cpu_turn()
-            return self._cuda
+        if not self.is_concurrent and self._turns.is_open("cpu"):
+            self._turns.leave("cuda", self._turns.enter("cuda", 0.0))
+        return self._cuda
 
     @property
     def cpu(self) -> torch.Tensor:
@@ -84,93 +91,106 @@ class DualView:
         return self._make_cpu()
 
     @contextlib.contextmanager
-    def on_cpu(self, *, wait: bool = True) -> Iterator[torch.Tensor]:
+    def on_cpu(self, *, wait: bool = True, timeout: float | None = 0.0) -> Iterator[torch.Tensor]:
         """Give the CPU tensor once the device has passed what this thread and ``on_cuda`` blocks have queued.
 
         On a device that is not concurrent the whole device is awaited, and the tensor is emptied when the block ends,
         so that it can't be touched later (views that were made of it can: let them go).
 
         Args:
-            wait: False refuses instead of waiting.
+            wait: False refuses instead of waiting for the device.
+            timeout: Seconds to wait, where the device is not concurrent, for other threads' ``on_cuda`` blocks to end;
+                None for no limit.
 
         Raises:
-            WriteConflictError: Not waiting, and the device is busy; or an ``on_cuda`` block is open, on a device that
-                is not concurrent.
+            WriteConflictError: Not waiting, and the device is busy; or the device is not concurrent, and an ``on_cuda``
+                block is still open, or is this thread's own.
         """
-        with self._lock:
-            if not self.is_concurrent and self._cuda_turns:
-                self._refuse("outside the block of on_cuda()", "inside")
-            self._cpu_turns += 1
-        try:
+        with self._turn("cpu", timeout):
             self._settle(wait=wait)
-            tensor = self._make_cpu()
-            try:
+            with self._cpu_tensor() as tensor:
                 yield tensor
-            finally:
-                if not self.is_concurrent:
-                    tensor.set_(torch.UntypedStorage(0), 0, (0,), (1,))
-        finally:
-            with self._lock:
-                self._cpu_turns -= 1
 
     @contextlib.contextmanager
-    def on_cuda(self) -> Iterator[torch.Tensor]:
+    def on_cuda(self, *, timeout: float | None = 0.0) -> Iterator[torch.Tensor]:
         """Give the CUDA tensor; what the block queues on the current stream is awaited by the next ``on_cpu``.
 
-        Raises:
-            WriteConflictError: The device is not concurrent, and the CPU has its turn.
-        """
-        with self._lock:
-            self._refuse_cpu_turn()
-            self._cuda_turns += 1
-        try:
-            yield self._cuda
-        finally:
-            try:
-                self._fence()
-            finally:
-                with self._lock:
-                    self._cuda_turns -= 1
+        Args:
+            timeout: Seconds to wait, where the device is not concurrent, for other threads' ``on_cpu`` blocks to end;
+                None for no limit.
 
-    def settle(self) -> None:
-        """Wait for what this thread and ``on_cuda`` blocks have queued."""
-        self._settle(wait=True)
+        Raises:
+            WriteConflictError: The device is not concurrent, and the CPU still has its turn.
+        """
+        with self._turn("cuda", timeout):
+            try:
+                yield self._cuda
+            finally:
+                self._fence()
+
+    @contextlib.contextmanager
+    def turn(self, device: str, *, timeout: float | None) -> Iterator[torch.Tensor]:
+        """Give one side's tensor, in turns where the device wants turns, for who keeps the order of work by itself.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+            timeout: Seconds to wait for the other side's blocks, None for no limit.
+
+        Raises:
+            WriteConflictError: The time ran out, or this thread itself holds the other side.
+        """
+        with self._turn(device, timeout):
+            if device == "cuda":
+                yield self._cuda.detach()
+                return
+            if not self.is_concurrent:
+                self._driver.synchronise(self._device)
+            with self._cpu_tensor() as tensor:
+                yield tensor
+
+    @contextlib.contextmanager
+    def _turn(self, side: str, timeout: float | None) -> Iterator[None]:
+        if self.is_concurrent:
+            yield
+            return
+        thread = self._turns.enter(side, timeout)
+        try:
+            yield
+        finally:
+            self._turns.leave(side, thread)
+
+    @contextlib.contextmanager
+    def _cpu_tensor(self) -> Iterator[torch.Tensor]:
+        tensor = self._make_cpu()
+        try:
+            yield tensor
+        finally:
+            if not self.is_concurrent:
+                tensor.set_(torch.UntypedStorage(0), 0, (0,), (1,))
 
     def _fence(self) -> None:
-        stream = self._driver.stream(self._device)
-        if self._driver.is_capturing(self._device):
+        if self.streams.is_capturing():
             return  # the work runs when the graph is replayed
-        event = self._driver.record(stream, self._device)
+        fence = self.streams.record()
         with self._lock:
-            old = self._fences.pop(stream, None)
-            self._fences[stream] = event
-        if old is not None:
-            self._driver.forget(old)
+            self._fences[self.streams.current()] = fence
 
     def _settle(self, *, wait: bool) -> None:
         self._fence()
         if wait and not self.is_concurrent:
             self._driver.synchronise(self._device)
         with self._lock:
-            for stream, event in list(self._fences.items()):
-                if not self._driver.is_done(event):
-                    if not wait:
-                        self._refuse("awaited before the CPU touches it", "the device is still at work")
-                    self._driver.wait_for(event)
-                del self._fences[stream]
-                self._driver.forget(event)
-
-    def _refuse_cpu_turn(self) -> None:
-        if not self.is_concurrent and self._cpu_turns:
-            self._refuse("outside the block of on_cpu()", "inside")
-
-    def _refuse(self, rule: str, value: str) -> NoReturn:
-        raise WriteConflictError(
-            "dual view", name="memory", rule=rule, value=value, hint="concurrentManagedAccess=0: the sides take turns."
-        )
-
-    def __del__(self) -> None:
-        """Forget the events."""
-        with contextlib.suppress(Exception):
-            for event in self._fences.values():
-                self._driver.forget(event)
+            fences = dict(self._fences)
+        for stream, fence in fences.items():
+            if not wait and not fence.is_done():
+                raise WriteConflictError(
+                    "dual view",
+                    name="memory",
+                    rule="awaited before the CPU touches it",
+                    value="the device is still at work",
+                    hint="Wait, or come later.",
+                )
+            fence.wait()
+            with self._lock:
+                if self._fences.get(stream) is fence:
+                    del self._fences[stream]

@@ -271,7 +271,7 @@ class ManagedProvider:
                 tensor if tensor.device.type == "cpu" and is_concurrent else typed(driver.cpu_bytes(lease, start, size))
             )
 
-        return DualView(cuda, make_cpu, driver, index, attributes, is_concurrent=is_concurrent)
+        return DualView(cuda, make_cpu, driver, index, attributes, lease.streams.add, is_concurrent=is_concurrent)
 
     # -- inside
 

@@ -1,0 +1,184 @@
+"""``Fences``: who uses memory next waits for just the device work that must come before, on the device where it can.
+
+A block that ends leaves an event behind what its thread has queued on the current stream. The next block on another
+stream makes that stream wait for the event, and the CPU goes on at once. Only a CPU side waits by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from q4core.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Fences", "Streams", "TorchStreams"]
+
+
+class Streams(Protocol):
+    """What is asked of a device's streams; each call is about the calling thread's current one."""
+
+    def current(self) -> int:
+        """Return its handle."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Return whether it records a graph."""
+        ...
+
+    def record(self) -> Any:
+        """Return a new event behind all that is queued on it; it goes with its last reference."""
+        ...
+
+    def follow(self, event: Any) -> None:
+        """Let what is queued from now on wait for an event; the CPU does not wait."""
+        ...
+
+    def wait_for(self, event: Any) -> None:
+        """Let the CPU wait for an event."""
+        ...
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory, once it is let go, until the stream has passed what is queued by then."""
+        ...
+
+    def synchronise(self) -> None:
+        """Let the CPU wait for the whole device."""
+        ...
+
+
+class TorchStreams:
+    """Torch's streams of one device.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> int:
+        """Return the current stream's handle."""
+        handle: int = torch.cuda.current_stream(self._device).cuda_stream
+        return handle
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream records a graph."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def record(self) -> torch.cuda.Event:
+        """Return a new event behind all that is queued on the current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for an event."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Let the CPU wait for an event."""
+        event.synchronize()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Tell torch's allocator that the current stream uses the memory."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def synchronise(self) -> None:
+        """Let the CPU wait for the whole device."""
+        torch.cuda.synchronize(self._device)
+
+
+class Fences:
+    """The events behind what has been done to one content. Writers are alone when they call; readers need not be.
+
+    Args:
+        streams: The device's.
+        label: Whose content, for messages.
+        is_in_place: Whether what is read is written again; else each version has memory of its own.
+    """
+
+    def __init__(self, streams: Streams, label: str, *, is_in_place: bool) -> None:
+        self._streams, self._label, self._is_in_place = streams, label, is_in_place
+        self._written: dict[int, Any] = {}  # by stream; replaced whole, since VERSIONED readers look at any time
+        self._read: dict[int, Any] = {}
+
+    def before(self, tensor: torch.Tensor, *, is_reading: bool) -> int | None:
+        """Let the current stream wait for what must come before.
+
+        Returns:
+            The stream; None while it records a graph, whose replays belong into blocks of their own.
+
+        Raises:
+            LifecycleError: A graph is recorded, and the address moves.
+        """
+        if self._streams.is_capturing():
+            if not self._is_in_place:
+                hint = "Use IN_PLACE, whose address stays."
+                self._refuse("VERSIONED content", "used outside a CUDA graph's capture", hint)
+            return None
+        stream = self._streams.current()
+        for event in self._before(is_reading=is_reading, stream=stream):
+            self._streams.follow(event)
+        self._streams.keep(tensor)
+        return stream
+
+    def after(self, tensor: torch.Tensor, begun_on: int | None, *, is_reading: bool) -> None:
+        """Leave an event behind what the block has queued.
+
+        Raises:
+            LifecycleError: The block began before the capture in which it ends.
+        """
+        if self._streams.is_capturing():
+            if begun_on is not None:
+                self._refuse("with block", "left outside the CUDA graph's capture, as it was entered", None)
+            return
+        stream = self._streams.current()
+        if stream != begun_on:
+            self._streams.keep(tensor)
+        if is_reading:
+            if self._is_in_place:  # else nobody writes there again, and the allocator waits
+                self._read[stream] = self._streams.record()
+            return
+        event = self._streams.record()
+        if stream == begun_on:  # it waited for all the others, so it stands for them
+            self._written, self._read = {stream: event}, {}
+        else:
+            self._written = {**self._written, stream: event}
+
+    def check_cpu(self) -> None:
+        """Refuse the CPU side while a graph is recorded: its capture allows no waiting.
+
+        Raises:
+            LifecycleError: One is.
+        """
+        if self._streams.is_capturing():
+            self._refuse("CPU side", "used outside a CUDA graph's capture", "Capture first, or use the CUDA side.")
+
+    def wait(self, *, is_reading: bool) -> None:
+        """Let the CPU wait for what must come before its own block."""
+        for event in self._before(is_reading=is_reading, stream=None):
+            self._streams.wait_for(event)
+        self._written = {}
+        if not is_reading:
+            self._read = {}
+
+    def settle(self) -> None:
+        """Let the CPU wait for the whole device, where nobody knows which stream was used."""
+        self._streams.synchronise()
+        self._written, self._read = {}, {}
+
+    def _before(self, *, is_reading: bool, stream: int | None) -> Iterable[Any]:
+        events = tuple(self._written.items())
+        if not is_reading:
+            events += tuple(self._read.items())
+        return (event for key, event in events if key != stream)
+
+    def _refuse(self, name: str, rule: str, hint: str | None) -> None:
+        raise LifecycleError(
+            self._label, name=name, rule=rule, hint=hint or "Begin and end it on one side of the capture."
+        )
