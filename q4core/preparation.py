@@ -16,7 +16,7 @@ import torch
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import emit, muted, warn_once
-from q4core.memory import apply_mutable_policy, apply_policy, apply_source_policy, managed_empty
+from q4core.memory import apply_policy, apply_source_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
@@ -99,7 +99,7 @@ def _prepare_layer(
     _refuse_inside_trace(weight)
     weight.check_values()
     request = layer_request(weight, config, m, dtype)
-    _require_memory(config, registry, request.device)
+    _require_memory(weight, config, registry, request.device)
     source = weight if weight.device == request.device else _moved(weight, request.device, config, registry)
     book = probe_book(registry)
     failures: dict[str, tuple[Reason, ...]] = {}
@@ -197,11 +197,12 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
         )
 
 
-def _require_memory(config: SessionConfig, registry: Registry, device: torch.device) -> None:
+def _require_memory(weight: PackedWeight, config: SessionConfig, registry: Registry, device: torch.device) -> None:
     """Fail before anything is done where unified memory is required and can't be had."""
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-        apply_mutable_policy(torch.empty(1), policy, device=device, providers=registry.memory_providers())
+        providers = registry.memory_providers()
+        apply_policy(torch.empty(1), policy, device=device, providers=providers, layer=weight.name)
 
 
 def _moved(weight: PackedWeight, device: torch.device, config: SessionConfig, registry: Registry) -> PackedWeight:
@@ -250,7 +251,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
     plan = make_plan(selection, backend, prepared, adapted if keeps_source else None)
     kept = [tensor for _, tensor in adapted.tensors()] if keeps_source else []
     buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *kept)]
-    buffers, decisions = _place(buffers, config, registry, selection.request.device)
+    buffers, decisions = _place(buffers, config, registry, selection.request.device, weight.name)
     emit(
         "q4.select",
         layer=weight.name,
@@ -285,14 +286,19 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
 
 
 def _place(
-    buffers: list[torch.Tensor], config: SessionConfig, registry: Registry, device: torch.device
+    buffers: list[torch.Tensor],
+    config: SessionConfig,
+    registry: Registry,
+    device: torch.device,
+    layer: str | None = None,
 ) -> tuple[list[torch.Tensor], tuple[MemoryDecision, ...]]:
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     if policy is UnifiedMemoryPolicy.DISABLED:
         return buffers, ()
     placed, decisions = [], []
     for buffer in buffers:
-        tensor, decision = apply_policy(buffer, policy, device=device, providers=registry.memory_providers())
+        providers = registry.memory_providers()
+        tensor, decision = apply_policy(buffer, policy, device=device, providers=providers, layer=layer)
         placed.append(tensor)
         decisions.append(decision)
         tell_memory(decision, "weight", config)

@@ -46,6 +46,20 @@ def test_refusal_without_cuda_and_without_provider(monkeypatch: pytest.MonkeyPat
     assert caught.value.rule == "managed memory for device cuda:0"
 
 
+def test_refusal_without_provider_says_who_would_ask() -> None:
+    """Where no plugin provides memory, the message names the one that asks a CUDA device for its attributes."""
+    with pytest.raises(q4.UnifiedMemoryError, match=r"q4-um-managed.*concurrentManagedAccess"):
+        apply_policy(weight_tensor(), REQUIRE, device="cuda", environment={})
+
+
+def test_refusal_names_the_layer() -> None:
+    """A layer's weight is called so, with the layer's name; the memory of another provider makes no difference."""
+    weight = q4.quantize(torch.randn(16, 128), "nf4")
+    session = q4.Session(q4.SessionConfig(device="cpu", unified_memory=REQUIRE))
+    with pytest.raises(q4.UnifiedMemoryError, match=r"^weight of layer 'proj' under REQUIRE_UNIFIED"):
+        session.linear(weight, name="proj")
+
+
 def test_refusal_describes_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is a device, torch's facts on it are named; a device that is not there shows in the count."""
     properties = SimpleNamespace(major=12, minor=1, total_memory=2**37, is_integrated=1, name="never asked for")

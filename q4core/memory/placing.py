@@ -28,13 +28,14 @@ __all__ = [
 ]
 
 
-def apply_policy(
+def apply_policy(  # noqa: PLR0913  # one argument per fact that decides
     tensor: torch.Tensor,
     policy: UnifiedMemoryPolicy,
     *,
     device: torch.device | str,
     providers: Iterable[MemoryProvider] = (),
     environment: Mapping[str, str] | None = None,
+    layer: str | None = None,
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Place a weight, which is written once and then read, as the policy says.
 
@@ -44,6 +45,7 @@ def apply_policy(
         device: Who will compute with it.
         providers: Asked in the order of their names; the first that can, does.
         environment: Taken instead of ``os.environ``.
+        layer: Whose weight it is, for messages.
 
     Returns:
         The tensor to use (the very same one unless promoted), and the decision.
@@ -53,7 +55,8 @@ def apply_policy(
         ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
         InputError: ``tensor`` is no strided tensor.
     """
-    search = Search("weight", tensor, policy, device, providers, environment)
+    what = "weight" if layer is None else f"weight of layer {layer!r}"
+    search = Search(what, tensor, policy, device, providers, environment)
     return _promoted(search, tensor, read_mostly=True, prefetch=True)
 
 

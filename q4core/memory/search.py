@@ -57,7 +57,8 @@ class Search:
 
     def _ask(self, providers: Sequence[MemoryProvider]) -> None:
         if not providers:
-            self.reasons.append("no provider of unified memory is there")
+            asker = "q4-um-managed asks a CUDA device for managedMemory, concurrentManagedAccess and the others"
+            self.reasons.append(f"no provider of unified memory is there ({asker})")
         for provider in providers:
             answer = availability(provider, self.device)
             prefix = f"{provider.name}." if len(providers) > 1 else ""

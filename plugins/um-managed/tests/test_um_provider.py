@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,14 +17,16 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Runtime, Runti
 
 import q4core as q4
 from q4_um_managed import ManagedProvider, q4_memory_providers
-from q4_um_managed.driver import UNASKED
-from q4core.memory import MemoryProvider, Placement, apply_source_policy
+from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, find_driver
+from q4_um_managed.library import NUMBERS
+from q4core.memory import MemoryProvider, Placement, apply_policy, apply_source_policy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
 PREFER = q4.UnifiedMemoryPolicy.PREFER_UNIFIED
+REQUIRE = q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED
 
 
 def _unaligned() -> torch.Tensor:
@@ -185,6 +187,68 @@ def test_a_requirement_fails_fast_with_every_attribute(attributes: dict[str, int
     nobody_asked: dict[str, object] = {"cupy": True, "cuda_driver": False, **UNASKED}
     for key, value in (attributes or nobody_asked).items():
         assert f"{key}={value}" in str(caught.value)
+
+
+class Library:
+    """The driver's own library, pretended: what ``cuInit`` gives, and each device's attributes."""
+
+    def __init__(self, *devices: dict[str, int], status: int = 0) -> None:
+        self.devices, self.status = devices, status
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802  # the driver's names
+        """As the driver's, like all that follow."""
+        return self.status
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802, D102
+        count._obj.value = len(self.devices)
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802, D102
+        names = {number: name for name, number in NUMBERS.items()}
+        value._obj.value = self.devices[device][names[attribute]]
+        return 0
+
+
+NO_MANAGED = CONCURRENT | {"managedMemory": 0, "concurrentManagedAccess": 0}
+
+
+@pytest.mark.parametrize(
+    ("library", "told"),
+    [
+        (Library(status=100), {"cuInit": 100, **UNASKED}),
+        (Library(), {"cuda_device_count": 0, **UNASKED}),
+        (Library(NO_MANAGED, NO_MANAGED), {"cuda_device_count": 2, **NO_MANAGED}),
+    ],
+    ids=["refuses", "no device", "no managed memory"],
+)
+def test_a_driver_without_a_usable_device_is_refused_before_cupy(
+    library: Library, told: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own answers refuse in less than 10 ms, with each attribute, and CuPy is not imported for it."""
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # importing it would be told as the reason
+    times = []
+    for _ in range(5):
+        provider = ManagedProvider(lambda: find_driver(lambda: library))
+        start = time.perf_counter()
+        with pytest.raises(q4.UnifiedMemoryError) as caught:
+            apply_policy(torch.ones(4), REQUIRE, device="cuda", providers=[provider], environment={})
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.010
+    for key, value in told.items():
+        assert f"{key}={value}" in str(caught.value)
+
+
+def test_one_usable_device_is_enough_to_go_on() -> None:
+    """Where any device has managed memory, CUDA's runtime is looked for, and answers for each device."""
+    found = find_driver(lambda: Library(NO_MANAGED, CONCURRENT))
+    assert isinstance(found, Driver) or "CuPy" in found.reason
+
+
+def test_the_librarys_numbers_are_cupys() -> None:
+    """Each attribute has the number that CuPy has for it."""
+    from cupy.cuda import runtime as real  # noqa: PLC0415  # slow, and wanted here alone
+
+    assert {name: getattr(real, constant) for name, constant in ATTRIBUTES.items()} == NUMBERS
 
 
 # -- whose memory it is

@@ -15,9 +15,10 @@ import attrs
 import torch
 
 from q4_um_managed.faults import DriverFaultError
+from q4_um_managed.library import load_library, refusal_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["ATTRIBUTES", "CPU", "UNASKED", "Driver", "MemoryKind", "Missing", "TorchSide", "find_driver"]
 
@@ -49,7 +50,6 @@ _ADVICE = {
     (True, "accessed_by"): "cudaMemAdviseSetAccessedBy",
     (False, "accessed_by"): "cudaMemAdviseUnsetAccessedBy",
 }
-_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
 
 
 class Torch(Protocol):
@@ -294,12 +294,20 @@ class Missing:
     facts: dict[str, Any]
 
 
-def find_driver() -> Driver | Missing:
-    """Return CUDA's runtime, or the fact that refuses it. Nothing slow is done where there is none."""
-    has_cupy, has_library = importlib.util.find_spec("cupy") is not None, _has_library()
-    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": has_library, **UNASKED}
-    if not has_library:
+def find_driver(load: Callable[[], Any] = load_library) -> Driver | Missing:
+    """Return CUDA's runtime, or the fact that refuses it. Nothing slow is done where no device could have memory.
+
+    Args:
+        load: Gives the driver's library, or None.
+    """
+    library = load()
+    has_cupy = importlib.util.find_spec("cupy") is not None
+    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": library is not None, **UNASKED}
+    if library is None:
         return Missing("there is no CUDA driver (libcuda.so.1) on this machine", facts)
+    refusal = refusal_of(library)
+    if refusal is not None:
+        return Missing(refusal[0], {**facts, **refusal[1]})
     if not has_cupy:
         return Missing("CuPy is not installed (pip install 'q4-um-managed[cuda13]')", facts)
     try:
@@ -307,13 +315,3 @@ def find_driver() -> Driver | Missing:
     except Exception as error:  # noqa: BLE001  # a broken CuPy must not take the plugin with it; it is told
         return Missing(f"CuPy can't be imported: {type(error).__name__}: {error}", facts)
     return Driver(runtime)
-
-
-def _has_library() -> bool:
-    for name in _LIBRARIES:
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return True
-    return False
