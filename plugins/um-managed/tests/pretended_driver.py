@@ -193,6 +193,9 @@ class Runtime:
     def memPrefetchAsync(self, devPtr: int, count: int, dstDevice: int, stream: int) -> None:  # noqa: N802, N803, D102
         self._called("memPrefetchAsync", devPtr, count, dstDevice, stream)
 
+    def memsetAsync(self, ptr: int, value: int, size: int, stream: int) -> None:  # noqa: N802, D102
+        self._called("memsetAsync", ptr, value, size, stream)
+
     # -- order
 
     def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802, D102
@@ -267,7 +270,7 @@ class TorchSide:
 class Pretended:
     """A provider over a pretended driver, with everything in reach."""
 
-    def __init__(self, runtime: Runtime, host: Callable[[], tuple[int, int]], **options: Any) -> None:
+    def __init__(self, runtime: Runtime, host: Callable[[], tuple[int, int, str]], **options: Any) -> None:
         self.runtime, self.torch = runtime, TorchSide()
         self.driver = Driver(runtime, self.torch)
         self.provider = ManagedProvider(lambda: self.driver, host=host, **options)
@@ -277,7 +280,7 @@ def pretend(
     *attributes: dict[str, int], host: tuple[int, int] = (64 * GIB, 128 * GIB), free: int = 4 * GIB, **options: Any
 ) -> Pretended:
     """Return a provider on a pretended machine; a discrete GPU on Linux unless told."""
-    return Pretended(Runtime(*(attributes or (CONCURRENT,)), free=free), lambda: host, **options)
+    return Pretended(Runtime(*(attributes or (CONCURRENT,)), free=free), lambda: (*host, "MemAvailable"), **options)
 
 
 def missing(reason: str = "there is no CUDA driver (libcuda.so.1) on this machine") -> ManagedProvider:

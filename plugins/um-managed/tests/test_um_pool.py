@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -9,10 +10,11 @@ import threading
 
 import pytest
 import torch
-from pretended_driver import CONCURRENT, CUDA, LEGACY, Pretended, RuntimeFaultError, pretend
+from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Pretended, RuntimeFaultError, pretend
 
 import q4core as q4
 from q4_um_managed.blocks import rounded
+from q4core.memory import Placement
 
 CPU = torch.device("cpu")
 SIDE = 8
@@ -151,20 +153,26 @@ def test_a_driver_that_fails_when_a_tensor_goes_harms_nothing(call: str) -> None
     case.runtime.fails[call] = RuntimeFaultError(700, "cudaErrorIllegalAddress")
     del tensor
     gc.collect()
-    case.runtime.fails.clear()
+    case.runtime.fails = {"deviceSynchronize": RuntimeFaultError(700, "cudaErrorIllegalAddress")}
     case.runtime.device = 0
     assert _take(case).data_ptr() != address
-    assert case.provider.trim() > 0
+    case.runtime.fails.clear()
+    waits = case.runtime.synchronised
+    blocks = [_take(case), _take(case)]
+    assert address in {block.data_ptr() for block in blocks}, "it is not lost for good"
+    assert case.runtime.synchronised == waits + 1
 
 
 def test_a_query_that_fails_harms_nothing() -> None:
-    """A block whose event can't be asked about is left out, and another is allocated."""
+    """A block whose event can't be asked about goes out after a wait for the whole device only."""
     case = pretend()
     tensor = _take(case)
     address = tensor.data_ptr()
     del tensor
     case.runtime.fails["eventQuery"] = RuntimeFaultError(700, "cudaErrorIllegalAddress")
-    assert _take(case).data_ptr() != address
+    case.runtime.queue(SIDE)
+    assert _take(case).data_ptr() == address
+    assert (case.runtime.synchronised, case.runtime.done[SIDE]) == (1, 1)
 
 
 def test_a_block_that_the_driver_does_not_take_is_counted() -> None:
@@ -257,3 +265,122 @@ def test_threads_never_share_a_block() -> None:
     assert stats.in_use_bytes == stats.lost == 0
     assert stats.allocations - stats.frees == len(case.runtime.areas)
     assert stats.cached_bytes <= 1 << 16
+
+
+# -- what is handed out counts
+
+JETSON = CONCURRENT | {"integrated": 1, "concurrentManagedAccess": 0}
+"""An integrated GPU whose CPU must not touch managed memory while a kernel runs."""
+
+
+def _pretend_large(case: Pretended) -> None:
+    """Hand out addresses of memory that nobody touches."""
+    addresses = iter(range(1 << 44, 1 << 45, 1 << 36))
+
+    def allocate(size: int, kind: int) -> int:
+        address = next(addresses)
+        case.runtime.areas[address] = (bytearray(4096), kind)
+        return address
+
+    case.runtime._allocate = allocate  # type: ignore[method-assign]  # the test's own
+
+
+def _hand_out(case: Pretended, attributes: dict[str, int], count: int) -> list[object]:
+    """Take blocks of 900 MiB."""
+    pool = case.provider._pool_of(case.driver)
+    placement = Placement("managed", "managedMemory=1")
+    return [pool.take(900 << 20, 0, attributes, placement, is_for_cpu=False) for _ in range(count)]
+
+
+@pytest.mark.parametrize("attributes", [GB10, JETSON], ids=["concurrent", "not concurrent"])
+def test_memory_that_nobody_touched_counts(attributes: dict[str, int]) -> None:
+    """Where new memory can't be backed at once, what was handed out is taken off the room until it is given back."""
+    case = pretend(attributes, host=(9 * GIB, 128 * GIB), max_cached_bytes=0)
+    _pretend_large(case)
+    for call in ("memPrefetchAsync", "memsetAsync"):
+        case.runtime.fails[call] = RuntimeFaultError(1, "cudaErrorInvalidValue")
+    held = _hand_out(case, attributes, 1)
+    with pytest.raises(q4.UnifiedMemoryError, match="handed out and not touched yet") as caught:
+        _hand_out(case, attributes, 1)
+    assert caught.value.attributes["unbacked_bytes"] == case.provider.stats().unbacked_bytes >= 900 << 20
+    assert case.runtime.count("mallocManaged") == 1
+    case.runtime.fails.clear()  # with the frames that their tracebacks keep
+    held.clear()
+    gc.collect()
+    assert case.provider.stats().unbacked_bytes == 0
+    assert len(_hand_out(case, attributes, 1)) == 1
+
+
+def test_new_memory_is_filled_where_it_cannot_be_moved() -> None:
+    """Without concurrent access, or if the move is refused, zeros back new memory; the refusal is counted."""
+    case = pretend(LEGACY)
+    _take(case)
+    assert (case.runtime.count("memPrefetchAsync"), case.runtime.count("memsetAsync")) == (0, 1)
+    case = pretend()
+    case.runtime.fails["memPrefetchAsync"] = RuntimeFaultError(1, "cudaErrorInvalidValue")
+    _take(case)
+    assert case.runtime.count("memsetAsync") == 1
+    assert case.provider.hints_refused == 1
+    assert case.provider.stats().unbacked_bytes == 0
+
+
+def test_memory_that_was_written_whole_no_longer_counts() -> None:
+    """A conversion writes all of its memory, so the driver itself counts it."""
+    case = pretend()
+    for call in ("memPrefetchAsync", "memsetAsync"):
+        case.runtime.fails[call] = RuntimeFaultError(1, "cudaErrorInvalidValue")
+    held = [_take(case)]
+    assert case.provider.stats().unbacked_bytes == 4096
+    held.append(case.provider.to_managed(torch.ones(1024), device=CUDA, read_mostly=False, prefetch=False))
+    assert case.provider.stats().unbacked_bytes == 4096
+    assert len(held) == 2
+
+
+# -- where freeing, or torch, fails
+
+
+def test_nothing_is_freed_while_a_graph_is_captured() -> None:
+    """Above its bound the pool gives memory back after the capture, not in it: a free would break the graph."""
+    case = pretend(max_cached_bytes=0)
+    tensor = _take(case)
+    case.runtime.capturing = True
+    del tensor
+    gc.collect()
+    assert case.runtime.count("free") == 0
+    assert case.provider.trim() == 0
+    assert case.runtime.count("free") == 0
+    case.runtime.capturing = False
+    _take(case)
+    gc.collect()
+    assert case.runtime.count("free") == 2
+    assert case.provider.stats().cached_bytes == 0
+
+
+@pytest.mark.parametrize("call", ["stream", "cuda_bytes"])
+@pytest.mark.parametrize("calls_before", range(6))
+def test_a_call_of_torchs_that_fails_loses_nothing(
+    call: str, calls_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of torch's calls fails while a tensor is made, the error is typed and the block goes back."""
+    case = pretend()
+    left = [calls_before]
+    real = getattr(case.torch, call)
+
+    def fail(*arguments: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("boom")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(case.torch, call, fail)
+        tensor = None
+        with contextlib.suppress(q4.UnifiedMemoryError):
+            tensor = _take(case)
+        assert tensor is not None or left[0] < 0
+    del tensor
+    gc.collect()
+    assert case.provider.stats().in_use_bytes == 0
+    case.provider.trim()
+    assert not case.runtime.areas
+    assert not case.runtime.events

@@ -17,6 +17,8 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Runtime, Runti
 
 import q4core as q4
 from q4_um_managed import ManagedProvider, q4_memory_providers
+from q4_um_managed.budget import host_memory
+from q4_um_managed.cgroups import group_memory
 from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, find_driver
 from q4_um_managed.library import NUMBERS
 from q4core.memory import MemoryProvider, Placement, apply_policy, apply_source_policy
@@ -332,7 +334,7 @@ def test_hints_are_given_and_may_be_refused() -> None:
     }
     managed = case.provider.to_managed(torch.ones(8), device=CUDA, read_mostly=True, prefetch=True)
     assert managed.sum() == 8
-    assert case.provider.hints_refused == 2
+    assert case.provider.hints_refused == 3, "the first move of the new memory is one too"
     with pytest.raises(q4.UnifiedMemoryError, match="memPrefetchAsync"):
         case.provider.prefetch(managed, CUDA)
     with pytest.raises(q4.UnifiedMemoryError, match="memAdvise"):
@@ -407,6 +409,60 @@ def test_an_integrated_gpu_is_judged_by_the_hosts_memory(available: int, fits: b
     assert facts["headroom_bytes"] == 8 * GIB
     assert facts["integrated"] == 1
     assert case.runtime.count("mallocManaged") == 0
+
+
+GROUP_FILES: dict[str, dict[str, str]] = {
+    "v2": {
+        "self": "0::/a/b\n",
+        "memory.max": "max\n",
+        "a/memory.max": f"{16 * GIB}\n",
+        "a/memory.current": f"{15 * GIB}\n",
+        "a/memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+        "a/b/memory.max": f"{20 * GIB}\n",
+        "a/b/memory.current": f"{GIB}\n",
+    },
+    "v1": {
+        "self": "5:cpu:/a\n4:memory:/a\n",
+        "memory/memory.limit_in_bytes": f"{1 << 62}\n",
+        "memory/memory.usage_in_bytes": f"{GIB}\n",
+        "memory/a/memory.limit_in_bytes": f"{16 * GIB}\n",
+        "memory/a/memory.usage_in_bytes": f"{15 * GIB}\n",
+        "memory/a/memory.stat": f"cache 1\ntotal_inactive_file {GIB // 2}\n",
+    },
+}
+
+
+@pytest.mark.parametrize("version", GROUP_FILES)
+def test_a_control_group_limits_the_hosts_memory(version: str, tmp_path: Path) -> None:
+    """The tightest limit of the process's groups counts where it leaves less than the machine does, and is named."""
+    for name, text in GROUP_FILES[version].items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    room = group_memory(tmp_path / "self", tmp_path)
+    assert room is not None
+    assert room[:2] == (GIB + GIB // 2, 16 * GIB)
+    assert host_memory(lambda: (1, 16 * GIB, room[2])) == (1, 16 * GIB, room[2])
+    assert host_memory(lambda: (1 << 62, 1 << 62, room[2]))[2] == "MemAvailable"
+    case = pretend(GB10)
+    provider = ManagedProvider(lambda: case.driver, host=lambda: room)
+    with pytest.raises(q4.UnifiedMemoryError, match=r"cgroup memory\.(max|limit_in_bytes)"):
+        provider.empty((1 << 20,), torch.uint8, CUDA)
+
+
+def test_no_control_group_limits_nothing(tmp_path: Path) -> None:
+    """Without groups, or with files that say nothing, the machine's own memory counts."""
+    assert group_memory(tmp_path / "none", tmp_path) is None
+    (tmp_path / "self").write_text("0::/\nnonsense\n")
+    assert group_memory(tmp_path / "self", tmp_path) is None
+
+
+def test_foreign_managed_memory_is_told_without_a_question_before() -> None:
+    """The driver is asked about any memory, also if nothing of this provider has been used yet; without one, no."""
+    case = pretend()
+    foreign = Driver.cpu_bytes(None, case.runtime._allocate(4096, 3), 4096)
+    assert case.provider.is_managed(foreign)
+    assert not missing().is_managed(foreign)
 
 
 def test_what_the_pool_keeps_is_given_back_before_a_refusal() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from q4_um_managed.driver import CPU
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Block:
         is_pinned: Whether it is pinned host memory; managed otherwise.
         events: By stream, the one behind the device work that may still use it.
         is_unsure: Whether only waiting for the whole device tells that it is free.
+        is_captured: Whether it came back while a graph was captured, whose replays may use it.
+        is_of_host: Whether it comes out of the host's memory: pinned, or an integrated GPU's.
+        is_backed: Whether the driver counts it as used; it does so from the first touch on.
         is_read_mostly: Whether the driver was told so.
     """
 
@@ -46,7 +50,15 @@ class Block:
     is_pinned: bool
     events: dict[int, int] = attrs.field(factory=dict)
     is_unsure: bool = False
+    is_captured: bool = False
+    is_of_host: bool = False
+    is_backed: bool = True
     is_read_mostly: bool = False
+
+    @property
+    def memory(self) -> int:
+        """Whose memory it takes: the host's, or a device's, by number."""
+        return CPU if self.is_of_host else self.device
 
 
 class Lease:
@@ -82,6 +94,11 @@ class Lease:
         if block is not None and block.events:
             self.pool.wait_for(block)
 
+    def note_written(self) -> None:
+        """Take note that the whole memory was written, so that the driver counts it."""
+        if self.block is not None:
+            self.pool.note_backed(self.block)
+
     def give_back(self) -> None:
         """Let the pool have the block again; doing so twice is allowed."""
         block, self.block = self.block, None
@@ -104,6 +121,8 @@ class PoolStats:
         frees: Blocks that the driver got back; each waited for the device.
         reuses: Blocks that went out again.
         lost: Blocks that the driver refused to take back.
+        unbacked_bytes: Of the first two, what nobody has touched, as far as is known.
+        hints_refused: How often the driver did not move new memory to its device.
     """
 
     in_use_bytes: int
@@ -112,3 +131,5 @@ class PoolStats:
     frees: int
     reuses: int
     lost: int
+    unbacked_bytes: int = 0
+    hints_refused: int = 0

@@ -1,8 +1,8 @@
 """How much memory may still be taken: refuse with the numbers instead of hanging the host.
 
 An integrated GPU shares the host's memory, and CUDA's own count of free memory leaves out the page cache there: the
-kernel's ``MemAvailable`` counts. Elsewhere the device's free memory does. Some is always left: a machine without any
-stops answering.
+kernel's ``MemAvailable`` counts, or the limit of a control group. Elsewhere the device's free memory does. Some is
+always left: a machine without any stops answering.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from q4_um_managed.cgroups import group_memory
 from q4core import UnifiedMemoryError
 
 if TYPE_CHECKING:
@@ -33,25 +34,30 @@ class Room:
     """What may still be taken of one memory.
 
     Args:
-        source: Who counted: ``"MemAvailable"`` or ``"cudaMemGetInfo"``.
+        source: Who counted: ``"MemAvailable"``, ``"cudaMemGetInfo"`` or a control group's limit.
         free_bytes: What it says is free.
         total_bytes: What there is.
         headroom_bytes: What stays free.
+        unbacked_bytes: What was handed out and counts as free still, since nobody has touched it.
     """
 
     source: str
     free_bytes: int
     total_bytes: int
     headroom_bytes: int
+    unbacked_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes that may be taken."""
-        return max(0, self.free_bytes - self.headroom_bytes)
+        return max(0, self.free_bytes - self.headroom_bytes - self.unbacked_bytes)
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the host's available and whole memory, in bytes, as the kernel tells them.
+def host_memory(limits: Callable[[], tuple[int, int, str] | None] = group_memory) -> tuple[int, int, str]:
+    """Return the host's available and whole memory, in bytes, and who said so: the kernel, or a control group's limit.
+
+    Args:
+        limits: Gives what control groups leave, or None.
 
     Raises:
         UnifiedMemoryError: It tells neither.
@@ -62,9 +68,11 @@ def host_memory() -> tuple[int, int]:
             name, _, rest = line.partition(":")
             if name in {"MemAvailable", "MemTotal"}:
                 found[name] = int(rest.split()[0]) * 1024
-        return found["MemAvailable"], found["MemTotal"]
+        kernels = (found["MemAvailable"], found["MemTotal"], "MemAvailable")
     except (OSError, KeyError, ValueError, IndexError) as error:
         raise UnifiedMemoryError("the host's memory: /proc/meminfo can't be read", error=str(error)) from error
+    groups = limits()
+    return kernels if groups is None or groups[0] >= kernels[0] else groups
 
 
 class Budget:
@@ -72,45 +80,53 @@ class Budget:
 
     Args:
         driver: CUDA's runtime.
-        host: Gives the host's available and whole memory.
+        host: Gives the host's available and whole memory, and who said so.
     """
 
-    def __init__(self, driver: Driver, host: Callable[[], tuple[int, int]] = host_memory) -> None:
+    def __init__(self, driver: Driver, host: Callable[[], tuple[int, int, str]] = host_memory) -> None:
         self._driver, self._host = driver, host
 
-    def room(self, device: int, *, on_host: bool) -> Room:
+    def room(self, device: int, *, on_host: bool, unbacked: int = 0) -> Room:
         """Return what may still be taken.
 
         Args:
             device: Whose memory.
             on_host: Whether the memory comes out of the host's: pinned memory, or an integrated GPU's.
+            unbacked: Bytes of that memory that were handed out and are not backed yet.
         """
         if on_host:
-            free, total = self._host()
-            return Room("MemAvailable", free, total, min(HOST_HEADROOM_BYTES, total // _SHARE))
+            free, total, source = self._host()
+            return Room(source, free, total, min(HOST_HEADROOM_BYTES, total // _SHARE), unbacked)
         free, total = self._driver.free_and_total(device)
-        return Room("cudaMemGetInfo", free, total, min(max(_DEVICE_HEADROOM_BYTES, total // _DEVICE_SHARE), total // 2))
+        headroom = min(max(_DEVICE_HEADROOM_BYTES, total // _DEVICE_SHARE), total // 2)
+        return Room("cudaMemGetInfo", free, total, headroom, unbacked)
 
-    def require(self, size: int, device: int, attributes: Mapping[str, int], *, on_host: bool) -> None:
-        """Raise where an allocation does not fit.
+    def require(
+        self, size: int, device: int, attributes: Mapping[str, int], *, on_host: bool, unbacked: int = 0
+    ) -> None:
+        """Raise where an allocation does not fit; arguments as for ``room``.
 
         Raises:
             UnifiedMemoryError: It does not; the numbers are in its attributes.
         """
-        room = self.room(device, on_host=on_host)
+        room = self.room(device, on_host=on_host, unbacked=unbacked)
         if size <= room.bytes:
             return
         numbers = {
             "requested_bytes": size,
             "free_bytes": room.free_bytes,
             "headroom_bytes": room.headroom_bytes,
+            "unbacked_bytes": room.unbacked_bytes,
             "total_bytes": room.total_bytes,
             "counted_by": room.source,
         }
+        less = f"{room.headroom_bytes} kept free"
+        if room.unbacked_bytes:
+            less += f" and {room.unbacked_bytes} handed out and not touched yet"
         raise UnifiedMemoryError(
             f"unified memory for cuda:{device}",
             name="size",
-            rule=f"at most {room.bytes} bytes ({room.source} {room.free_bytes} less {room.headroom_bytes} kept free)",
+            rule=f"at most {room.bytes} bytes ({room.source} {room.free_bytes} less {less})",
             value=size,
             hint="Close what holds memory, or place less of it.",
             attributes={**attributes, **numbers},

@@ -183,9 +183,15 @@ class Driver:
         with self._told(f"memAdvise({advice})"):
             self._runtime.memAdvise(address, size, getattr(self._runtime, _ADVICE[is_set, advice]), device)
 
+    def fill(self, address: int, size: int, device: int) -> None:
+        """Queue zeros for memory on the current stream of ``device``."""
+        stream = self.stream(device)
+        with self._on(device), self._told("memsetAsync"):
+            self._runtime.memsetAsync(address, 0, size, stream)
+
     def prefetch(self, address: int, size: int, target: int, device: int) -> None:
         """Queue a move of pages to a device, or to the ``CPU``, on the current stream of ``device``."""
-        stream = self._torch.stream(device)
+        stream = self.stream(device)
         with self._on(device), self._told("memPrefetchAsync"):
             self._runtime.memPrefetchAsync(address, size, target, stream)
 
@@ -193,11 +199,12 @@ class Driver:
 
     def stream(self, device: int) -> int:
         """Return the handle of this thread's current stream."""
-        return self._torch.stream(device)
+        with self._told("torch's current stream"):
+            return self._torch.stream(device)
 
     def is_capturing(self, device: int) -> bool:
         """Return whether this thread's current stream records a graph."""
-        stream = self._torch.stream(device)
+        stream = self.stream(device)
         with self._told("streamIsCapturing"):
             return bool(self._runtime.streamIsCapturing(stream))
 
@@ -245,7 +252,8 @@ class Driver:
 
     def cuda_bytes(self, owner: object, address: int, size: int, device: int) -> torch.Tensor:
         """Return a uint8 CUDA tensor over an address, whose storage keeps ``owner``."""
-        return self._torch.cuda_bytes(owner, address, size, device)
+        with self._told(f"torch's tensor over {size} bytes"):
+            return self._torch.cuda_bytes(owner, address, size, device)
 
     @staticmethod
     def cpu_bytes(owner: object, address: int, size: int) -> torch.Tensor:

@@ -34,9 +34,14 @@ class Machine:
         self._facts: dict[int, dict[str, int]] = {}
         self._answers: dict[tuple[str, int | None], Availability] = {}
 
-    def known_driver(self) -> Driver | None:
-        """Return CUDA's runtime if it was found by now, in this process."""
-        return self._found if isinstance(self._found, Driver) and os.getpid() == self._process else None
+    def driver_if_any(self) -> Driver | None:
+        """Return CUDA's runtime, or None where there is none."""
+        if isinstance(self._found, Missing):
+            return None
+        try:
+            return self.driver()
+        except UnifiedMemoryError:
+            return None
 
     def driver(self) -> Driver:
         """Return CUDA's runtime.

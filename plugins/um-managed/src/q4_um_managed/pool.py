@@ -48,6 +48,8 @@ class Pool:
         self._returned: collections.deque[Block] = collections.deque()  # appended to by finalisers, in any thread
         self._process = os.getpid()
         self._in_use = self._cached_bytes = self._allocations = self._frees = self._reuses = self._lost = 0
+        self._hints_refused = 0
+        self._unbacked: collections.Counter[int] = collections.Counter()  # by whose memory it is
 
     def take(  # the facts of one block
         self,
@@ -94,15 +96,36 @@ class Pool:
         with self._lock:
             kin = self._kin.get((size, device, is_pinned), {}).values()
             found = next((block for block in kin if self._is_free_for(block, stream)), None)
+            if found is None:  # the oldest of whose work nobody knows: waiting for the device makes it sure
+                found = next((block for block in kin if block.is_unsure and not block.is_captured), None)
             if found is not None:
                 self._remove(found)
                 self._in_use += size
+        if found is not None and found.is_unsure and not self._is_sure(found):
+            self._returned.append(found)
+            found = None
+        if found is not None:
+            with self._lock:
                 self._reuses += 1
         self._settle()
         return found
 
+    def _is_sure(self, block: Block) -> bool:
+        """Wait for the whole device; return whether that worked."""
+        try:
+            self._driver.synchronise(block.device)
+            for event in block.events.values():
+                self._driver.forget(event)
+        except DriverFaultError:
+            return False
+        block.events.clear()
+        block.is_unsure = False
+        return True
+
     def _is_free_for(self, block: Block, stream: int) -> bool:
         """Drop the events that have passed; say whether the others are of the stream itself."""
+        if block.is_captured:
+            return False
         try:
             while block.events and not block.is_unsure:
                 behind, event = next(reversed(block.events.items()))
@@ -121,31 +144,66 @@ class Pool:
         self._cached_bytes -= block.size
 
     def _grown(self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool) -> Block:
-        on_host = is_pinned or bool(attributes.get("integrated"))
+        block = Block(0, size, device, is_pinned, is_of_host=is_pinned or bool(attributes.get("integrated")))
         try:
-            self._budget.require(size, device, attributes, on_host=on_host)
-            address = self._allocated(size, device, is_pinned=is_pinned)
+            self._allocate(block, attributes)
         except UnifiedMemoryError:
             if not self.trim():
                 raise
-            self._budget.require(size, device, attributes, on_host=on_host)
-            address = self._allocated(size, device, is_pinned=is_pinned)
+            self._allocate(block, attributes)
+        try:
+            if not is_pinned:
+                self._back(block, can_move=bool(attributes.get("concurrentManagedAccess")))
+        except BaseException:  # nobody has it yet, so nobody would give it back
+            block.is_backed = True
+            self._free([block])
+            raise
         with self._lock:
             self._allocations += 1
             self._in_use += size
-        block = Block(address, size, device, is_pinned)
-        if not is_pinned and attributes.get("concurrentManagedAccess"):
-            # The driver backs managed memory at its first touch, and counts it as free until then.
-            with contextlib.suppress(DriverFaultError):
-                self._driver.prefetch(address, size, device, device)
-                stream = self._driver.stream(device)
-                block.events[stream] = self._driver.record(stream, device)
-                self.wait_for(block)
+            self._unbacked[block.memory] += 0 if block.is_backed else size
         return block
 
-    def _allocated(self, size: int, device: int, *, is_pinned: bool) -> int:
-        allocate = self._driver.allocate_pinned if is_pinned else self._driver.allocate_managed
-        return allocate(size, device)
+    def _allocate(self, block: Block, attributes: Mapping[str, int]) -> None:
+        with self._lock:
+            unbacked = self._unbacked[block.memory]
+        self._budget.require(block.size, block.device, attributes, on_host=block.is_of_host, unbacked=unbacked)
+        allocate = self._driver.allocate_pinned if block.is_pinned else self._driver.allocate_managed
+        block.address = allocate(block.size, block.device)
+
+    def _back(self, block: Block, *, can_move: bool) -> None:
+        """Touch new managed memory, which the driver counts as free until then; note it where that fails."""
+        block.is_backed = False
+        if can_move:
+            try:
+                self._driver.prefetch(block.address, block.size, block.device, block.device)
+            except DriverFaultError:
+                with self._lock:
+                    self._hints_refused += 1
+            else:
+                block.is_backed = self._is_passed(block)
+                return
+        with contextlib.suppress(DriverFaultError):
+            self._driver.fill(block.address, block.size, block.device)
+            block.is_backed = self._is_passed(block)
+
+    def _is_passed(self, block: Block) -> bool:
+        """Wait for what was just queued for a new block; return whether that worked."""
+        try:
+            stream = self._driver.stream(block.device)
+            block.events[stream] = self._driver.record(stream, block.device)
+            self.wait_for(block)
+        except DriverFaultError:
+            block.is_unsure = True
+            return False
+        return True
+
+    def note_backed(self, block: Block) -> None:
+        """Take note that a block was written, so that the driver counts it from now on."""
+        with self._lock:
+            if not block.is_backed:
+                block.is_backed = True
+                self._unbacked[block.memory] -= block.size
 
     def wait_for(self, block: Block) -> None:
         """Wait for the device work that may still use a block."""
@@ -162,7 +220,7 @@ class Pool:
             return  # the process ends and its memory with it; a forked child has no CUDA
         try:
             if self._driver.is_capturing(block.device):
-                block.is_unsure = True
+                block.is_unsure = block.is_captured = True
             else:
                 for stream in {*streams, self._driver.stream(block.device)}:
                     event = self._driver.record(stream, block.device)
@@ -198,15 +256,27 @@ class Pool:
 
     def _surplus(self, bound: int) -> list[Block]:
         """Take the oldest blocks out until no more than ``bound`` bytes are left; the lock is held."""
-        surplus = []
+        surplus: list[Block] = []
+        if self._cached_bytes > bound and any(
+            map(self._is_captured_on, {item.device for item in self._cached.values()})
+        ):
+            return surplus  # freeing would break the capture; whoever comes after it does it
         while self._cached_bytes > bound:
             block = next(iter(self._cached.values()))
             self._remove(block)
             surplus.append(block)
         return surplus
 
+    def _is_captured_on(self, device: int) -> bool:
+        try:
+            return self._driver.is_capturing(device)
+        except DriverFaultError:
+            return False  # then freeing fails as well, and is counted
+
     def _free(self, blocks: list[Block]) -> None:
         for block in blocks:
+            if not block.is_backed:
+                self.note_backed(block)  # it counts no longer
             try:
                 for event in block.events.values():
                     self._driver.forget(event)
@@ -240,4 +310,6 @@ class Pool:
                 frees=self._frees,
                 reuses=self._reuses,
                 lost=self._lost,
+                unbacked_bytes=self._unbacked.total(),
+                hints_refused=self._hints_refused,
             )

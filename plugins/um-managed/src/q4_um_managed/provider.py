@@ -43,7 +43,7 @@ class ManagedProvider:
 
     Args:
         find: Finds CUDA's runtime, or says what is missing.
-        host: Gives the host's available and whole memory.
+        host: Gives the host's available and whole memory, and who said so.
         max_cached_bytes: What the pool keeps at most for the next tensors.
     """
 
@@ -53,7 +53,7 @@ class ManagedProvider:
         self,
         find: Callable[[], Driver | Missing] = find_driver,
         *,
-        host: Callable[[], tuple[int, int]] = host_memory,
+        host: Callable[[], tuple[int, int, str]] = host_memory,
         max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self._machine = Machine(find)
@@ -62,8 +62,7 @@ class ManagedProvider:
         self._pool: Pool | None = None
         # By torch's storage object: an address may have passed on to another tensor while an old one still lives.
         self._owners: weakref.WeakValueDictionary[int, Lease | MappedMemory] = weakref.WeakValueDictionary()
-        self.hints_refused = 0
-        """How often the driver did not take a hint (advice, prefetch) that was given on the way."""
+        self._hints_refused = 0
 
     # -- questions
 
@@ -74,8 +73,7 @@ class ManagedProvider:
     def is_managed(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor's memory is managed, by the driver's own word."""
         address = address_of(tensor)
-        driver = self._machine.known_driver()
-        # Who never found a driver has handed nothing out.
+        driver = self._machine.driver_if_any()
         return address != 0 and driver is not None and driver.kind_of(address) == "managed"
 
     def placement_of(self, tensor: torch.Tensor) -> Placement | None:
@@ -84,6 +82,11 @@ class ManagedProvider:
         if owner is not None:
             return owner.placement
         return Placement("managed", "pointerGetAttributes") if self.is_managed(tensor) else None
+
+    @property
+    def hints_refused(self) -> int:
+        """How often the driver did not take a hint (advice, prefetch) that was given on the way."""
+        return self._hints_refused + self.stats().hints_refused
 
     def stats(self) -> PoolStats:
         """Return what the pool holds and has done."""
@@ -114,7 +117,7 @@ class ManagedProvider:
             read_mostly: Written once, then only read.
             prefetch: Move the pages to ``device`` now.
         """
-        managed = self.empty(tuple(tensor.shape), tensor.dtype, device).copy_(tensor.detach())
+        managed = self._filled(self.empty(tuple(tensor.shape), tensor.dtype, device), tensor)
         index = self._machine.index(device)
         if self._machine.attributes(index)["concurrentManagedAccess"]:
             size = max(1, managed.nbytes)
@@ -221,7 +224,7 @@ class ManagedProvider:
         chosen = choose(attributes, wish=placement, is_readable_in_place=is_readable_in_place(tensor))
         if chosen.kind == "pageable":
             return self._mapped(tensor, device, chosen), chosen
-        return self._empty(tuple(tensor.shape), tensor.dtype, device, chosen).copy_(tensor.detach()), chosen
+        return self._filled(self._empty(tuple(tensor.shape), tensor.dtype, device, chosen), tensor), chosen
 
     def map(self, tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor | None:
         """Return a CUDA tensor over the same bytes as a CPU tensor, where the device reads those well; else None.
@@ -310,6 +313,11 @@ class ManagedProvider:
         self._owners[storage_of(raw)] = lease
         return raw[:size].view(dtype).view(shape)
 
+    def _filled(self, managed: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        managed.copy_(source.detach())
+        self._lease_of(managed, "copy").note_written()
+        return managed
+
     def _mapped(self, tensor: torch.Tensor, device: torch.device, placement: Placement) -> torch.Tensor:
         driver, index = self._machine.driver(), self._machine.index(device)
         start, size = span_of(tensor)
@@ -337,4 +345,4 @@ class ManagedProvider:
         try:
             give()
         except DriverFaultError:
-            self.hints_refused += 1
+            self._hints_refused += 1
