@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
+import re
 import threading
 import time
-from typing import TYPE_CHECKING
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from pretended_driver import CONCURRENT, CUDA, LEGACY, OnCuda, Pretended, RuntimeFaultError, accept_pretended, pretend
+from pretended_driver import (
+    CONCURRENT,
+    CUDA,
+    GB10,
+    LEGACY,
+    OnCuda,
+    Pretended,
+    RuntimeFaultError,
+    accept_pretended,
+    pretend,
+)
 
 import q4core as q4
 
@@ -181,6 +194,20 @@ def test_a_mutable_tensor_has_two_sides() -> None:
     assert (state.stats().copies, state.stats().writes) == (0, 2)
     with pytest.raises(q4.LifecycleError):
         _ = view.tensor
+
+
+def test_the_documented_sides_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snippet of the manual about two sides does what it says, on a device that has them."""
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    (snippet,) = [item for item in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "dual_view(" in item]
+    accept_pretended(monkeypatch)
+    case = pretend(GB10)
+    plugin = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [case.provider]))
+    monkeypatch.setattr(q4, "default_registry", lambda: q4.Registry([("um", plugin)]))
+    names: dict[str, Any] = {}
+    exec(snippet, names)  # noqa: S102  # our own
+    assert names["y"].tolist() == [1.0] * 8
+    assert names["state"].version == 1
 
 
 def test_sides_keep_each_other_out() -> None:
