@@ -169,6 +169,8 @@ class Content:
             return base.detach() if side is None else side
         except BaseException:
             if view.is_admitted:
+                if order is not None:
+                    order.leave(view)
                 with self.lock:
                     view.is_admitted = False
                     self.gate.end_read(view.thread)

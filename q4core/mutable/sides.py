@@ -88,7 +88,7 @@ class Order:
         if side == "cpu":
             self._fences.check_cpu()
         if self.has_sides:
-            tensor = self._take_turn(block, side, "read()" if is_reading else "write()")
+            tensor = self._take_turn(block, side)
         try:
             if side == "cpu":
                 self._fences.wait(is_reading=is_reading)
@@ -99,7 +99,7 @@ class Order:
             raise
         return None if block.side is None else tensor
 
-    def _take_turn(self, block: ReadView | WriteBlock, side: str, what: str) -> torch.Tensor:
+    def _take_turn(self, block: ReadView | WriteBlock, side: str) -> torch.Tensor:
         content, sides = self._content, self._sides
         if sides is None:  # closed in this instant
             content.raise_closed()
@@ -109,7 +109,7 @@ class Order:
             tensor = turn.__enter__()
         except WriteConflictError as error:
             with content.lock:
-                content.refuse(what, str(error.rule), str(error.value), error.hint or "Wait longer.")
+                content.refuse(str(error.name), str(error.rule), str(error.value), error.hint or "Wait longer.")
         block.turn = turn
         return tensor
 

@@ -292,12 +292,13 @@ def _hand_out(case: Pretended, attributes: dict[str, int], count: int) -> list[o
     return [pool.take(900 << 20, 0, attributes, placement, is_for_cpu=False) for _ in range(count)]
 
 
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "without effect"])
 @pytest.mark.parametrize("attributes", [GB10, JETSON], ids=["concurrent", "not concurrent"])
-def test_memory_that_nobody_touched_counts(attributes: dict[str, int]) -> None:
-    """Where new memory can't be backed at once, what was handed out is taken off the room until it is given back."""
+def test_memory_that_nobody_touched_counts(attributes: dict[str, int], *, is_refused: bool) -> None:
+    """Where new memory can't be backed, or its count stays, what was handed out is off the room until it is back."""
     case = pretend(attributes, host=(9 * GIB, 128 * GIB), max_cached_bytes=0)
     _pretend_large(case)
-    for call in ("memPrefetchAsync", "memsetAsync"):
+    for call in ("memPrefetchAsync", "memsetAsync") if is_refused else ():
         case.runtime.fails[call] = RuntimeFaultError(1, "cudaErrorInvalidValue")
     held = _hand_out(case, attributes, 1)
     with pytest.raises(q4.UnifiedMemoryError, match="handed out and not touched yet") as caught:

@@ -103,15 +103,15 @@ class Budget:
 
     def require(
         self, size: int, device: int, attributes: Mapping[str, int], *, on_host: bool, unbacked: int = 0
-    ) -> None:
-        """Raise where an allocation does not fit; arguments as for ``room``.
+    ) -> Room:
+        """Return the room, or raise where an allocation does not fit; arguments as for ``room``.
 
         Raises:
             UnifiedMemoryError: It does not; the numbers are in its attributes.
         """
         room = self.room(device, on_host=on_host, unbacked=unbacked)
         if size <= room.bytes:
-            return
+            return room
         numbers = {
             "requested_bytes": size,
             "free_bytes": room.free_bytes,

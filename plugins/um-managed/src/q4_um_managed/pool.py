@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pool"]
 
+_LARGE = 64 << 20
+"""From this size on an allocation stands out from what other processes take and give."""
+
 
 class Pool:
     """Blocks of managed and of pinned memory.
@@ -146,14 +149,17 @@ class Pool:
     def _grown(self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool) -> Block:
         block = Block(0, size, device, is_pinned, is_of_host=is_pinned or bool(attributes.get("integrated")))
         try:
-            self._allocate(block, attributes)
+            free = self._allocate(block, attributes)
         except UnifiedMemoryError:
             if not self.trim():
                 raise
-            self._allocate(block, attributes)
+            free = self._allocate(block, attributes)
         try:
             if not is_pinned:
                 self._back(block, can_move=bool(attributes.get("concurrentManagedAccess")))
+                if block.is_backed and size >= _LARGE:  # believed if the count of free memory went down
+                    left = self._budget.room(device, on_host=block.is_of_host).free_bytes
+                    block.is_backed = free - left >= size // 2
         except BaseException:  # nobody has it yet, so nobody would give it back
             block.is_backed = True
             self._free([block])
@@ -164,12 +170,14 @@ class Pool:
             self._unbacked[block.memory] += 0 if block.is_backed else size
         return block
 
-    def _allocate(self, block: Block, attributes: Mapping[str, int]) -> None:
+    def _allocate(self, block: Block, attributes: Mapping[str, int]) -> int:
+        """Give a block its memory; return what was free before."""
         with self._lock:
             unbacked = self._unbacked[block.memory]
-        self._budget.require(block.size, block.device, attributes, on_host=block.is_of_host, unbacked=unbacked)
+        room = self._budget.require(block.size, block.device, attributes, on_host=block.is_of_host, unbacked=unbacked)
         allocate = self._driver.allocate_pinned if block.is_pinned else self._driver.allocate_managed
         block.address = allocate(block.size, block.device)
+        return room.free_bytes
 
     def _back(self, block: Block, *, can_move: bool) -> None:
         """Touch new managed memory, which the driver counts as free until then; note it where that fails."""

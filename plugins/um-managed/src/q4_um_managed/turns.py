@@ -77,7 +77,7 @@ class Turns:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             if thread in self._inside[_other(side)]:
-                _refuse(side, "outside", "inside, in this thread itself")
+                _refuse(side, "left first", "open, in this thread itself")
             if thread not in inside:
                 self._wait(_Ticket(side), timeout, deadline)
             inside[thread] = inside.get(thread, 0) + 1
@@ -98,7 +98,7 @@ class Turns:
             while self._is_barred(ticket):
                 left = _LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), _LOOK_INTERVAL_S)
                 if left <= 0:
-                    _refuse(ticket.side, f"left within {timeout:.3g} s" if timeout else "outside", "inside")
+                    _refuse(ticket.side, f"left within {timeout:.3g} s" if timeout else "left first", "open")
                 self._changed.wait(left)
         finally:
             self._waiting.remove(ticket)
