@@ -354,6 +354,7 @@ def test_a_reader_of_the_other_side_waits(
             assert not concurrent.futures.wait([waiting], timeout=0.2).done
             later = pool.submit(_read, state, first, 30.0)
             assert not concurrent.futures.wait([later], timeout=0.2).done, "a newcomer goes after who waits"
+            assert _read(state, first, 5.0) == 0.0, "who is inside already goes on"
         assert waiting.result(30) == 0.0
         assert later.result(30) == 0.0
 
@@ -392,6 +393,15 @@ def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, q4
     del dropped
     gc.collect()
     assert _read(state, "cpu", 10.0) == 0.0
+
+
+def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+    """A kernel that nobody told of is over before the CPU is let in, to read and to write."""
+    case, state = taking_turns
+    for block in (state.read(device="cpu"), state.write(device="cpu")):
+        case.runtime.queue(99)
+        with block:
+            assert case.runtime.done[99] == case.runtime.queued[99]
 
 
 def test_a_kept_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
@@ -523,6 +533,40 @@ def test_a_block_that_ends_in_a_capture_begun_inside_is_refused(fenced: tuple[Pr
         case.runtime.capturing = True
     case.runtime.capturing = False
     assert state.is_poisoned
+
+
+def _followed(case: Pretended, stream: int, block: AbstractContextManager[object]) -> set[int]:
+    """Return the streams that a block on a stream waits for."""
+    case.runtime.follows.clear()
+    _on(case, stream, block)
+    return {after for _, after, _ in case.runtime.follows}
+
+
+def test_a_block_that_changes_its_stream_stands_for_no_other(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+    """What was done before it on a third stream is waited for still, since only its first stream has followed that."""
+    case, state = fenced
+    _on(case, 20, state.write())
+    case.torch.current = 21
+    with state.write():
+        case.torch.current = 22
+    assert _followed(case, 23, state.write()) == {20, 22}
+
+
+def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+    """An update that was put out, and whose block is left by another thread, leaves the others' events alone."""
+    case, state = fenced
+    case.torch.current = 21
+    block = state.write()
+    thread = threading.Thread(target=block.__enter__)
+    thread.start()
+    thread.join(30)
+    case.torch.current = 22
+    state.reset(timeout=30)
+    _on(case, 23, state.read())
+    case.torch.current = 21
+    with pytest.raises(q4.LifecycleError):
+        block.__exit__(None, None, None)
+    assert _followed(case, 24, state.write()) == {22, 23}
 
 
 def test_memory_waits_for_the_streams_of_its_blocks(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
