@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4core.mutable.blocks import ReadView
-    from q4core.mutable.sides import SideRead
 
 __all__ = ["SharedMutableTensor"]
 
@@ -86,7 +85,7 @@ class SharedMutableTensor(MutableTensor):
         self._content = content = NativeContent(segment, label, cells)
         self._reader = content.cells.read
 
-    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView | SideRead:
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
         """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
         if self._reader is None or device is not None:
             return super().read(timeout=timeout, device=device)
