@@ -31,7 +31,9 @@ DIFFERENT = {
     # Only for tensors on CUDA, or pretended to be.
     "test_device_is_waited_for_before_the_content_is_written_again",
     "test_cuda_work_of_a_writer_that_ended_is_over_before_the_next",
-    "test_device_work_is_done_before_a_block_ends",
+    "test_blocks_on_other_streams_follow_the_update",
+    "test_reader_that_leaves_no_event_is_waited_for",
+    "test_capture_is_for_an_address_that_stays",
     "test_device_that_fails_fails_the_update",
     "test_cuda_update_is_whole_on_every_stream",
     # Torch itself refuses to resize this memory: test_memory_can_not_be_resized.
