@@ -61,7 +61,7 @@ def test_collected_blocks_leave_nothing_behind(mode: MutableMode) -> None:
             drop(state)
         write(state, 1.0)
         gate = state._content.gate
-        assert (len(gate._reads_by_thread), len(gate.lost_reads), len(gate.lost_writes)) == (0, 0, 0)
+        assert (len(gate.readers), len(gate.lost_reads), len(gate.lost_writes)) == (0, 0, 0)
 
 
 def test_collected_generator_leaves_its_block(mode: MutableMode) -> None:

@@ -10,6 +10,7 @@ import test_mutable_abandoned
 import test_mutable_collected
 import test_mutable_exclusion
 import test_mutable_guards
+import test_mutable_interrupted
 import test_mutable_late
 import test_mutable_lifetime
 import test_mutable_races
@@ -23,6 +24,7 @@ MODULES = [
     test_mutable_collected,
     test_mutable_exclusion,
     test_mutable_guards,
+    test_mutable_interrupted,
     test_mutable_late,
     test_mutable_lifetime,
     test_mutable_races,

@@ -32,6 +32,7 @@ class ReadView(Ticket):
     def __init__(self, content: Content, timeout: float | None) -> None:
         self.is_admitted = False
         self.thread = None
+        self.token = object()
         self._content = content
         self._alias: torch.Tensor | None = None
         self.timeout = timeout
@@ -58,21 +59,29 @@ class ReadView(Ticket):
         """Begin to read."""
         if self.thread:
             _refuse_again(self._content.label)
-        self.thread = HERE.thread
-        self._alias = self._content.begin_read(self)
+        try:
+            self.thread = HERE.thread
+            self._alias = self._content.begin_read(self)
+        except BaseException:
+            self._content.drop_read(self)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the read, and raise ``PoisonedError`` if this version was changed meanwhile."""
-        self._alias = None
-        if self.is_admitted:
-            self._content.end_read(self, error)
+        try:
+            self._alias = None
+            if self.is_admitted:
+                self._content.end_read(self, error)
+        except BaseException:
+            self._content.drop_read(self)
+            raise
 
     def __del__(self) -> None:
         """Leave word that nobody will end this read."""
-        if self.is_admitted:
+        if getattr(self, "is_admitted", False):  # its own making may have been interrupted
             self._content.lose_read(self)
 
 
@@ -82,6 +91,7 @@ class WriteBlock(Ticket):
     __slots__ = (
         "_content",
         "alias",
+        "before",
         "begun_on",
         "deadline",
         "healing",
@@ -97,6 +107,8 @@ class WriteBlock(Ticket):
     alias: torch.Tensor
     begun_on: int | None
     deadline: float | None
+    before: int | None
+    """The version when it began to end."""
 
     def __init__(
         self,
@@ -108,6 +120,8 @@ class WriteBlock(Ticket):
     ) -> None:
         self.is_admitted = False
         self.thread = None
+        self.token = object()
+        self.before = None
         self._content = content
         self.wait = wait
         self.timeout = timeout
@@ -120,19 +134,28 @@ class WriteBlock(Ticket):
         """Begin to write."""
         if self.thread:
             _refuse_again(self._content.label)
-        self.thread = HERE.thread
-        return self._content.begin_write(self)
+        try:
+            self.thread = HERE.thread
+            return self._content.begin_write(self)
+        except BaseException:
+            self._content.drop_write(self)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Publish the update as the next version, or drop it if the block failed."""
-        if self.is_admitted:
-            self._content.end_write(self, error)
+        try:
+            if self.is_admitted:
+                self._content.end_write(self, error)
+        except BaseException as fault:
+            if self.is_admitted:
+                self._content.fail_write(self, fault)
+            raise
 
     def __del__(self) -> None:
         """Leave word that nobody will end this update."""
-        if self.is_admitted:
+        if getattr(self, "is_admitted", False):
             self._content.lose_write(self)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from q4core.mutable.blocks import WriteBlock
     from q4core.mutable.sides import Order
 
-__all__ = ["Content", "mark_of", "refuse_late"]
+__all__ = ["Content", "cause_of", "mark_of", "refuse_late"]
 
 
 def refuse_late(label: str, error: BaseException | None) -> None:
@@ -29,6 +29,11 @@ def refuse_late(label: str, error: BaseException | None) -> None:
         return
     hint = "Leave it in the thread that entered it. Its update is dropped, or what it read may be torn: begin anew."
     raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
+
+
+def cause_of(problem: BaseException | None) -> str | None:
+    """Return why an update failed."""
+    return None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
 
 
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -62,26 +67,61 @@ class Content:
 
     def lose_read(self, view: ReadView) -> None:
         """Take word from a finaliser that nobody will leave this block."""
-        self.gate.lost_reads.append(view.thread)
+        self.gate.lost_reads.append(view.token)
 
     def lose_write(self, block: WriteBlock) -> None:
         """Take word from a finaliser that nobody will leave this block."""
-        self.gate.lost_writes.append(block.thread)
+        self.gate.lost_writes.append(block.token)
 
     def reclaim(self) -> None:
         """Take back what can't be left any more: a reader's place, and an update, which has failed."""
-        is_any_out, cause = self.gate.reclaim()
-        if is_any_out:
-            self.is_unsettled = self.is_in_place
-        if cause is not None:
+        gate = self.gate
+        cause = gate.lost_writer()
+        if cause is not None:  # known as failed before anybody else is let in
             self.note_failure(cause)
+            self.release_claim()
+            gate.end_write()
+        if gate.put_out_readers():
+            self.is_unsettled = self.is_in_place
+
+    def release_claim(self) -> None:
+        """Let other processes write, if there are any."""
+
+    def drop_read(self, view: ReadView) -> None:
+        """Take back whatever a read that ends before its time has taken, wherever it was interrupted."""
+        if self.order is not None:
+            self.order.leave(view)
+        with self.lock:
+            self.gate.drop(view)
+
+    def drop_write(self, block: WriteBlock) -> None:
+        """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
+        if self.order is not None:
+            self.order.leave(block)
+        with self.lock:
+            self.gate.drop(block)
+
+    def fail_write(self, block: WriteBlock, fault: BaseException) -> None:
+        """End an update whose end was interrupted; it has failed, unless it was published before."""
+        if self.order is not None:
+            self.order.leave(block)
+        with self.lock:
+            if self.gate.writing is block.token:
+                self.note_fault(block, fault)
+                self.gate.end_write(block)
+            block.is_admitted = False
+
+    def note_fault(self, block: WriteBlock, fault: BaseException) -> None:
+        """Count an update that was interrupted, unless it was published before."""
+        if block.before is None or block.before == self.version:
+            self.note_failure(cause_of(fault))
 
     def note_failure(self, cause: str | None) -> None:
         """Count an update that does not take effect; with a cause, ``IN_PLACE`` content is unknown from now on."""
-        self.failures += 1
         self.is_unsettled = self.is_in_place
         if self.is_in_place and cause is not None and self.poison is None:
             self.set_poison(cause)
+        self.failures += 1
 
     # -- complaints
 
@@ -145,36 +185,27 @@ class Content:
     # -- reading
 
     def begin_read(self, view: ReadView) -> torch.Tensor:
-        """Let the view in, when its turn comes, to the newest version."""
+        """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
         order = self.order
-        try:
-            if order is not None:
-                order.arrive(view)
-            with self.lock:
-                gate = self.gate
-                if self.is_in_place and gate.writer is view.thread:
-                    self.check_waiting()
-                    if gate.writer is view.thread:
-                        hint = "Read what write() gave you."
-                        self.refuse("read()", "outside this thread's own write()", "inside", hint)
-                if not gate.enter_read(view, view.timeout, self.check_waiting):
-                    self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
-                if self.is_closed or self.poison is not None:
-                    self.check()
-                base, mark = self.tensor, self.mark
-                if mark_of(base) != mark:
-                    self.refuse_touched(base, self.version)
-                view.base, view.mark, view.version = base, mark, self.version
-            side = None if order is None else order.begin(view, base, is_reading=True)
-            return base.detach() if side is None else side
-        except BaseException:
-            if view.is_admitted:
-                if order is not None:
-                    order.leave(view)
-                with self.lock:
-                    view.is_admitted = False
-                    self.gate.end_read(view.thread)
-            raise
+        if order is not None:
+            order.arrive(view)
+        with self.lock:
+            gate = self.gate
+            if self.is_in_place and gate.writer is view.thread:
+                self.check_waiting()
+                if gate.writer is view.thread:
+                    hint = "Read what write() gave you."
+                    self.refuse("read()", "outside this thread's own write()", "inside", hint)
+            if not gate.enter_read(view, view.timeout, self.check_waiting):
+                self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
+            if self.is_closed or self.poison is not None:
+                self.check()
+            base, mark = self.tensor, self.mark
+            if mark_of(base) != mark:
+                self.refuse_touched(base, self.version)
+            view.base, view.mark, view.version = base, mark, self.version
+        side = None if order is None else order.begin(view, base, is_reading=True)
+        return base.detach() if side is None else side
 
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
@@ -186,8 +217,7 @@ class Content:
                 self.order.end(view, base, is_reading=True)
         finally:
             with self.lock:
-                view.is_admitted = False
-                is_late = not self.gate.end_read(view.thread) and self.is_in_place
+                is_late = not self.gate.end_read(view) and self.is_in_place
                 is_touched = mark_of(base) != view.mark and not is_late
                 if is_copied:
                     self.snapshots += 1
@@ -208,47 +238,42 @@ class Content:
         """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
         view = ReadView(self, timeout)
         view.thread = HERE.thread
-        self.begin_read(view)
         error: BaseException | None = None
         try:
-            copy = detached_copy(view.base)
-        except BaseException as raised:
-            error = raised
+            self.begin_read(view)
+            try:
+                copy = detached_copy(view.base)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                self.end_read(view, error, is_copied=error is None)
+            return Snapshot(copy, view.version)
+        except BaseException:
+            self.drop_read(view)
             raise
-        finally:
-            self.end_read(view, error, is_copied=error is None)
-        return Snapshot(copy, view.version)
 
     # -- writing
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
-        """Let the block in, when its turn comes, and return an alias of what it may change."""
+        """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
         order, side = self.order, None
-        try:
-            if order is not None:
-                order.arrive(block)
-            with self.lock:
-                if block.healing:
-                    self.check_healing()
-                elif self.is_closed or self.poison is not None:
-                    self.check()
-                if not self.gate.try_write(block):
-                    self.enter_write(block)
-                base, mark = self.tensor, self.mark
-                if mark_of(base) != mark and not block.healing:
-                    self.refuse_touched(base, self.version)
-            if order is not None:
-                side = order.begin(block, base, is_reading=False)
-            block.work = work = self.working_copy(block, base, mark)
-            block.alias = alias = work.detach()
-        except BaseException:
-            if block.is_admitted:
-                if order is not None:
-                    order.leave(block)
-                with self.lock:
-                    block.is_admitted = False
-                    self.gate.end_write()
-            raise
+        if order is not None:
+            order.arrive(block)
+        with self.lock:
+            if block.healing:
+                self.check_healing()
+            elif self.is_closed or self.poison is not None:
+                self.check()
+            if not self.gate.try_write(block):
+                self.enter_write(block)
+            base, mark = self.tensor, self.mark
+            if mark_of(base) != mark and not block.healing:
+                self.refuse_touched(base, self.version)
+        if order is not None:
+            side = order.begin(block, base, is_reading=False)
+        block.work = work = self.working_copy(block, base, mark)
+        block.alias = alias = work.detach()
         return alias if side is None else side
 
     def enter_write(self, block: WriteBlock) -> None:
@@ -286,7 +311,7 @@ class Content:
         return copy
 
     def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out."""
+        """Publish the update, or drop it, or poison the content; then let the block out, or ``fail_write``."""
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
@@ -298,22 +323,20 @@ class Content:
         if self.order is not None:
             problem = self.order.end_write(block, work, problem)
         with self.lock:
-            block.is_admitted = False
-            if self.gate.writer is not block.thread:  # it was put out, and counted as a failure
+            if self.gate.writing is not block.token:  # it was put out, and counted as a failure
+                block.is_admitted = False
                 refuse_late(self.label, error)
                 return
-            try:
-                if not self.is_in_place or block.source is not None:
-                    self.copies += 1
-                    self.bytes_copied += self.nbytes
-                may_publish = not self.is_closed and (block.healing or self.poison is None)
-                if problem is None and may_publish:
-                    self.publish(work)
-                else:
-                    cause = None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
-                    self.note_failure(cause)
-            finally:
-                self.gate.end_write()
+            block.before = self.version
+            if not self.is_in_place or block.source is not None:
+                self.copies += 1
+                self.bytes_copied += self.nbytes
+            may_publish = not self.is_closed and (block.healing or self.poison is None)
+            if problem is None and may_publish:
+                self.publish(work)
+            else:
+                self.note_failure(cause_of(problem))
+            self.gate.end_write(block)
         if problem is None and not may_publish:
             self.check()
         if problem is not None and problem is not error:
@@ -339,10 +362,9 @@ class Content:
 
     def publish(self, work: torch.Tensor) -> None:
         """Make ``work`` the newest version."""
-        self.tensor = work
-        self.mark = mark_of(work)
-        self.version += 1
-        self.poison = None
+        mark = mark_of(work)
+        # By one statement, so that no signal handler finds half of it.
+        self.tensor, self.mark, self.version, self.poison = work, mark, self.version + 1, None
         self.writes += 1
         if self.gate.lost_reads:  # else nobody might ever look
             self.reclaim()

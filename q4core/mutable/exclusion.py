@@ -8,6 +8,7 @@ relies on the interpreter's global lock.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
 import weakref
@@ -45,16 +46,21 @@ HERE = _Here()
 
 
 class Ticket:
-    """One request to read or to write, the thread that made it, and (between processes) where it was let in."""
+    """One request to read or to write, the thread that made it, and (between processes) where it was let in.
 
-    __slots__ = ("is_admitted", "place", "thread")
+    ``token`` stands for it wherever it must not be kept, so that its end shows.
+    """
+
+    __slots__ = ("is_admitted", "place", "thread", "token")
 
     thread: Thread | None
     place: tuple[int, int]
+    token: object
 
     def __init__(self) -> None:
         self.is_admitted = False
         self.thread = None
+        self.token = object()
 
 
 class Exclusion:
@@ -65,7 +71,10 @@ class Exclusion:
     can't starve a writer, nor a stream of writers a reader. A thread that reads already may always read once more.
 
     Who can't leave any more, because its thread has ended or its block was collected, is put out by whoever looks:
-    ``reclaim``. So it is not the block that is kept here while somebody writes, but the thread.
+    ``Content.reclaim``. So it is not the block that is kept here while somebody reads or writes, but its token.
+
+    A signal handler may raise between any two lines. So a ticket is let in by one statement, and every method that
+    takes something back may be called again, until it comes to its end.
 
     Args:
         excludes_readers: Whether readers and the writer keep each other out.
@@ -76,10 +85,11 @@ class Exclusion:
         self._turn = threading.Condition(self.lock)
         self._excludes_readers = excludes_readers
         self.writer: Thread | None = None
-        self._reads_by_thread: dict[Thread | None, int] = {}
-        # A finaliser may run in the midst of the bookkeeping, so it only leaves word here, without the lock.
-        self.lost_reads: collections.deque[Thread | None] = collections.deque()
-        self.lost_writes: collections.deque[Thread | None] = collections.deque()
+        self.writing: object = None
+        self.readers: dict[object, Thread | None] = {}
+        # Tokens. A finaliser may run in the midst of the bookkeeping, so it only leaves word here, without the lock.
+        self.lost_reads: collections.deque[object] = collections.deque()
+        self.lost_writes: collections.deque[object] = collections.deque()
         self._waiting_writers: collections.deque[Ticket] = collections.deque()
         self._waiting_readers: collections.deque[Ticket] = collections.deque()
 
@@ -96,7 +106,7 @@ class Exclusion:
 
     def is_reading(self, thread: Thread | None) -> bool:
         """Return whether the thread reads."""
-        return thread in self._reads_by_thread
+        return thread in self.readers.values()
 
     def enter_read(self, ticket: Ticket, timeout: float | None, check: Callable[[], object]) -> bool:
         """Let the ticket read, now or in its turn.
@@ -104,17 +114,15 @@ class Exclusion:
         Args:
             ticket: A new ticket.
             timeout: Seconds to wait, None for no limit.
-            check: Called before each sleep; calls ``reclaim``, and raises if waiting has become pointless.
+            check: Called before each sleep; puts out who can't leave, and raises if waiting has become pointless.
 
         Returns:
             False if the time ran out.
         """
-        reads = self._reads_by_thread
-        thread = ticket.thread
-        if self._excludes_readers and (self.writer or self._waiting_writers) and thread not in reads:
+        readers, thread = self.readers, ticket.thread
+        if self._excludes_readers and (self.writer or self._waiting_writers) and thread not in readers.values():
             return self._wait(ticket, self._waiting_readers, timeout, check)
-        ticket.is_admitted = True
-        reads[thread] = reads.get(thread, 0) + 1
+        readers[ticket.token], ticket.is_admitted = thread, True
         return True
 
     def enter_write(self, ticket: Ticket, timeout: float | None, check: Callable[[], object]) -> bool:
@@ -126,59 +134,74 @@ class Exclusion:
 
     def try_write(self, ticket: Ticket) -> bool:
         """Let the ticket write now and return True, or return False; also where its own thread is in the way."""
-        reads = self._reads_by_thread
-        if self.writer or self._waiting_writers or (reads and (self._excludes_readers or ticket.thread in reads)):
+        readers = self.readers
+        if self.writer or self._waiting_writers:
             return False
-        ticket.is_admitted = True
-        self.writer = ticket.thread
+        if readers and (self._excludes_readers or ticket.thread in readers.values()):
+            return False
+        self.writer, self.writing, ticket.is_admitted = ticket.thread, ticket.token, True
         return True
 
-    def end_read(self, thread: Thread | None) -> bool:
-        """End one read of the thread; return False if it has none, since it was put out."""
-        reads = self._reads_by_thread.pop(thread, 0)
-        if reads > 1:
-            self._reads_by_thread[thread] = reads - 1
-        elif self._waiting_writers:
+    def end_read(self, ticket: Ticket) -> bool:
+        """End a read; return False if it had ended, since it was put out."""
+        was_in = ticket.token in self.readers
+        self.readers.pop(ticket.token, None)
+        ticket.is_admitted = False
+        if self._waiting_writers:
             self._hand_over()
-        return reads > 0
+        return was_in
 
-    def end_write(self) -> None:
-        """End the write that is under way."""
-        self.writer = None
-        if self._waiting_readers:
-            self._admit_waiting_readers()
-        elif self._waiting_writers:
-            self._hand_over()
+    def end_write(self, ticket: Ticket | None = None) -> None:
+        """End the write that is under way; with a ticket, only if it is that one's."""
+        if ticket is None:
+            self.writer = self.writing = None
+        elif self.writing is ticket.token:
+            self.writer, self.writing, ticket.is_admitted = None, None, False
+        if self.writer is None:
+            if self._waiting_readers:
+                self._admit_waiting_readers()
+            elif self._waiting_writers:
+                self._hand_over()
 
-    def reclaim(self) -> tuple[bool, str | None]:
-        """Put out whoever can't leave any more.
+    def drop(self, ticket: Ticket) -> None:
+        """Take back whatever a ticket has, wherever it was interrupted."""
+        for queue in (self._waiting_readers, self._waiting_writers):
+            if ticket in queue:
+                queue.remove(ticket)
+        self.end_write(ticket)
+        self.end_read(ticket)
+        self._hand_over()
 
-        Returns:
-            Whether there was anybody; and why the writer had to go, or None if it didn't.
-        """
+    def lost_writer(self) -> str | None:
+        """Return why the writer can't leave any more, or None if it can, or there is none."""
+        writer, token = self.writer, self.writing
+        if writer is None:
+            self.lost_writes.clear()
+            return None
         cause = None
-        writer = self.writer
-        if writer is None and not self._reads_by_thread and not self.lost_reads and not self.lost_writes:
-            return False, None
-        if writer is not None and writer() is None:
+        if writer() is None:
             cause = "a writer's thread ended without leaving its block"
-        while self.lost_writes:
-            if self.lost_writes.popleft() is writer and writer is not None:
-                cause = cause or "a writer's block was collected without leaving it"
-        is_any_out = cause is not None or bool(self.lost_reads)
-        while self.lost_reads:
-            self.end_read(self.lost_reads.popleft())
-        # Copied first, and compared at the end, because a finaliser may leave a block in the midst of this.
-        ended = [thread for thread in tuple(self._reads_by_thread) if thread is None or thread() is None]
-        for thread in ended:
-            self._reads_by_thread.pop(thread, None)
-        if self.writer is not writer:
-            cause = None
-        if cause is not None:
-            self.end_write()
-        elif ended:
+        elif token in self.lost_writes:
+            cause = "a writer's block was collected without leaving it"
+        return cause if self.writing is token else None  # else a finaliser has left it meanwhile
+
+    def put_out_readers(self) -> bool:
+        """Put out readers that can't leave any more; return whether there were any."""
+        readers, lost = self.readers, self.lost_reads
+        is_any_out = bool(lost)
+        # Copied first, because a finaliser may leave a block in the midst of this.
+        for token in tuple(lost):
+            readers.pop(token, None)
+            with contextlib.suppress(ValueError):
+                lost.remove(token)
+        for token in tuple(readers):
+            thread = readers.get(token)
+            if thread is None or thread() is None:
+                readers.pop(token, None)
+                is_any_out = True
+        if is_any_out:
             self._hand_over()
-        return is_any_out or bool(ended), cause
+        return is_any_out
 
     def wake(self) -> None:
         """Let everybody who waits look at ``check`` again."""
@@ -186,9 +209,9 @@ class Exclusion:
 
     def _admit_waiting_readers(self) -> None:
         while self._waiting_readers:
-            ticket = self._waiting_readers.popleft()
-            ticket.is_admitted = True
-            self._reads_by_thread[ticket.thread] = self._reads_by_thread.get(ticket.thread, 0) + 1
+            ticket = self._waiting_readers[0]
+            self.readers[ticket.token], ticket.is_admitted = ticket.thread, True
+            self._waiting_readers.popleft()
         self._turn.notify_all()
 
     def _hand_over(self) -> None:
@@ -197,10 +220,10 @@ class Exclusion:
             return
         if not self._waiting_writers:
             self._admit_waiting_readers()
-        elif not (self._excludes_readers and self._reads_by_thread):
-            ticket = self._waiting_writers.popleft()
-            ticket.is_admitted = True
-            self.writer = ticket.thread
+        elif not (self._excludes_readers and self.readers):
+            ticket = self._waiting_writers[0]
+            self.writer, self.writing, ticket.is_admitted = ticket.thread, ticket.token, True
+            self._waiting_writers.popleft()
             self._turn.notify_all()
 
     def _wait(
@@ -211,16 +234,18 @@ class Exclusion:
         check: Callable[[], object],
     ) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
-        queue.append(ticket)
         try:
+            queue.append(ticket)
             while not ticket.is_admitted:
                 check()  # which may let it in
+                self._hand_over()  # if whoever should have was interrupted
                 remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
                 if ticket.is_admitted or remaining <= 0:
                     break
                 self._turn.wait(remaining)
         finally:
-            if not ticket.is_admitted:
+            if ticket in queue:
                 queue.remove(ticket)
+            if not ticket.is_admitted:
                 self._hand_over()
         return ticket.is_admitted

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from q4core.errors import LifecycleError
-from q4core.mutable.content import refuse_late
+from q4core.errors import LifecycleError, PoisonedError
+from q4core.mutable.content import cause_of, refuse_late
 from q4core.mutable.exclusion import HERE
 from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
 from q4core.mutable.segment import (
@@ -51,27 +51,22 @@ class SharedContent(SharedState):
     # -- reading
 
     def begin_read(self, view: ReadView) -> torch.Tensor:
-        """Let the view in, when its turn comes, to the newest version."""
-        try:
-            with self.lock:
-                view.place = (self.epoch, -1)
-                if self.is_in_place:
-                    pauses = None if view.timeout is None else Pauses(view.timeout)
-                    self._take_turn_to_read(view)
-                    is_in = self._hold_in_place(view)
-                else:
-                    if self.lost or self.is_closed:
-                        self.check_waiting()
-                    self.gate.enter_read(view, None, self.check_waiting)
-                    is_in = self._hold_newest(view)
-            while not is_in:
-                pauses = pauses or Pauses(view.timeout)
-                is_in = self._hold_later(view, pauses)
-            return view.base.detach()
-        except BaseException:
-            with self.lock:
-                self._drop_read(view)
-            raise
+        """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
+        with self.lock:
+            view.place = (self.epoch, -1)
+            if self.is_in_place:
+                pauses = None if view.timeout is None else Pauses(view.timeout)
+                self._take_turn_to_read(view)
+                is_in = self._hold_in_place(view)
+            else:
+                if self.lost or self.is_closed:
+                    self.check_waiting()
+                self.gate.enter_read(view, None, self.check_waiting)
+                is_in = self._hold_newest(view)
+        while not is_in:
+            pauses = pauses or Pauses(view.timeout)
+            is_in = self._hold_later(view, pauses)
+        return view.base.detach()
 
     def _take_turn_to_read(self, view: ReadView) -> None:
         gate = self.gate
@@ -107,7 +102,7 @@ class SharedContent(SharedState):
     def _hold_in_place(self, view: ReadView) -> bool:
         """Hold the one slot, or return False while another process writes or waits to."""
         words, locks = self.words, self.locks
-        if words[WRITER_WAITS] and (view.thread, 0) not in self.holds_by_thread:
+        if words[WRITER_WAITS] and view.thread not in self.holds[0].values():
             if locks.is_taken(WRITER):
                 return False
             words[WRITER_WAITS] = 0  # left behind by a process that died
@@ -130,10 +125,7 @@ class SharedContent(SharedState):
             return self._hold_in_place(view)
 
     def _enter(self, view: ReadView, slot: int, version: int) -> None:
-        key = (view.thread, slot)
-        self.holds_by_thread[key] = self.holds_by_thread.get(key, 0) + 1
-        self.holds[slot] += 1
-        view.place = (self.epoch, slot)
+        self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
         base = self.slots[slot]
         view.base, view.mark, view.version = base, _mark_of(base), version
         seen = self.seen[slot]
@@ -142,24 +134,21 @@ class SharedContent(SharedState):
         elif seen[1] != view.mark:
             self.refuse_touched(base, version)
 
-    def _drop_read(self, view: ReadView) -> None:
-        """Take back whatever a read that was not let in has taken, wherever it was interrupted."""
-        if getattr(view, "place", (-1, -1))[0] != self.epoch:  # it may have been interrupted before it got a place
-            return
-        self.release_hold(view.thread, view.place[1])
-        if view.is_admitted:
-            view.is_admitted = False
-            self.gate.end_read(view.thread)
-        self.release_unheld()
+    def drop_read(self, view: ReadView) -> None:
+        """Take back whatever a read that ends before its time has taken, wherever it was interrupted."""
+        with self.lock:
+            if getattr(view, "place", (-1, -1))[0] == self.epoch:  # else it got no place, or it is the parent's
+                self.release_hold(view.token, view.place[1])
+                self.release_unheld()
+                self.gate.drop(view)
 
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
         base, version = view.base, view.version
         del view.base
         with self.lock:
-            view.is_admitted = False
             epoch, slot = view.place
-            is_late = epoch != self.epoch or not self.gate.end_read(view.thread)
+            is_late = epoch != self.epoch or view.token not in self.gate.readers
             if is_copied:
                 self.snapshots += 1
                 self.copies += 1
@@ -169,12 +158,15 @@ class SharedContent(SharedState):
             try:
                 if not is_late and _mark_of(base) != view.mark:
                     self.refuse_touched(base, version)
-            except BaseException:
+            except PoisonedError:
                 if error is None:
                     raise
             finally:
-                if not is_late:
-                    self.release_hold(view.thread, slot)
+                if is_late:
+                    view.is_admitted = False
+                else:
+                    self.release_hold(view.token, slot)
+                    self.gate.end_read(view)
         if is_late:
             refuse_late(self.label, error)
 
@@ -203,29 +195,24 @@ class SharedContent(SharedState):
     # -- writing
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
-        """Let the block in, when its turn comes, and return an alias of what it may change."""
-        try:
-            with self.lock:
-                block.place = (self.epoch, -1)
-                pauses = None if block.timeout is None else Pauses(block.timeout)
-                if block.healing:
-                    self.check_healing()
-                elif self.lost or self.is_closed:
-                    self.check_waiting()
-                if not self.gate.try_write(block):
-                    self.enter_write(block)
-                lets_readers_go = self.is_in_place and (block.timeout is None or block.timeout > READERS_TURN_S)
-                obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
-                if obstacle is None:
-                    self._begin_update(block)
-            if obstacle is not None:
-                self._wait_for_claim(block, obstacle, pauses or Pauses(block.timeout))
-            block.work = work = self._working_copy(block)
-            block.alias = alias = work.detach()
-        except BaseException:
-            with self.lock:
-                self._drop_write(block)
-            raise
+        """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
+        with self.lock:
+            block.place = (self.epoch, -1)
+            pauses = None if block.timeout is None else Pauses(block.timeout)
+            if block.healing:
+                self.check_healing()
+            elif self.lost or self.is_closed:
+                self.check_waiting()
+            if not self.gate.try_write(block):
+                self.enter_write(block)
+            lets_readers_go = self.is_in_place and (block.timeout is None or block.timeout > READERS_TURN_S)
+            obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
+            if obstacle is None:
+                self._begin_update(block)
+        if obstacle is not None:
+            self._wait_for_claim(block, obstacle, pauses or Pauses(block.timeout))
+        block.work = work = self._working_copy(block)
+        block.alias = alias = work.detach()
         return alias
 
     def _wait_for_claim(self, block: WriteBlock, obstacle: str | None, pauses: Pauses) -> None:
@@ -304,8 +291,8 @@ class SharedContent(SharedState):
 
     def _claim_free_slot(self) -> str | None:
         current = self.words[CURRENT] & 255
-        for slot, count in enumerate(self.holds):
-            if slot != current and not count and self.locks.try_exclusive(FIRST_SLOT + slot):
+        for slot, holders in enumerate(self.holds):
+            if slot != current and not holders and self.locks.try_exclusive(FIRST_SLOT + slot):
                 self.claimed = slot
                 return None
         return "readers"
@@ -340,20 +327,38 @@ class SharedContent(SharedState):
                 self.refuse_touched(base, self.version)
         return work
 
-    def _drop_write(self, block: WriteBlock) -> None:
+    def drop_write(self, block: WriteBlock) -> None:
         """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
-        if not block.is_admitted or block.place[0] != self.epoch:
+        with self.lock:
+            self._drop_write(block)
+
+    def _drop_write(self, block: WriteBlock) -> None:
+        if getattr(block, "place", (-1, -1))[0] != self.epoch:  # it got no place, or it is the parent's
             return
-        if self.is_in_place and self.claimed is not None and not block.healing:
-            self.words[CURRENT] = self.version << 8 | (HEALTHY if self.poison is None else self.words[CURRENT] & 255)
+        if self.gate.writing is block.token:
+            if self.is_in_place and self.claimed is not None and not block.healing:
+                low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
+                self.words[CURRENT] = self.version << 8 | low
+            self._release_all()
+        self.gate.drop(block)
+
+    def _release_all(self) -> None:
+        """Let go whatever only a writer has, also what it was just taking."""
         self.has_turn = not self.is_disposed
         self.release_claim()
         self.release_unheld()
-        block.is_admitted = False
-        self.gate.end_write()
+
+    def fail_write(self, block: WriteBlock, fault: BaseException) -> None:
+        """End an update whose end was interrupted; it has failed, unless it was published before."""
+        with self.lock:
+            if block.place[0] == self.epoch and self.gate.writing is block.token:
+                self.note_fault(block, fault)
+                self._release_all()
+                self.gate.end_write(block)
+            block.is_admitted = False
 
     def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out."""
+        """Publish the update, or drop it, or poison the content; then let the block out, or ``fail_write``."""
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
@@ -363,25 +368,22 @@ class SharedContent(SharedState):
             except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
                 problem = raised
         with self.lock:
-            block.is_admitted = False
-            if block.place[0] != self.epoch or self.gate.writer is not block.thread:
+            if block.place[0] != self.epoch or self.gate.writing is not block.token:
+                block.is_admitted = False
                 refuse_late(self.label, error)
                 return
-            try:
-                if not self.is_in_place or block.source is not None:
-                    self.copies += 1
-                    self.bytes_copied += self.nbytes
-                self.refresh()
-                may_publish = not self.is_closed and (block.healing or self.poison is None)
-                if problem is None and may_publish:
-                    self.publish(work)
-                else:
-                    self.note_failure(
-                        None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
-                    )
-            finally:
-                self.release_claim()
-                self.gate.end_write()
+            if not self.is_in_place or block.source is not None:
+                self.copies += 1
+                self.bytes_copied += self.nbytes
+            self.refresh()
+            block.before = self.version
+            may_publish = not self.is_closed and (block.healing or self.poison is None)
+            if problem is None and may_publish:
+                self.publish(work)
+            else:
+                self.note_failure(cause_of(problem))
+            self.release_claim()
+            self.gate.end_write(block)
         if problem is None and not may_publish:
             self.check()
         if problem is not None and problem is not error:
@@ -394,11 +396,12 @@ class SharedContent(SharedState):
         if not self.is_in_place and self.claimed is not None:
             # Given back first, so that readers of the new version never wait for this process. Nobody can take it:
             # other writers lack the turn, and a reader looks at the word again once it holds the slot.
-            slot, self.claimed = self.claimed, None
+            slot = self.claimed
             self.locks.release(FIRST_SLOT + slot)
-        self.seen[slot] = (version, _mark_of(work))
-        self.words[CURRENT] = version << 8 | slot  # HEALTHY is 0
-        self.tensor, self.version, self.poison = work, version, None
+            self.claimed = None
+        word, seen = version << 8 | slot, (version, _mark_of(work))  # HEALTHY is 0
+        # By one statement, so that no signal handler finds half of it.
+        self.seen[slot], self.words[CURRENT], self.tensor, self.version, self.poison = seen, word, work, version, None
         self.writes += 1
         if self.lost:
             self.reclaim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import threading
 import weakref
@@ -41,9 +42,9 @@ class SharedState(Content):
     def forget(self) -> None:
         """Begin with nobody inside."""
         self.process = os.getpid()
-        self.holds = [0] * len(self.slots)
-        self.holds_by_thread: dict[tuple[Thread | None, int], int] = {}
-        self.lost: collections.deque[tuple[Thread | None, int]] = collections.deque()
+        self.holds: list[dict[object, Thread | None]] = [{} for _ in self.slots]
+        """Who reads each slot: the thread, by its ticket's token."""
+        self.lost: collections.deque[tuple[object, int]] = collections.deque()
         # Torch's count of changes when a version was first seen here; it tells of this process's changes alone.
         self.seen: list[tuple[int, tuple[int, int]]] = [(-1, (0, 0))] * len(self.slots)
         self.has_turn = False
@@ -123,7 +124,8 @@ class SharedState(Content):
 
     def note_failure(self, cause: str | None) -> None:
         """Count an update that does not take effect; other processes must be told also of one that closing dropped."""
-        super().note_failure(cause or "a handle was closed during its update")
+        # Only who has the slot has changed anything, and may tell.
+        super().note_failure(None if self.claimed is None else cause or "a handle was closed during its update")
 
     # -- places that nobody leaves
 
@@ -132,22 +134,22 @@ class SharedState(Content):
         if self.is_disposed:
             return
         self.refresh()
-        writer = self.gate.writer
         super().reclaim()
-        if writer is not None and self.gate.writer is not writer:
-            self.release_claim()
-        while self.lost:
-            self.release_hold(*self.lost.popleft())
-        for key in tuple(self.holds_by_thread):
-            if key[0] is None or key[0]() is None:
-                while key in self.holds_by_thread:
-                    self.release_hold(*key)
+        for place in tuple(self.lost):
+            self.release_hold(*place)
+            with contextlib.suppress(ValueError):  # a finaliser may have done it meanwhile
+                self.lost.remove(place)
+        for slot, holders in enumerate(self.holds):
+            for token in tuple(holders):
+                thread = holders.get(token)
+                if thread is None or thread() is None:
+                    self.release_hold(token, slot)
 
     def lose_read(self, view: ReadView) -> None:
         """Take word from a finaliser that nobody will leave this block; not if it is the parent's."""
         if view.place[0] == self.epoch:
             super().lose_read(view)
-            self.lost.append((view.thread, view.place[1]))
+            self.lost.append((view.token, view.place[1]))
 
     def lose_write(self, block: WriteBlock) -> None:
         """Take word from a finaliser that nobody will leave this block; not if it is the parent's."""
@@ -156,16 +158,11 @@ class SharedState(Content):
 
     # -- giving back
 
-    def release_hold(self, thread: Thread | None, slot: int) -> None:
-        """Let one reader out of a slot, and the process with the last one."""
-        key = (thread, slot)
-        count = self.holds_by_thread.pop(key, 0)
-        if not count:
+    def release_hold(self, token: object, slot: int) -> None:
+        """Let one reader out of a slot, if it is in, and the process with the last one."""
+        if slot < 0 or (self.holds[slot].pop(token, None) is None and self.is_disposed):
             return
-        if count > 1:
-            self.holds_by_thread[key] = count - 1
-        self.holds[slot] -= 1
-        if not self.holds[slot]:
+        if not self.holds[slot] and slot != self.claimed:
             self.locks.release(FIRST_SLOT + slot)
             if self.is_let_go:
                 self.dispose()
@@ -173,8 +170,8 @@ class SharedState(Content):
     def release_unheld(self) -> None:
         """Release what an interrupted attempt to hold may have left."""
         if not self.is_disposed:
-            for slot, count in enumerate(self.holds):
-                if not count and slot != self.claimed:
+            for slot, holders in enumerate(self.holds):
+                if not holders and slot != self.claimed:
                     self.locks.release(FIRST_SLOT + slot)
 
     def release_claim(self) -> None:

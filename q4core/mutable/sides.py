@@ -127,7 +127,7 @@ class Order:
     def end_write(self, block: WriteBlock, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
         """End an update; return what has failed by now, in it or here."""
         try:
-            if self._content.gate.writer is block.thread:
+            if self._content.gate.writing is block.token:
                 self.end(block, work, is_reading=False)
             else:  # it was put out, and others have gone on
                 self.leave(block)
