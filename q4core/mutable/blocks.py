@@ -47,13 +47,17 @@ class ReadView(Ticket):
             LifecycleError: The block has ended, or was never entered.
         """
         if self._alias is None:
-            raise LifecycleError(
-                f"read view of {self._content.label}",
-                name="view.tensor",
-                rule="used inside its with block",
-                hint="Take a snapshot() for what must last longer.",
-            )
+            self.refuse_outside()
         return self._alias
+
+    def refuse_outside(self) -> NoReturn:
+        """Raise, since the view is used outside its block."""
+        raise LifecycleError(
+            f"read view of {self._content.label}",
+            name="view.tensor",
+            rule="used inside its with block",
+            hint="Take a snapshot() for what must last longer.",
+        )
 
     def __enter__(self) -> Self:
         """Begin to read."""

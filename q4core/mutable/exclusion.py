@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HERE", "LOOK_INTERVAL_S", "Exclusion", "Thread", "Ticket"]
+__all__ = ["ENDED", "HERE", "LOOK_INTERVAL_S", "Exclusion", "Thread", "Ticket"]
 
 LOOK_INTERVAL_S = 0.1
 """How long who waits sleeps before it looks again whether the one it waits for can still leave."""
@@ -33,12 +34,22 @@ Thread: TypeAlias = "weakref.ref[_Life]"
 """A thread, by its life: refers to None once it has ended, and equals no later one, unlike the system's numbers."""
 
 
+ENDED: list[Callable[[Thread], None]] = []
+"""Called by a thread that ends while somebody still keeps its ``Thread``: inside a block, most likely."""
+
+
+def _tell_of_end(thread: Thread, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+    if not is_exiting():
+        for look in ENDED:
+            look(thread)
+
+
 class _Here(threading.local):
     """The calling thread, as ``HERE.thread``."""
 
     def __init__(self) -> None:
         self._life = _Life()
-        self.thread: Thread = weakref.ref(self._life)
+        self.thread: Thread = weakref.ref(self._life, _tell_of_end)
         hash(self.thread)  # so that it can be looked up after its end too
 
 

@@ -77,10 +77,16 @@ class ProcessLocks:
 
     def reopen(self, keep: int) -> None:
         """Begin anew in a forked child, without its parent's locks but with an own shared hold of one place."""
-        inherited = self._file
-        self._file = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
+        inherited, self._file = self._file, -1
+        try:
+            self._file = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(inherited)  # also if there is nothing in its place: what is locked through it is the parent's
         self.try_shared(keep)
-        os.close(inherited)
+
+    def size(self) -> int:
+        """Return the size of the file."""
+        return os.lseek(self._file, 0, os.SEEK_END)
 
     def close(self) -> None:
         """Give everything back."""

@@ -147,7 +147,8 @@ def _remove_unused() -> None:
     for path in FOLDER.iterdir():
         if NAME.fullmatch(path.name):
             with contextlib.suppress(OSError):
-                if path.lstat().st_uid == os.getuid():
+                own = _OPEN.get(path.name)
+                if (own is None or not own.close.alive) and path.lstat().st_uid == os.getuid():
                     locks = ProcessLocks(str(path), 1, path.name)
                     try:
                         if locks.try_exclusive(USED):
@@ -179,6 +180,11 @@ class Segment:
             self.slots = [_over(mapping, form, form.start + index * form.stride) for index in range(form.slots)]
         self._held: list[Any] = [locks]
         self.close = weakref.finalize(self, _close, self._held, FOLDER / name if is_maker else None, os.getpid())
+        # When the interpreter exits, a daemon thread may still write: its locks are the kernel's to take back.
+        self.close.atexit = False
+        if is_maker:
+            weakref.finalize(self, _remove_name, FOLDER / name, os.getpid())
+        _OPEN[name] = self
 
     @classmethod
     def create(cls, label: str, form: Form, content: torch.Tensor) -> Self:
@@ -201,6 +207,7 @@ class Segment:
                 hint = "Use fewer slots, IN_PLACE, or give the machine more shared memory."
                 raise InputError(label, name="size", rule=rule, value=form.total, hint=hint)
             name = f"q4core-{secrets.token_hex(8)}"
+            locks: ProcessLocks | None = None
             file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, form.total)  # so that no later store finds the memory used up
@@ -210,6 +217,11 @@ class Segment:
                 made = cls(name, form, file, locks, is_maker=True)
                 made.slots[0].copy_(content)
                 os.link(f"/proc/self/fd/{file}", FOLDER / name, src_dir_fd=file)  # else links are not followed
+            except BaseException:
+                if locks is not None:
+                    locks.close()
+                raise
+            else:
                 return made
             finally:
                 os.close(file)
@@ -242,18 +254,24 @@ class Segment:
             raise gone from None
         except OSError as error:
             raise LifecycleError(label, name="segment", rule="one that opens", value=str(error)) from error
+        locks: ProcessLocks | None = None
         try:
             facts = os.fstat(file)
             if not stat.S_ISREG(facts.st_mode):
-                raise LifecycleError(label, name="segment", rule="a file", value=stat.filemode(facts.st_mode))
+                raise LifecycleError(  # noqa: TRY301  # what was opened must be closed
+                    label, name="segment", rule="a file", value=stat.filemode(facts.st_mode)
+                )
             form = _unpacked(label, os.pread(file, PAGE, 0), facts.st_size)
             locks = ProcessLocks(f"/proc/self/fd/{file}", form.places, label)
             if not locks.try_shared(USED) or os.fstat(file).st_nlink == 0:
-                locks.close()
-                raise gone
+                raise gone  # noqa: TRY301  # as above
             return cls(name, form, file, locks, is_maker=False)
-        except OSError as error:
-            raise LifecycleError(label, name="segment", rule="one that maps", value=str(error)) from error
+        except BaseException as error:
+            if locks is not None:
+                locks.close()
+            if isinstance(error, OSError):
+                raise LifecycleError(label, name="segment", rule="one that maps", value=str(error)) from error
+            raise
         finally:
             os.close(file)
 
@@ -270,6 +288,12 @@ class Segment:
     def close_first(self, part: Any) -> None:
         """Close something before the locks that prove it to be this process's."""
         self._held.insert(0, part)
+
+    def let_go(self) -> None:
+        """Drop the memory, but for a copy of the header."""
+        self.memory = mmap.mmap(-1, PAGE)
+        header = memoryview(self.memory)
+        self._bytes, self.words, self.slots = header, header.cast("q"), []
 
     def remove_name(self) -> None:
         """Let nobody else attach."""
@@ -289,8 +313,17 @@ def _over(mapping: mmap.mmap, form: Form, start: int) -> torch.Tensor:
     return flat.view(form.dtype).view(form.shape)
 
 
+_OPEN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
+"""What this process has open, which needs no look."""
+
+
 def _close(held: list[Any], path: pathlib.Path | None, maker: int) -> None:
     for part in held:
         part.close()
-    if path is not None and os.getpid() == maker:
+    if path is not None:
+        _remove_name(path, maker)
+
+
+def _remove_name(path: pathlib.Path, maker: int) -> None:
+    if os.getpid() == maker:
         path.unlink(missing_ok=True)

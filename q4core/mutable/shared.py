@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from q4core.errors import ConfigError, InputError, LifecycleError
@@ -115,13 +116,17 @@ class SharedMutableTensor(MutableTensor):
         Raises:
             LifecycleError: It has vanished, or its size or header is wrong.
             InputError: It has another mode, dtype or shape.
-            ConfigError: ``segment``, ``mode`` or ``name`` is not legal, or the platform is not Linux.
+            ConfigError: ``segment``, ``mode``, ``shape`` or ``name`` is not legal, or the platform is not Linux.
         """
         label = label_of(name)
+        try:
+            lengths = None if shape is None else tuple(shape)
+        except TypeError:
+            raise ConfigError(label, name="shape", rule="lengths, one for each dimension", value=shape) from None
         wanted = {
             "mode": None if mode is None else to_mode(label, mode),
             "dtype": dtype,
-            "shape": None if shape is None else tuple(shape),
+            "shape": lengths,
         }
         joined = Segment.attach(label, segment)
         for what, rule in wanted.items():
@@ -147,6 +152,7 @@ class SharedMutableTensor(MutableTensor):
         """
         content = self._content
         with content.lock:
+            content.check_size()
             content.refresh()
             if content.is_closed:
                 content.check()
@@ -157,6 +163,7 @@ class SharedMutableTensor(MutableTensor):
         """Whether ``close()`` was called in this process, or by the maker."""
         content = self._content
         with content.lock:
+            content.check_size()
             content.refresh()
             return content.is_closed
 
@@ -184,7 +191,8 @@ class SharedMutableTensor(MutableTensor):
 
     def __repr__(self) -> str:
         """Name, mode, form and state."""
-        with self._content.lock:
+        with self._content.lock, contextlib.suppress(LifecycleError):
+            self._content.check_size()
             self._content.refresh()
         return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)
 

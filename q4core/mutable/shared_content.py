@@ -54,6 +54,7 @@ class SharedContent(SharedState):
         """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
         with self.lock:
             view.place = (self.epoch, -1)
+            self.check_size()
             if self.is_in_place:
                 pauses = None if view.timeout is None else Pauses(view.timeout)
                 self._take_turn_to_read(view)
@@ -199,6 +200,7 @@ class SharedContent(SharedState):
         with self.lock:
             block.place = (self.epoch, -1)
             pauses = None if block.timeout is None else Pauses(block.timeout)
+            self.check_size()
             if block.healing:
                 self.check_healing()
             elif self.lost or self.is_closed:

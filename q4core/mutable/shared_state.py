@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from q4core.errors import LifecycleError
 from q4core.mutable.arguments import MutableMode
 from q4core.mutable.content import Content
-from q4core.mutable.exclusion import Exclusion
+from q4core.mutable.exclusion import ENDED, Exclusion
 from q4core.mutable.segment import CLOSED, CURRENT, FIRST_SLOT, TAINTED, WRITER, WRITER_PROCESS, WRITER_WAITS, Segment
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEALTHY", "POISONED", "WRITING", "SharedState"]
 
+LONGEST_LOOK_S = 1.0
 HEALTHY, WRITING, POISONED = range(3)
 """States of an ``IN_PLACE`` content, beside its version in one word."""
 
@@ -33,6 +35,7 @@ class SharedState(Content):
         super().__init__(segment.slots[0], label, is_in_place=segment.form.mode is MutableMode.IN_PLACE)
         self.segment = segment
         self.words, self.locks, self.slots = segment.words, segment.locks, segment.slots
+        self.total = segment.form.total
         self.is_let_go = False
         self.epoch = 0
         self.forget()
@@ -63,8 +66,9 @@ class SharedState(Content):
         if not self.is_disposed:
             try:
                 self.segment.reopen()
-            except OSError:
-                self.is_closed = True
+            except (OSError, LifecycleError):
+                self.is_closed = self.is_let_go = True
+                self.dispose()
 
     @property
     def is_busy(self) -> bool:
@@ -77,6 +81,13 @@ class SharedState(Content):
         return not self.segment.close.alive
 
     # -- a look at the header
+
+    def check_size(self) -> None:
+        """Raise if somebody has cut the file short, since a look at what is gone would end the process."""
+        if not self.is_closed and (size := self.locks.size()) < self.total:
+            hint = "Somebody has truncated it. Make a new one."
+            rule = f"{self.total} bytes"
+            raise LifecycleError(f"segment of {self.label}", name="size", rule=rule, value=size, hint=hint)
 
     def refresh(self) -> None:
         """Look at version and state, which other processes change."""
@@ -133,6 +144,7 @@ class SharedState(Content):
         """Take back what can't be left any more, in this process; of processes that ended, the kernel does it."""
         if self.is_disposed:
             return
+        self.check_size()
         self.refresh()
         super().reclaim()
         for place in tuple(self.lost):
@@ -196,7 +208,8 @@ class SharedState(Content):
         """Let go, and tell everybody who waits; the maker ends it for all processes."""
         with self.lock:
             if self.segment.is_maker:
-                self.words[CLOSED] = 1
+                if not self.is_disposed and self.locks.size() >= self.total:
+                    self.words[CLOSED] = 1
                 self.segment.remove_name()
             self.is_closed = self.is_let_go = True
             self.tensor = torch.empty(0)
@@ -207,7 +220,8 @@ class SharedState(Content):
         """Give everything back once nobody is inside any more."""
         if not self.is_busy:
             self.segment.close()
-            self.slots = self.segment.slots = []
+            self.segment.let_go()
+            self.words, self.slots = self.segment.words, []
 
 
 _STATES: weakref.WeakSet[SharedState] = weakref.WeakSet()
@@ -216,6 +230,22 @@ _STATES: weakref.WeakSet[SharedState] = weakref.WeakSet()
 def _after_fork() -> None:
     for state in tuple(_STATES):
         state.after_fork()
+
+
+def _after_thread(thread: Thread) -> None:
+    """Put out at once a thread that has ended inside a block, since other processes can't."""
+    for state in tuple(_STATES):
+        # Not in a forked child, where its parent's other threads end; nor may a thread that hangs hold up this one.
+        if state.process == os.getpid() and state.lock.acquire(timeout=LONGEST_LOOK_S):
+            try:
+                if state.gate.writer is thread or state.gate.is_reading(thread):
+                    with contextlib.suppress(LifecycleError):
+                        state.reclaim()
+            finally:
+                state.lock.release()
+
+
+ENDED.append(_after_thread)
 
 
 if hasattr(os, "register_at_fork"):

@@ -42,6 +42,8 @@ class MutableTensor:
         ConfigError: ``mode`` or ``name`` is not legal.
     """
 
+    _sides: Sides | None = None
+
     def __init__(
         self,
         tensor: torch.Tensor,
