@@ -124,16 +124,20 @@ def _is_interrupted(use: Callable[[], object], chosen: int) -> bool:
     return False
 
 
+def _use_once(state: MutableTensor) -> None:
+    state.replace(torch.ones(4), timeout=0)
+    assert content_of(state, timeout=0) == ONES
+
+
 def _check_free(state: MutableTensor, threads: concurrent.futures.ThreadPoolExecutor, where: str) -> None:
     """Raise unless this thread, another one and another process could use it at once."""
     handles = [state]
-    if hasattr(state, "segment"):
-        handles.append(type(state).attach(state.segment))
+    if isinstance(state, q4.SharedMutableTensor):
+        handles.append(q4.SharedMutableTensor.attach(state.segment))
     for handle in handles:
-        for run in (lambda use: use(), lambda use: threads.submit(use).result(LONG)):
+        for is_here in (True, False):
             try:
-                run(lambda handle=handle: handle.replace(torch.ones(4), timeout=0))
-                assert run(lambda handle=handle: content_of(handle, timeout=0)) == ONES, where
+                _use_once(handle) if is_here else threads.submit(_use_once, handle).result(LONG)
             except q4.Q4Error as error:
                 raise AssertionError(f"interrupted at instant {where}: {error}") from error
     for handle in handles[1:]:
@@ -219,7 +223,9 @@ def test_turn_is_handed_over(kind: str, threads: concurrent.futures.ThreadPoolEx
     while is_hit:
         block = getattr(state, kind)(timeout=LONG)
         block.__enter__()
-        waiting = [threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG)]
+        waiting: list[concurrent.futures.Future[Any]] = [
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG)
+        ]
         if kind == "write":
             waiting.append(threads.submit(state.snapshot, timeout=LONG))
         while len(state._content.gate._waiting_writers) + len(state._content.gate._waiting_readers) < len(waiting):

@@ -21,7 +21,7 @@ from q4core.mutable import MutableMode, SharedMutableTensor, process_locks
 from q4core.mutable.blocks import ReadView, WriteBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = [
     pytest.mark.usefixtures("locks_alone"),  # atomics are tested by their plugin
@@ -184,7 +184,11 @@ def test_memory_that_can_not_be_mapped_leaves_no_file_open(
 
     monkeypatch.setattr("mmap.mmap", refuse)
     files = len(list(pathlib.Path("/proc/self/fd").iterdir()))
-    for attempt in (lambda: SharedMutableTensor(torch.ones(4)), lambda: SharedMutableTensor.attach(state.segment)):
+    attempts: list[Callable[[], object]] = [
+        lambda: SharedMutableTensor(torch.ones(4)),
+        lambda: SharedMutableTensor.attach(state.segment),
+    ]
+    for attempt in attempts:
         with pytest.raises(q4.LifecycleError) as caught:
             attempt()
         assert len(list(pathlib.Path("/proc/self/fd").iterdir())) == files, caught
@@ -251,7 +255,7 @@ def test_block_whose_making_was_interrupted_goes_quietly(kind: type) -> None:
     seen: list[object] = []
     hook, sys.unraisablehook = sys.unraisablehook, seen.append
     try:
-        kind.__new__(kind)
+        object.__new__(kind)
     finally:
         sys.unraisablehook = hook
     assert not seen
