@@ -173,7 +173,7 @@ class Segment:
     def __init__(self, name: str, form: Form, file: int, locks: ProcessLocks, *, is_maker: bool) -> None:
         self.name, self.form, self.locks, self.is_maker = name, form, locks, is_maker
         mapping = mmap.mmap(file, form.total)
-        self.memory = mapping
+        self.memory: Any = mapping
         self.words = memoryview(mapping)[:PAGE].cast("q")
         self._bytes = memoryview(mapping)[:PAGE]
         with torch.inference_mode(mode=False):
@@ -291,9 +291,8 @@ class Segment:
 
     def let_go(self) -> None:
         """Drop the memory, but for a copy of the header."""
-        self.memory = mmap.mmap(-1, PAGE)
-        header = memoryview(self.memory)
-        self._bytes, self.words, self.slots = header, header.cast("q"), []
+        header = memoryview(bytearray(PAGE))
+        self.memory, self._bytes, self.words, self.slots = None, header, header.cast("q"), []
 
     def remove_name(self) -> None:
         """Let nobody else attach."""
