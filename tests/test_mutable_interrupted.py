@@ -166,7 +166,7 @@ def test_nothing_stays_held(use: str, mode: MutableMode, threads: concurrent.fut
         assert state.version - version in {0, 1}, where
         _check_free(state, threads, where)
         chosen += 1
-    assert chosen > 10
+    assert chosen > 3  # by atomics most of it is one instant
     assert poisoned < chosen
 
 

@@ -211,7 +211,6 @@ class NativeContent(SharedContent):
             with self.lock:
                 is_well = block.place[0] == self.epoch and self.gate.writer is block.thread and not block.healing
                 if is_well and not self.is_closed and (version := self.cells.end_write(self.claimed)) >= 0:
-                    block.is_admitted = False
                     try:
                         self.tensor, self.version, self.poison = block.work, version, None
                         del block.work, block.alias
@@ -220,7 +219,7 @@ class NativeContent(SharedContent):
                         self.writes += 1
                     finally:
                         self.claimed, self.has_turn = None, False
-                        self.gate.end_write()
+                        self.gate.end_write(block)
                     return
         super().end_write(block, error)
 
