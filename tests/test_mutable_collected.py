@@ -20,7 +20,7 @@ def test_collected_write_block_is_a_failed_update(mode: MutableMode) -> None:
         block = state.write()
         block.__enter__().fill_(7.0)
         if makes_cycle:
-            block.source = cycle = [block]  # type: ignore[union-attr]  # any cycle will do
+            block.source = cycle = [block]  # type: ignore[assignment]  # any cycle will do
             del cycle
         del block
         gc.collect()
