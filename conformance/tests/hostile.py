@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from q4_conformance.zoo import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
+from q4_conformance.zoo.dialects import ToyDialect
+from q4core import DialectError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from q4core import Dialect, MemoryProvider
@@ -70,6 +74,23 @@ def shouts() -> ToyKernel:
                     break
 
     return _at_seven(action)
+
+
+def _raises(text: str) -> ToyKernel:
+    def action() -> None:
+        raise RuntimeError(text)
+
+    return _at_seven(action)
+
+
+def says_much() -> ToyKernel:
+    """Raise an error whose text is longer than a message may be."""
+    return _raises("much " * 2_000_000)
+
+
+def says_unwritable() -> ToyKernel:
+    """Raise an error that names an undecodable file, as ``os.fsdecode`` does."""
+    return _raises(os.fsdecode(b"caf\xe9.safetensors"))
 
 
 def breeds() -> ToyKernel:
@@ -140,6 +161,23 @@ def bad_overrides() -> ToyKernel:
     kernel = ToyKernel("hostile")
     kernel.conformance_overrides = [{"case": "TC-09", "reason": "because", "bound": 1e9}]  # type: ignore[attr-defined]
     return kernel
+
+
+def idle_dialect() -> Dialect:
+    """Return a dialect that declares its format, finds nothing and refuses to write."""
+
+    class Idle(ToyDialect):
+        name: ClassVar[str] = "idle"
+
+        def find(self, catalogue: Any) -> Iterator[Any]:
+            del catalogue
+            return iter(())
+
+        def write(self, module: str, weight: Any) -> NoReturn:
+            del weight
+            raise DialectError(module, name="weight", rule="of another dialect")
+
+    return Idle()
 
 
 def wrong_dialect() -> Dialect:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
+from q4_conformance.certificate import make_certificate
 from q4_conformance.isolated import run_isolated, run_target
 from q4_conformance.process import Limits, resident_bytes
 from q4_conformance.profiles import UnknownTargetError
 from q4_conformance.query import Query
+from q4_conformance.writing import write_files
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 ONLY = [STRUCK, "TC-09/bias"]
@@ -40,6 +42,28 @@ def _struck(report: Report) -> CaseResult:
     assert {result.outcome for result in ends.values()} == {Outcome.PASS}
     assert len(ends) == 3
     return struck
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words"), [("says_much", "characters)"), ("says_unwritable", r"caf\udce9")])
+def test_any_text_is_a_message(name: str, words: str, tmp_path: Path) -> None:
+    """An error's text may be endless, or hold what can't be written: it is cut, or spelled out, and the run ends."""
+    run = run_target(Query(name=f"hostile:{name}", formats=("nf4",), only=tuple(ONLY), limits=Limits(case_seconds=20)))
+    struck = _struck(run.report)
+    assert struck.outcome is Outcome.FAIL
+    assert words in struck.message
+    assert len(struck.message) < 1 << 17
+    write_files(tmp_path, make_certificate(run, ["q4"]), [])
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_a_dialect_that_does_nothing_has_no_certificate() -> None:
+    """Formats of which no case passed are mere claims, whatever else passed."""
+    run = run_target(Query(name="hostile:idle_dialect", profile="dialect"))
+    assert {result.outcome for result in run.report.results} == {Outcome.PASS, Outcome.NOT_DECLARED}
+    document = make_certificate(run, ["q4"])
+    assert (document["standing"], document["kind"]) == ("failed", "report")
 
 
 @pytest.mark.slow

@@ -86,6 +86,7 @@ def test_a_known_failure_changes_no_verdict() -> None:
         [{"case": "TC-09", "reason": "too much", "bound": MOST_BOUND * 2}],
         [{"case": "TC-09", "reason": "too little", "bound": 0.5}],
         [{"case": "TC-09", "reason": "nothing"}],
+        [{"case": "TC-09", "reason": "not quite true", "is_known_failure": 1}],
         [{"case": "TC-09", "reason": "unknown", "bound": 2.0, "colour": "red"}],
     ],
 )

@@ -58,6 +58,7 @@ def test_an_unknown_name_lists_the_names_there_are() -> None:
         ("q4core", {"profile": "kernel"}),
         ("dequant-fallback", {"formats": ["nf5"]}),
         ("q4core", {"device": "cuda"}),
+        ("nobody:nothing", {"profile": "core"}),
         ("simple-nf4", {"device": "cuda:0"}),
         ("dequant-fallback", {"device": "nowhere"}),
     ],

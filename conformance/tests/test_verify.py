@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import documents
@@ -55,6 +56,9 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
     "a made-up interpreter": lambda told: to_text(
         _rehashed({**told, "device": {**told["device"], "interpreted": True}})
     ),
+    "a manifest with a hole": lambda told: to_text(
+        _rehashed({**told, "manifest": {**told["manifest"], "offered": None}})
+    ),
     "a hidden override": lambda told: to_text(_rehashed(_with_reason(told))),
 }
 """What may be done to a certificate."""
@@ -83,6 +87,7 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
         ("a path less", "paths"),
         ("a cell less", "matrix"),
         ("a made-up interpreter", "device.interpreted"),
+        ("a manifest with a hole", "document"),
         ("a hidden override", "results[0].overrides"),
     ],
 )
@@ -166,3 +171,24 @@ def test_an_override_cannot_be_edited_out_of_the_results() -> None:
     bare = [{key: value for key, value in item.items() if key != "overrides"} for item in told["results"]]
     assert widened_of({**told, "results": bare}) == widened_of(told)
     assert widened_of(told)[0] > 1
+
+
+@pytest.mark.parametrize("package", ["this.x", ".x", "os.path"])
+def test_a_certificate_makes_nothing_be_imported(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package that a file names is looked for, never imported, not even what a dotted name lies in."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    told = documents.document()
+    told["source"] = {**told["source"], "package": package}
+    assert installed_source(told) == f"{package} is not installed here"
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("change", [{"device": "qqq"}, {"formats": ["zzz"]}])
+def test_a_subject_that_cannot_be_is_refused(change: dict[str, object]) -> None:
+    """A device or a format that does not exist is a refusal that names the file, not a fault."""
+    told = documents.document()
+    told["versions"] = versions()
+    told["subject"] = {**told["subject"], **change}
+    with pytest.raises(CertificateError) as caught:
+        check_census(told, "some.json")
+    assert caught.value.where == "some.json"

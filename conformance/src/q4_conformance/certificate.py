@@ -141,7 +141,7 @@ def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[st
     for result in results:
         for path in result.paths:
             key = (format_of(result.case), path_label(path))
-            _, kind, _, standing = path.split("|")
+            _, kind, _, standing = path.rsplit("|", 3)
             kinds.setdefault(key, set()).add(kind)
             standings.setdefault(key, set()).add(standing)
     return {key: (", ".join(sorted(kinds[key])), max(standings[key], key=_WEAKNESS.index)) for key in kinds}

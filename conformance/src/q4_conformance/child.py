@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from q4_conformance.profiles import Target
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_TEXT = 1 << 16
 _FAULTS = (Exception, SystemExit)
 
 
@@ -57,9 +58,20 @@ class _Pipes:
         return message
 
     def tell(self, **message: Any) -> None:
-        """Send a message."""
+        """Send a message, whose texts come from a plugin: none is endless, none can't be written down."""
+        message = _plain(message)
         self._out.write(f"\n{self._mark}{json.dumps(message)}\n")  # what stood before may have no end
         self._out.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose texts have an end, and no half of a surrogate pair."""
+    if isinstance(value, str):
+        text = value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]}… ({len(value)} characters)"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _limit_memory(data_bytes: int) -> None:

@@ -80,7 +80,7 @@ def _shared(distribution: importlib.metadata.Distribution) -> Iterator[importlib
 
 def _files_of(package: str) -> Iterator[tuple[str, Path]]:
     """Yield (name, path) of every file of a package, wherever an editable installation has it."""
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None  # a dotted name imports what it is in
     if spec is None:
         return
     if not spec.submodule_search_locations:

@@ -143,6 +143,7 @@ class Judging:
                 seconds = limits.slow_seconds if slow else limits.case_seconds
                 message = child.receive(seconds, is_over=self._over)
                 if message.get("done"):
+                    self._keep_lost(cases)
                     return
                 is_reproducing = "reproducing" in message
                 if "start" in message:
@@ -161,6 +162,12 @@ class Judging:
                 current = next(case for case in cases if case.id not in self.results)
             self.keep(_bad(current, ended.outcome, ended.reason))
             raise
+
+    def _keep_lost(self, cases: list[Case]) -> None:
+        """Let no case be asked for again whose result did not come, though its process came to the end."""
+        for case in cases:
+            if case.id not in self.results:
+                self.keep(_bad(case, Outcome.CRASH, "its process ended well, and told no result"))
 
     def _give_up(self, cases: Iterable[Case], deaths: int) -> None:
         for case in cases:

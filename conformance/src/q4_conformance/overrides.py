@@ -59,6 +59,7 @@ class Override:
         _require(isinstance(self.reason, str) and self.reason.strip(), "reason", "a sentence", self.reason)
         wide = isinstance(self.bound, (int, float)) and 1.0 <= self.bound <= MOST_BOUND
         _require(wide, "bound", f"from 1 to {MOST_BOUND:g}", self.bound)
+        _require(isinstance(self.is_known_failure, bool), "is_known_failure", "True or False", self.is_known_failure)
         does = self.bound > 1.0 or self.is_known_failure
         _require(does, "override", "a wider bound or a known failure", self.case)
 

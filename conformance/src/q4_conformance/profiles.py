@@ -127,6 +127,8 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
     """
     if profile is not None and profile not in _NAMES:
         raise _refuse_profile(name, profile, _NAMES)
+    if ":" in name and profile == "core":
+        raise _refuse_profile(name, profile, [item for item in PROFILES if item != "core"])
     found = profile if ":" in name else _profile_of(name, profile)
     try:
         kind = torch.device(device).type

@@ -12,7 +12,17 @@ from q4_conformance.tally import BAD
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ORDER", "SEALS", "Seal", "kind_of", "line_of", "seal_of", "sentence_of", "standing_of", "widened_of"]
+__all__ = [
+    "ORDER",
+    "SEALS",
+    "Seal",
+    "kind_of",
+    "line_of",
+    "seal_of",
+    "sentence_of",
+    "standing_of",
+    "widened_of",
+]
 
 ORDER = ("failed", "partial", "interpreted", "certified")
 """Every standing, the least first."""
@@ -55,9 +65,18 @@ def standing_of(document: Mapping[str, Any]) -> str:
     bad = any(counts[outcome.value] for outcome in BAD)
     if bad or not counts["pass"] or document["missing"]:
         return "failed"
+    if not document["run"]["partial"] and _idle_formats(document):
+        return "failed"
     if document["run"]["partial"] or counts[Outcome.NOT_TESTABLE.value]:
         return "partial"
     return "interpreted" if document["device"]["interpreted"] else "certified"
+
+
+def _idle_formats(document: Mapping[str, Any]) -> list[str]:
+    """Return the formats that the subject is for and no case passed or was left to other hardware: a mere claim."""
+    live = (Outcome.PASS.value, Outcome.NOT_TESTABLE.value)
+    seen = {row["format"]: any(row[name] for name in live) for row in document["formats"]}
+    return [name for name in document["subject"]["formats"] if not seen.get(name, False)]
 
 
 def kind_of(standing: str) -> str:

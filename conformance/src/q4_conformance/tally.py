@@ -68,7 +68,7 @@ def format_order(name: str) -> tuple[int, str]:
 
 def path_label(path: str) -> str:
     """Return ``name/precision`` of a path that a result names as ``name|kind|precision|standing``."""
-    name, _, precision, _ = path.split("|")
+    name, _, precision, _ = path.rsplit("|", 3)
     return f"{name}/{precision}"
 
 

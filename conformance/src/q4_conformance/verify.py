@@ -75,8 +75,14 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
         raise refuse(*problem, "The file was edited or damaged.")
     _check(document, refuse, "content_hash", content_hash(document))
     _check(document, refuse, "verdict_hash", verdict_hash(document))
-    _check_results(document, refuse)
-    _check_conclusions(document, refuse)
+    try:
+        _check_results(document, refuse)
+        _check_conclusions(document, refuse)
+    except CertificateError:
+        raise
+    except (AttributeError, IndexError, KeyError, LookupError, RuntimeError, TypeError, ValueError, Q4Error) as error:
+        rule = "such that its conclusions can be drawn anew"
+        raise refuse("document", rule, f"{type(error).__name__}: {error}", "The file was edited or damaged.") from error
     return document
 
 
@@ -219,7 +225,10 @@ def check_census(document: dict[str, Any], where: str) -> str:
     if made != here:
         return f"made with q4-conformance {made or 'of no known version'}, whose list of cases {here} can't know"
     subject, run = document["subject"], document["run"]
-    every = cases_for(Target(subject["profile"], subject["name"], subject["formats"], subject["device"]))
+    try:
+        every = cases_for(Target(subject["profile"], subject["name"], subject["formats"], subject["device"]))
+    except (Q4Error, RuntimeError) as error:
+        raise refuse("subject", "one that there can be", str(error), "The file was edited or damaged.") from error
     due = {case.id for case in select_cases(every, run["only"])}
     told = {item["case"] for item in document["results"]} | set(document["missing"])
     for what, cases in (("is not told", due - told), ("is none of this kit's", told - due)):
