@@ -183,6 +183,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_file_open(
         raise OSError("no memory")
 
     monkeypatch.setattr("mmap.mmap", refuse)
+    gc.collect()  # what earlier tests left closes its files now, or at a later time
     files = len(list(pathlib.Path("/proc/self/fd").iterdir()))
     attempts: list[Callable[[], object]] = [
         lambda: SharedMutableTensor(torch.ones(4)),
@@ -191,7 +192,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_file_open(
     for attempt in attempts:
         with pytest.raises(q4.LifecycleError) as caught:
             attempt()
-        assert len(list(pathlib.Path("/proc/self/fd").iterdir())) == files, caught
+        assert len(list(pathlib.Path("/proc/self/fd").iterdir())) <= files, caught
 
 
 def test_own_segments_are_not_opened_to_make_another(monkeypatch: pytest.MonkeyPatch) -> None:

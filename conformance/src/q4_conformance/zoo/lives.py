@@ -32,15 +32,15 @@ class LeaksPerCall(ToyKernel):
 
 
 class LeaksPerBackward(ToyKernel):
-    """Keeps each exported weight, and a backward exports it."""
+    """Keeps each exported weight dense, and a backward exports it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._kept: list[PackedWeight] = []
+        self._kept: list[torch.Tensor] = []
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
-        self._kept.append(attrs.evolve(weight, qdata=weight.qdata.clone()))
+        self._kept.append(dequantize(weight))
         return weight
 
 
