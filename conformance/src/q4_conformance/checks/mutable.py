@@ -23,6 +23,7 @@ __all__ = ["content_of", "judge_race"]
 _WRITERS, _READERS, _UPDATES = 3, 4, 200
 _SHAPE = (4096,)
 _SHOWN = 3
+_SECONDS = 60.0
 
 
 def content_of(tensor: torch.Tensor) -> Hashable:
@@ -72,12 +73,14 @@ def judge_race(make: Callable[[torch.Tensor, MutableMode], Any], mode: MutableMo
     """
     state = make(torch.zeros(_SHAPE, dtype=torch.int64), mode)
     recorder = Recorder()
-    start, done = threading.Barrier(_WRITERS + _READERS), threading.Event()
+    start, done, begun = threading.Barrier(_WRITERS + _READERS), threading.Event(), threading.Event()
 
     def writer(index: int) -> Callable[[], None]:
         def write() -> None:
             start.wait()
             for turn in range(_UPDATES):
+                if turn == _UPDATES // 2:  # on a busy machine all may be done before a reader has begun
+                    begun.wait(_SECONDS)
                 mark = 1 + index + _WRITERS * turn
                 with recorder.record("write") as seen:
                     with state.write(wait=True) as tensor:
@@ -89,9 +92,14 @@ def judge_race(make: Callable[[torch.Tensor, MutableMode], Any], mode: MutableMo
 
     def read() -> None:
         start.wait()
-        while not done.is_set():
-            with recorder.record("read") as seen, state.read() as view:
-                seen["version"], seen["value"] = view.version, content_of(view.tensor)
+        is_last = False
+        while not is_last:
+            is_last = done.is_set()
+            try:
+                with recorder.record("read") as seen, state.read() as view:
+                    seen["version"], seen["value"] = view.version, content_of(view.tensor)
+            finally:
+                begun.set()
             time.sleep(0)
 
     _run([writer(index) for index in range(_WRITERS)], [read] * _READERS, done)

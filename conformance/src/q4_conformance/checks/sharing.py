@@ -34,8 +34,11 @@ _SHOWN = 3
 _MODES = tuple(MutableMode)
 
 
-def _write(state: Any, index: int, recorder: Recorder) -> None:
+def _write(state: Any, index: int, recorder: Recorder, has_readers: Callable[[], bool]) -> None:
+    end = time.monotonic() + _SECONDS
     for turn in range(_UPDATES):
+        while turn == _UPDATES // 2 and not has_readers() and time.monotonic() < end:
+            time.sleep(0)  # on a busy machine all updates may be done before a reader has begun
         mark = 1 + index + _WRITERS * turn
         with recorder.record("write") as seen:
             with state.write(wait=True) as tensor:
@@ -44,27 +47,35 @@ def _write(state: Any, index: int, recorder: Recorder) -> None:
             seen["value"] = mark
 
 
-def _read(state: Any, recorder: Recorder, ended: Any, writers: int) -> None:
+def _read(state: Any, recorder: Recorder, begun: Any, has_writers: Callable[[], bool]) -> None:
+    """Read until no writer is left, and once more."""
     end = time.monotonic() + _SECONDS
-    while ended.value < writers and time.monotonic() < end:
+    is_last = False
+    while not is_last and time.monotonic() < end:
+        is_last = not has_writers()
         with recorder.record("read") as seen, state.read() as view:
             seen["version"], seen["value"] = view.version, content_of(view.tensor)
+        if begun is not None:
+            with begun.get_lock():
+                begun.value += 1
+            begun = None
         time.sleep(0)
 
 
-def _act(index: int, states: tuple[Any, ...], start: Any, ended: Any, answers: Connection) -> None:
+def _act(index: int, states: tuple[Any, ...], start: Any, counts: tuple[Any, Any], answers: Connection) -> None:
     """Be one process: write or read each tensor in its turn, and tell what was seen."""
     torch.set_num_threads(1)
+    begun, ended = counts
     try:
         for turn, state in enumerate(states, 1):
             recorder = Recorder()
             start.wait(_SECONDS)
             if index < _WRITERS:
-                _write(state, index, recorder)
+                _write(state, index, recorder, lambda due=turn * _READERS: begun.value >= due)  # type: ignore[misc]
                 with ended.get_lock():
                     ended.value += 1
             else:
-                _read(state, recorder, ended, turn * _WRITERS)
+                _read(state, recorder, begun, lambda due=turn * _WRITERS: ended.value < due)  # type: ignore[misc]
             answers.send(recorder.operations)
     except BaseException as error:  # noqa: BLE001  # a process's failure is the case's
         start.abort()
@@ -82,10 +93,10 @@ def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
     """
     states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in _MODES)
     context = multiprocessing.get_context("spawn")
-    start, ended = context.Barrier(_WRITERS + _READERS), context.Value("i", 0)
+    start, counts = context.Barrier(_WRITERS + _READERS), (context.Value("i", 0), context.Value("i", 0))
     pipes = [context.Pipe(duplex=False) for _ in range(_WRITERS + _READERS)]
     actors = [
-        context.Process(target=_act, args=(index, states, start, ended, writing), daemon=True)
+        context.Process(target=_act, args=(index, states, start, counts, writing), daemon=True)
         for index, (_, writing) in enumerate(pipes)
     ]
     try:
