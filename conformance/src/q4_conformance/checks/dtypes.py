@@ -53,10 +53,8 @@ def _check_pair(
             raise FailureError(f"{what} is declared, and refused for other reasons than the pair: {told}")
         return f"{what} refused"
     prepared = subject.prepare(weight, request)
-    for path in verdict.paths:
-        if not request.allows(path.precision):
-            continue
-        rows = path.m[0]
+    for segment in subject.choose(request).segments:  # prepare was told of these, and of no others
+        path, rows = segment.path, segment.low
         x = draw(case, layer, weight, rows, case.seeds[0])
         out = torch.full((rows, weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
         subject.backend.linear(prepared, x, out, bias=None, path=path.name)
