@@ -179,11 +179,10 @@ class Segment:
         with torch.inference_mode(mode=False):
             self.slots = [_over(mapping, form, form.start + index * form.stride) for index in range(form.slots)]
         self._held: list[Any] = [locks]
-        self.close = weakref.finalize(self, _close, self._held, FOLDER / name if is_maker else None, os.getpid())
+        named = weakref.finalize(self, _remove_name, FOLDER / name, os.getpid()) if is_maker else None
+        self.close = weakref.finalize(self, _close, self._held, named)
         # When the interpreter exits, a daemon thread may still write: its locks are the kernel's to take back.
         self.close.atexit = False
-        if is_maker:
-            weakref.finalize(self, _remove_name, FOLDER / name, os.getpid())
         _OPEN[name] = self
 
     @classmethod
@@ -316,11 +315,11 @@ _OPEN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 """What this process has open, which needs no look."""
 
 
-def _close(held: list[Any], path: pathlib.Path | None, maker: int) -> None:
+def _close(held: list[Any], named: weakref.finalize[..., Any] | None) -> None:
     for part in held:
         part.close()
-    if path is not None:
-        _remove_name(path, maker)
+    if named is not None:  # once: later the name may be another's
+        named()
 
 
 def _remove_name(path: pathlib.Path, maker: int) -> None:
