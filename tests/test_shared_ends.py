@@ -192,6 +192,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_file_open(
     for attempt in attempts:
         with pytest.raises(q4.LifecycleError) as caught:
             attempt()
+        # Fewer is no leak: threads that have ended may close what they held at any time.
         assert len(list(pathlib.Path("/proc/self/fd").iterdir())) <= files, caught
 
 
