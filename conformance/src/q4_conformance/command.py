@@ -127,11 +127,7 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
 
 def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
     """Return the words that repeat a run."""
-    words = query.words()
-    words += [word for item in query.formats for word in ("--format", item)]
-    words += [word for item in query.only for word in ("--case", item)]
-    words += [] if query.jobs is None else ["--jobs", str(query.jobs)]
-    words += ["--perf"] if is_perf else []
+    words = [*query.command(), "--perf"] if is_perf else query.command()
     return words if folder is None else [*words, "--report", str(folder)]
 
 

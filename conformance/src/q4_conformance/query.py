@@ -61,6 +61,13 @@ class Query:
         changed = self.limits.case_seconds != Limits().case_seconds
         return [*words, "--limit", f"{self.limits.case_seconds:g}"] if changed else words
 
+    def command(self) -> list[str]:
+        """Return the words that ask for the same run."""
+        words = self.words()
+        words += [word for item in self.formats for word in ("--format", item)]
+        words += [word for item in self.only for word in ("--case", item)]
+        return words if self.jobs is None else [*words, "--jobs", str(self.jobs)]
+
 
 @attrs.frozen(kw_only=True)
 class Run:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from q4_conformance.agreement import disagreements
+from q4_conformance.bounded import NotRegularError, TooLargeError, read_bounded
 from q4_conformance.cases import select_cases
 from q4_conformance.certificate import (
     SCHEMA,
@@ -23,9 +24,13 @@ from q4_conformance.profiles import Target, cases_for
 from q4_conformance.tally import part_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Q4Error
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 __all__ = ["CertificateError", "check_census", "installed_source", "read_certificate", "schema"]
 
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 32 << 20
+"""A hundred times what a long run writes."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -55,7 +60,7 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
 
     Raises:
         CertificateError: It can't be read, is no JSON, is of another schema, has another shape, does not agree with its
-            own hashes, or says something that does not follow from the results in it.
+            own hashes, says something that does not follow from the results in it, or contradicts itself.
     """
     where = str(path)
 
@@ -78,6 +83,8 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
     try:
         _check_results(document, refuse)
         _check_conclusions(document, refuse)
+        for found in disagreements(document):
+            raise refuse(*found, "It was edited.")
     except CertificateError:
         raise
     except (AttributeError, IndexError, KeyError, LookupError, RuntimeError, TypeError, ValueError, Q4Error) as error:
@@ -97,15 +104,16 @@ def _load(path: str | Path, refuse: Any) -> Any:
         raise ValueError(f"{text} is no JSON")
 
     try:
-        if Path(path).stat().st_size > _MOST_BYTES:
-            raise refuse("size", f"at most {_MOST_BYTES} bytes", Path(path).stat().st_size)
-        text = Path(path).read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
-    except OSError as error:
-        raise refuse("file", "one that can be read", error.strerror or str(error)) from error
+        data = read_bounded(path, _MOST_BYTES)
+    except NotRegularError as error:
+        raise refuse("file", "a regular file", str(error), "Save it to a file first.") from error
+    except TooLargeError as error:
+        raise refuse("size", f"at most {_MOST_BYTES} bytes", str(error), "It is no certificate.") from error
+    except (OSError, ValueError) as error:
+        raise refuse("file", "one that can be read", getattr(error, "strerror", None) or str(error)) from error
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, CertificateError):
-            raise
         raise refuse("file", "whole JSON", str(error), "It was cut off or damaged.") from error
 
 
