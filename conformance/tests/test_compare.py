@@ -73,7 +73,13 @@ def test_comparing_tells_of_paths_that_are_gone() -> None:
     other = documents.document(documents.bad(Outcome.PASS, paths=["other|kernel|w4a32|ran"]))
     assert [item["what"] for item in compare(other, good)["weaker"]] == ["path other/w4a32 of q4_0"]
     elsewhere = {**good, "device": {**good["device"], "cpu_features": ["less"]}}
-    assert compare(other, elsewhere)["weaker"] == []
+    told = compare(other, elsewhere)
+    assert told["weaker"] == []
+    gone = {"what": "path other/w4a32 of q4_0", "before": "passed", "after": "did not run"}
+    assert gone in told["facts"]
+    back = {"what": gone["what"], "before": gone["after"], "after": gone["before"]}
+    assert back in compare(elsewhere, other)["facts"]
+    assert gone not in compare(other, good)["facts"]  # it is told once
     worse = documents.document(documents.bad(paths=["other|kernel|w4a32|ran"]))
     assert "path other/w4a32 of q4_0" in [item["what"] for item in compare(other, worse)["weaker"]]
 
@@ -85,3 +91,50 @@ def test_a_pass_by_fallback_is_less_than_a_pass() -> None:
     assert [item["change"] for item in compare(good, fallen)["verdicts"]] == ["worse"]
     assert [item["change"] for item in compare(fallen, good)["verdicts"]] == ["better"]
     assert compare(good, fallen)["is_weaker"]
+
+
+_ROW = {"what": "format nf4", "why": "not asked for", "cases": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"run": {"environment": {"Q4_MAX_THREADS": "1"}}},
+            {"what": "run.environment.Q4_MAX_THREADS", "before": None, "after": "1"},
+        ),
+        ({"run": {"processes": 7}}, {"what": "run.processes", "before": 2, "after": 7}),
+        (
+            {"not_tested": [_ROW]},
+            {"what": "not_tested.format nf4: not asked for", "before": None, "after": "0 cases"},
+        ),
+        (
+            {"missing": ["TC-09/x"]},
+            {"what": "missing.TC-09/x", "before": None, "after": "no result"},
+        ),
+        (
+            {"broken_plugins": {"neighbour": ["ImportError: no"]}},
+            {"what": "broken_plugins.neighbour", "before": None, "after": ["ImportError: no"]},
+        ),
+    ],
+    ids=["environment", "processes", "not tested", "missing", "broken plugins"],
+)
+def test_what_a_run_was_made_in_and_left_out_is_compared(change: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Variables of the environment, what was not tested or has no result, and broken neighbours are told, both ways."""
+    good = documents.document()
+    good["run"] |= {"environment": {}, "processes": 2}
+    good |= {"not_tested": [], "broken_plugins": {}}
+    other = {**good, **{name: {**good[name], **item} if name == "run" else item for name, item in change.items()}}
+    told = compare(good, other)
+    assert told["facts"] == [expected]
+    assert not told["is_weaker"]
+    assert compare(other, good)["facts"] == [expected | {"before": expected["after"], "after": expected["before"]}]
+    assert compare(other, other)["facts"] == []
+
+
+def test_limits_that_were_lowered_are_told() -> None:
+    """A shorter limit makes no document weaker, and is told nevertheless."""
+    long = documents.document(query=Query(name="made-up", limits=Limits(case_seconds=600.0)))
+    told = compare(long, documents.document())
+    assert told["weaker"] == []
+    assert [item["what"] for item in told["facts"]] == ["run.case_seconds"]

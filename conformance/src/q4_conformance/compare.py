@@ -16,7 +16,14 @@ __all__ = ["compare"]
 _BAD = {outcome.value for outcome in BAD}
 _WORSE = {"worse", "gone"}
 _LIMITS = ("case_seconds", "memory_bytes")
+_RUN = ("environment", "partial", "only", "processes", *_LIMITS)
+"""What is told of a run; its command says no more, but for where the files went."""
 _DECLARED = ("overrides", "known_failures")
+_FACTS = (
+    *("subject", "versions", "source", "device", "manifest", "run", *_DECLARED),
+    *("not_tested", "missing", "broken_plugins"),
+)
+_PASSED = "passed"
 _WEAKNESS = [item.value for item in Standing]
 
 
@@ -47,7 +54,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         ``worse``, ``better``, ``new``, ``gone`` and ``other``; ``is_weaker``: whether the second certifies less than
         the first, for one of these verdicts or for what stands in ``weaker``: the standing, the subject, formats and
         kernel paths, bounds that the author widened, and limits; ``paths``: cases that ran on other kernel paths;
-        ``facts`` and ``counts``: what else differs.
+        ``facts`` and ``counts``: what else differs, the environment of the run, what was not tested, cases without a
+        result, broken neighbours and the paths of another machine among it.
     """
     old = {item["case"]: item for item in before["results"]}
     new = {item["case"]: item for item in after["results"]}
@@ -61,7 +69,11 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         for case in sorted(old.keys() & new.keys())
         if old[case].get("paths", []) != new[case].get("paths", [])
     ]
-    weaker = [*_weaker(before, after), *_weaker_paths(before, after), *_weaker_bounds(before, after)]
+    kernels = list(_changed_paths(before, after))
+    lesser = [change for is_weaker, change in kernels if is_weaker]
+    weaker = [*_weaker(before, after), *lesser, *_weaker_bounds(before, after)]
+    facts = _changes(_facts(before), _facts(after), *_FACTS)
+    facts += [change for is_weaker, change in kernels if not is_weaker]
     return {
         "same_verdicts": not verdicts,
         "is_weaker": bool(weaker) or any(item["change"] in _WORSE for item in verdicts),
@@ -69,7 +81,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
         "standing": {"before": before["standing"], "after": after["standing"]},
         "verdicts": verdicts,
         "paths": paths,
-        "facts": _changes(before, after, "subject", "versions", "source", "device", "manifest", *_DECLARED),
+        "facts": [item for item in facts if item not in weaker],
         "counts": _changes(before, after, "counts"),
     }
 
@@ -94,27 +106,41 @@ def _weaker(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[dic
             yield _change(f"run.{name}", before["run"][name], after["run"][name])
 
 
-def _weaker_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the kernel paths that the second document no longer certifies."""
-    new = {(row["format"], row["path"]): row for row in after["paths"]}
+def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared field by field, with lists of which each row counts as a table of them."""
+    run = {name: document["run"][name] for name in _RUN}
+    left_out = {f"{row['what']}: {row['why']}": f"{row['cases']} cases" for row in document["not_tested"]}
+    return {**document, "run": run, "not_tested": left_out, "missing": dict.fromkeys(document["missing"], "no result")}
+
+
+def _changed_paths(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Yield what changed of the kernel paths, each with whether the second document certifies less by it."""
+    old, new = ({(row["format"], row["path"]): row for row in item["paths"]} for item in (before, after))
     # Another processor has other paths, of which as much may be known or less.
     is_same_machine = all(
         before["device"].get(name) == after["device"].get(name) for name in ("cpu_features", "gpu", "machine")
     )
-    for row in before["paths"]:
-        name = f"path {row['path']} of {row['format']}"
-        now = new.get((row["format"], row["path"]))
-        if now is None:
-            if row["passed"] and is_same_machine:
-                yield _change(name, "passed", "did not run")
+    for key in dict.fromkeys((*old, *new)):
+        name = f"path {key[1]} of {key[0]}"
+        was, now = _state(old.get(key)), _state(new.get(key))
+        if was != now:
+            is_gone = key not in new
+            yield was == _PASSED and (is_same_machine or not is_gone), _change(name, was, now)
+        if key not in old or key not in new:
             continue
-        if row["passed"] and not now["passed"]:
-            yield _change(name, "passed", "did not pass")
-        if row["kind"] == PathKind.KERNEL.value != now["kind"]:
-            yield _change(f"{name}, kind", row["kind"], now["kind"])
-        has_fallen = _weakness(now["standing"]) > _weakness(row["standing"])
-        if has_fallen and (is_same_machine or now["standing"] == Standing.INTERPRETED.value):
-            yield _change(f"{name}, standing", row["standing"], now["standing"])
+        row, other = old[key], new[key]
+        if row["kind"] != other["kind"]:
+            yield row["kind"] == PathKind.KERNEL.value, _change(f"{name}, kind", row["kind"], other["kind"])
+        if row["standing"] != other["standing"]:
+            has_fallen = _weakness(other["standing"]) > _weakness(row["standing"])
+            is_less = has_fallen and (is_same_machine or other["standing"] == Standing.INTERPRETED.value)
+            yield is_less, _change(f"{name}, standing", row["standing"], other["standing"])
+
+
+def _state(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "did not run"
+    return _PASSED if row["passed"] else "did not pass"
 
 
 def _weakness(standing: str) -> int:
