@@ -68,6 +68,11 @@ def verdict_hash(document: Mapping[str, Any]) -> str:
     return _hash({"subject": document["subject"], "results": ends})
 
 
+def _spelled(text: str) -> str:
+    """Return a text of the system's with bytes that are no UTF-8 spelled out, because no file can hold them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _result(result: CaseResult) -> dict[str, Any]:
     told: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
     if result.paths:
@@ -186,8 +191,8 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         },
         "device": {"device": run.target.device, **run.facts.get("device", {})},
         "run": {
-            "command": list(command),
-            "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
+            "command": [_spelled(word) for word in command],
+            "environment": {name: _spelled(os.environ[name]) for name in sorted(os.environ) if name.startswith(_TOLD)},
             "partial": run.query.is_partial,
             "only": list(run.query.only),
             "processes": run.query.processes,

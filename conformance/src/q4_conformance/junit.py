@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
@@ -13,17 +14,19 @@ if TYPE_CHECKING:
 __all__ = ["to_junit"]
 
 _ELEMENTS = {"fail": "failure", "crash": "error", "timeout": "error"}
+_FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 has no place for, and the carriage return, of which every parser makes an end of line."""
 
 
 def _legal(text: str) -> str:
-    """Return a text without the control characters that XML can't hold."""
-    return "".join(letter if letter in "\t\n" or letter >= " " else "?" for letter in text)
+    """Return a text with all that XML can't hold spelled out."""
+    return _FORBIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def to_junit(document: Mapping[str, Any]) -> str:
     """Return the XML: one suite for each format, one test case for each case."""
-    subject = document["subject"]
-    root = ET.Element("testsuites", name=f"q4 conform {subject['name']} on {subject['device']}")
+    who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
+    root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for result in document["results"]:
         groups.setdefault(format_of(result["case"]), []).append(result)
@@ -32,7 +35,7 @@ def to_junit(document: Mapping[str, Any]) -> str:
         suite = ET.SubElement(
             root,
             "testsuite",
-            name=f"{subject['name']}.{name}",
+            name=f"{who}.{_legal(name)}",
             tests=str(len(results)),
             failures=str(outcomes.count("fail")),
             errors=str(outcomes.count("crash") + outcomes.count("timeout")),
@@ -41,7 +44,8 @@ def to_junit(document: Mapping[str, Any]) -> str:
         )
         for result in results:
             contract, _, rest = result["case"].partition("/")
-            case = ET.SubElement(suite, "testcase", classname=f"{subject['name']}.{name}.{contract}", name=rest)
+            classname = f"{who}.{_legal(name)}.{_legal(contract)}"
+            case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(rest))
             if result["outcome"] != "pass":
                 element = ET.SubElement(case, _ELEMENTS.get(result["outcome"], "skipped"))
                 text = _legal(result.get("message", ""))
