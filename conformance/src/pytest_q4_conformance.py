@@ -32,6 +32,7 @@ MARK = "q4_conformance"
 FIXTURE = "q4_case"
 _RUNS = pytest.StashKey["dict[Target, _Run]"]()
 _RESULT = pytest.StashKey["CaseResult"]()
+_WRITTEN = pytest.StashKey["dict[Target, list[str]]"]()
 _UNJUDGED = {"not_declared": ("not declared", "-"), "not_testable": ("not testable", "?")}
 """Outcome → what pytest calls it, in words and as one sign."""
 
@@ -85,6 +86,7 @@ class _Run:
         """The whole, once it has ended."""
         self._told: queue.Queue[CaseResult | BaseException | Run] = queue.Queue()
         self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def result(self, case: str) -> CaseResult:
         """Return the result of a case, as soon as there is one."""
@@ -96,7 +98,9 @@ class _Run:
         return self.results[case]
 
     def finish(self) -> Run | None:
-        """Return the whole run, or None where nothing was asked for."""
+        """Return the whole run, or None where nothing was asked for; cases that no test came to ask for end here."""
+        if len(self.results) < len(self.chosen):
+            self._stopped.set()
         while self._thread is not None and self.done is None:
             self._take()
         return self.done
@@ -120,7 +124,7 @@ class _Run:
         only = () if set(self.chosen) == set(self.every) else tuple(self.chosen)
         try:
             query = Query(name=self.target.name, only=only, **self.claims)
-            self._told.put(run_target(query, watch=self._told.put))
+            self._told.put(run_target(query, watch=self._told.put, is_over=self._stopped.is_set))
         except BaseException as error:  # noqa: BLE001  # told to the test that waits
             self._told.put(error)
 
@@ -157,6 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Announce the mark."""
     config.addinivalue_line("markers", f"{MARK}(name, *, profile, formats, device): whose cases {FIXTURE} runs")
     config.stash[_RUNS] = {}
+    config.stash[_WRITTEN] = {}
     options = config.option
     if getattr(options, "dist", "no") != "no" and options.q4_report is not None:
         raise pytest.UsageError(_DISTRIBUTED.format(what="--q4-report"))
@@ -227,38 +232,50 @@ def _reports(runs: Iterable[_Run]) -> Generator[tuple[_Run, Any]]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail a run in which a target passed no case: nothing was shown."""
-    if exitstatus != pytest.ExitCode.OK or session.config.option.collectonly:
+    """Write the reports, and fail a run in which a target passed no case, because it showed nothing."""
+    config = session.config
+    if config.option.collectonly:
         return
-    if any(not report.passed for _, report in _reports(session.config.stash[_RUNS].values())):
+    runs = list(_reports(config.stash[_RUNS].values()))
+    is_good = all(report.passed for _, report in runs)
+    folder: Path | None = config.getoption("--q4-report")
+    if folder is not None:
+        words = ["pytest", *map(str, config.invocation_params.args)]
+        for run, _ in runs:
+            lines, is_written = _write(run, folder / run.target.name if len(runs) > 1 else folder, words)
+            config.stash[_WRITTEN][run.target] = lines
+            is_good = is_good and is_written
+    if exitstatus == pytest.ExitCode.OK and not is_good:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say for each target how its cases ended, and whether they are all there are; write the reports."""
+    """Say for each target how its cases ended, whether they are all there are, and which files have them."""
     config = terminalreporter.config
     if config.option.collectonly:
         return
-    runs = list(_reports(config.stash[_RUNS].values()))
-    for run, report in runs:
+    for run, report in _reports(config.stash[_RUNS].values()):
         terminalreporter.section(f"conformance of {run.target.name} on {run.target.device}")
         terminalreporter.line(str(report).splitlines()[-1])
         if len(run.chosen) < len(run.every):
             terminalreporter.line(f"{len(run.chosen)} of {len(run.every)} cases were chosen: no certificate")
-        folder: Path | None = config.getoption("--q4-report")
-        if folder is not None:
-            words = ["pytest", *map(str, config.invocation_params.args)]
-            for line in _write(run, folder / run.target.name if len(runs) > 1 else folder, words):
-                terminalreporter.line(line)
+        for line in config.stash[_WRITTEN].get(run.target, ()):
+            terminalreporter.line(line)
 
 
-def _write(run: _Run, folder: Path, command: list[str]) -> Generator[str]:
-    """Write what a run showed, where it came to its end, and say so line by line."""
+def _write(run: _Run, folder: Path, command: list[str]) -> tuple[list[str], bool]:
+    """Write what a run showed, and return what to say of it and whether it is written."""
     from q4_conformance import make_certificate, write_files  # noqa: PLC0415  # see the module's docstring
     from q4_conformance.standing import line_of  # noqa: PLC0415  # as above
 
-    done = run.finish() if len(run.results) == len(run.chosen) else None
-    if done is not None:
+    try:
+        done = run.finish()
+        if done is None:
+            return ["no report was written: no test asked for the result of a case"], False
         document = make_certificate(done, command)
-        yield "".join(line_of(document))
-        yield from (f"written: {path}" for path in write_files(folder, document))
+        files = write_files(folder, document)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is told, and takes no other summary away
+        return [f"no report was written: {type(error).__name__}: {error}"], False
+    lacking = len(document["missing"])
+    lines = [f"pytest ended early: {lacking} of {len(run.chosen)} chosen cases have no result"] if lacking else []
+    return [*lines, "".join(line_of(document)), *(f"written: {path}" for path in files)], True

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from q4_conformance.verify import read_certificate
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -81,6 +83,55 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
     done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
     done.stdout.no_fnmatch_line("*Traceback*")
     done.stdout.no_fnmatch_line("*pytest_q4_conformance.py*")
+    done.stdout.fnmatch_lines(["*smallest that fails: M = 1, N = 1, *"])  # as `q4 conform` tells it
+
+
+def test_a_run_that_ends_early_writes_what_it_knows(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
+    """After the first failure the cases that nobody asked for have no result, and the report says so."""
+    done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "bias or EX-01", "-x", f"--q4-report={tmp_path}")
+    assert done.ret == 1
+    assert counts(done)["failed"] == 1
+    done.stdout.fnmatch_lines(
+        ["pytest ended early: * of * chosen cases have no result", f"written: {tmp_path}/report.json"]
+    )
+    told = read_certificate(tmp_path / "report.json")
+    assert (told["standing"], told["kind"]) == ("failed", "report")
+    assert told["missing"]
+    assert len(told["missing"]) + len(told["results"]) > told["counts"]["fail"] >= 1
+    assert told["not_tested"][-1]["what"] == "cases without a result"
+    assert told["run"]["partial"]
+
+
+INTERRUPTS = """
+import pytest
+
+@pytest.mark.q4_conformance("mine")
+def test_conformance(q4_case):
+    q4_case.check()
+    raise KeyboardInterrupt
+"""
+
+
+def test_a_run_that_is_interrupted_writes_what_it_knows(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path
+) -> None:
+    """Ctrl-C ends the run at once and leaves a report that is no certificate."""
+    pytester.makepyfile(test_interrupts=INTERRUPTS)
+    done = run(RIGHT, "test_interrupts.py", "-k", "EX-01", f"--q4-report={tmp_path}")
+    assert done.ret == pytest.ExitCode.INTERRUPTED
+    done.stdout.fnmatch_lines(["pytest ended early: *", f"written: {tmp_path}/report.json"])
+    told = read_certificate(tmp_path / "report.json")
+    assert told["standing"] == "failed"
+    assert told["counts"]["fail"] == 0
+    assert told["missing"]
+
+
+def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
+    """A folder that can't be written fails the run, and says why."""
+    (tmp_path / "file").write_text("here", encoding="utf-8")
+    done = run(RIGHT, "-k", "EX-03", f"--q4-report={tmp_path / 'file'}")
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["no report was written: * File exists*"])
 
 
 def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunResult]) -> None:

@@ -117,7 +117,7 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
     rows += _silent(results)
     if document["missing"]:
         lacking = len(document["missing"])
-        rows.append({"what": "cases without a result", "why": "the time was spent", "cases": lacking})
+        rows.append({"what": "cases without a result", "why": "the run ended before them", "cases": lacking})
     return rows
 
 

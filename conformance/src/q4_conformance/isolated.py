@@ -66,21 +66,23 @@ def run_target(
     watch: Callable[[CaseResult], object] | None = None,
     announce: Callable[[int], object] | None = None,
     measure_seconds: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Judge a target in processes of its own. Whatever it does there, every case gets a result.
 
     Args:
         query: Who, and on what.
-        watch: Called with each result as it comes.
+        watch: Called with each result as soon as it is whole; a failure brings its reproducer.
         announce: Called with the number of cases before the first.
         measure_seconds: How long to measure each point after the cases; 0 measures nothing.
+        is_over: Says when to end, within a case as well; the report then says that results are missing.
 
     Raises:
         UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
         MissingReferenceError: The reference is not installed, which the kit needs beside whoever it judges.
     """
     started = time.monotonic()
-    runner = Judging(query, watch)
+    runner = Judging(query, watch, is_over)
     child: Child | None = None
     with contextlib.suppress(TimeoutError):
         try:

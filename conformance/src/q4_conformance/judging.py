@@ -31,10 +31,32 @@ _THREADS = 2
 """Of each process: enough to let kernels share their work, and the same on every machine."""
 
 
+@attrs.define
+class _Talk:
+    """What a process is at.
+
+    Args:
+        cases: What it was asked for, by id.
+        current: The case that it has begun.
+        failed: What it told of a failure that is not shown yet: a search for the least that fails may follow.
+        is_reproducing: Whether it searches.
+    """
+
+    cases: dict[str, Case]
+    current: Case | None = None
+    failed: CaseResult | None = None
+    is_reproducing: bool = False
+
+
 class Judging:
     """One run under way."""
 
-    def __init__(self, query: Query, watch: Callable[[CaseResult], object] | None) -> None:
+    def __init__(
+        self,
+        query: Query,
+        watch: Callable[[CaseResult], object] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.query = query
         self.results: dict[str, CaseResult] = {}
         self.points: list[Mapping[str, Any]] = []
@@ -42,6 +64,7 @@ class Judging:
         self.facts: Mapping[str, Any] = {}
         self.target: Target | None = None
         self._watch = watch
+        self._is_over = is_over
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._end = time.monotonic() + query.budget_seconds
@@ -50,7 +73,7 @@ class Judging:
 
     def _over(self) -> bool:
         """Say whether no further case may begin."""
-        return self._stopped.is_set() or time.monotonic() >= self._end
+        return self._stopped.is_set() or self._is_over() or time.monotonic() >= self._end
 
     def stop(self) -> None:
         """Let no further case begin."""
@@ -90,13 +113,13 @@ class Judging:
             raise
         return child
 
-    def keep(self, result: CaseResult) -> None:
-        """Keep a result and show it; one that ended badly with the command that asks for it again."""
+    def keep(self, result: CaseResult, *, is_whole: bool = True) -> None:
+        """Keep a result, with the command that asks for it again where it is bad, and show it where it is whole."""
         if result.outcome in BAD and not result.reproducer:
             result = attrs.evolve(result, reproducer=command_of(self.query.words(), result.case))
         with self._lock:
             self.results[result.case] = result
-            if self._watch is not None:
+            if self._watch is not None and is_whole:
                 self._watch(result)
 
     def run_group(self, cases: tuple[Case, ...], child: Child | None) -> None:
@@ -132,36 +155,47 @@ class Judging:
             Ended: The process did not come to the end of them.
             TimeoutError: The time is spent.
         """
-        by_id = {case.id: case for case in cases}
-        current: Case | None = None
-        is_reproducing = False
-        child.send({"cases": list(by_id)})
+        talk = _Talk({case.id: case for case in cases})
+        child.send({"cases": list(talk.cases)})
         limits = self.query.limits
         try:
             while True:
-                slow = current is not None and current.is_slow
+                slow = talk.current is not None and talk.current.is_slow
                 seconds = limits.slow_seconds if slow else limits.case_seconds
-                message = child.receive(seconds, is_over=self._over)
-                if message.get("done"):
+                if self._is_done(child.receive(seconds, is_over=self._over), talk):
                     self._keep_lost(cases)
                     return
-                is_reproducing = "reproducing" in message
-                if "start" in message:
-                    current = by_id[message["start"]]
-                elif "reproduced" in message:
-                    self.results[message["reproduced"]["case"]] = CaseResult.from_dict(message["reproduced"])
-                elif "result" in message and current is not None:
-                    self.keep(CaseResult.from_dict(message["result"]))
-                    current = None
-                if current is None and self._over():
+                if talk.current is None and self._over():
                     raise TimeoutError
         except Ended as ended:
-            if is_reproducing:
+            if talk.is_reproducing:
                 raise  # the failure itself was told, and no further case was begun
-            if current is None:  # it ended between two cases: the one that it should have begun answers for it
-                current = next(case for case in cases if case.id not in self.results)
-            self.keep(_bad(current, ended.outcome, ended.reason))
+            if talk.current is None:  # it ended between two cases: the one that it should have begun answers for it
+                talk.current = next(case for case in cases if case.id not in self.results)
+            self.keep(_bad(talk.current, ended.outcome, ended.reason))
             raise
+        finally:
+            self._show_failed(talk)  # the search may have come to no end
+
+    def _is_done(self, message: dict[str, Any], talk: _Talk) -> bool:
+        """Take in a message, and return whether it is the last."""
+        talk.is_reproducing = "reproducing" in message
+        if "reproduced" in message:
+            talk.failed = CaseResult.from_dict(message["reproduced"])
+        if not talk.is_reproducing:
+            self._show_failed(talk)
+        if "start" in message:
+            talk.current = talk.cases[message["start"]]
+        elif "result" in message and talk.current is not None:
+            result = CaseResult.from_dict(message["result"])
+            talk.current, talk.failed = None, result if result.outcome is Outcome.FAIL else None
+            self.keep(result, is_whole=talk.failed is None)
+        return bool(message.get("done"))
+
+    def _show_failed(self, talk: _Talk) -> None:
+        if talk.failed is not None:
+            self.keep(talk.failed)
+            talk.failed = None
 
     def _keep_lost(self, cases: list[Case]) -> None:
         """Let no case be asked for again whose result did not come, though its process came to the end."""

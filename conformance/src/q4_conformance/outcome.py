@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report"]
 
 
+_MOST_NAMED = 4
+
+
 class Outcome(enum.Enum):
     """The six ways in which a case ends; only PASS counts."""
 
@@ -158,5 +161,7 @@ class Report:
         if self.passed_by_fallback:
             total += f" ({self.passed_by_fallback} passes by fallback)"
         if self.missing:
-            total += f"; results do not add up: {', '.join(self.missing)}"
+            shown = ", ".join(self.missing[:_MOST_NAMED])
+            more = len(self.missing) - _MOST_NAMED
+            total += f"; results do not add up: {shown}" + (f" and {more} more" if more > 0 else "")
         return "\n".join([*lines, total])
