@@ -188,3 +188,40 @@ def wrong_dialect() -> Dialect:
 def wrong_memory() -> MemoryProvider:
     """Return a provider that calls all memory managed."""
     return PROVIDER_FAULTS[0].make("hostile-memory")
+
+
+def hangs_when_asked() -> ToyKernel:
+    """Hang where it is asked what it offers."""
+
+    class Hostile(ToyKernel):
+        def check(self, *_: Any) -> NoReturn:
+            time.sleep(600)
+            raise AssertionError
+
+    return Hostile("hostile")
+
+
+def no_version() -> ToyKernel:
+    """Declare no version."""
+    kernel = ToyKernel("hostile")
+    kernel.api_version = None  # type: ignore[assignment]
+    return kernel
+
+
+def no_number_for_a_name() -> ToyKernel:
+    """Call itself what no JSON can hold."""
+    kernel = ToyKernel("hostile")
+    kernel.name = float("nan")  # type: ignore[assignment]
+    return kernel
+
+
+def names_raise() -> ToyKernel:
+    """Exit where its name is read."""
+
+    class Hostile(ToyKernel):
+        def __getattribute__(self, field: str) -> Any:
+            if field in {"name", "api_version"}:
+                raise SystemExit(f"no {field} today")
+            return super().__getattribute__(field)
+
+    return Hostile("hostile")

@@ -140,7 +140,7 @@ def test_processes_left_behind_are_ended() -> None:
 )
 def test_a_subject_that_cannot_be_had_has_results(name: str, outcome: Outcome, words: str) -> None:
     """Where no case can run, each one still ends, with the reason."""
-    limits = {"start_seconds": 8.0} if outcome is Outcome.TIMEOUT else {}  # a busy machine may take longer to start
+    limits = {"load_seconds": 8.0} if outcome is Outcome.TIMEOUT else {}
     report = _judge(name, **limits)
     assert report.missing == ()
     assert {result.outcome for result in report.results} == {outcome}

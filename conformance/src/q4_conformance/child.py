@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
@@ -22,7 +23,8 @@ from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.reference import REFERENCE, reference_backend
 from q4_conformance.reproducer import command_of, with_reproducer
 from q4_conformance.runner import run_case
-from q4core import Q4Error
+from q4_conformance.steps import steps
+from q4core import Q4Error, default_registry
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -65,13 +67,24 @@ class _Pipes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose texts have an end, and no half of a surrogate pair."""
+    """Return a value that JSON can hold, whose texts have an end, and no half of a surrogate pair."""
     if isinstance(value, str):
         text = value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]}… ({len(value)} characters)"
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _plain(_shown(value))
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except _FAULTS as error:
+        return f"a {type(value).__name__} that can't be shown: {type(error).__name__}"
 
 
 def _limit_memory(data_bytes: int) -> None:
@@ -98,6 +111,9 @@ def _words(error: BaseException) -> str:
 def _find(pipes: _Pipes) -> tuple[Target, dict[str, Any]]:
     """Find who is meant and tell so; end where nobody is. Return also what was asked."""
     query = pipes.receive()
+    with steps(lambda step: pipes.tell(step=step), query["name"]):
+        default_registry().records()
+    pipes.tell(step="asking the plugins what they bring")
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
         if target.profile != "dialect" and target.name != REFERENCE:
@@ -124,12 +140,14 @@ def _serve(pipes: _Pipes, target: Target, query: dict[str, Any]) -> None:
     """Run what is asked for until nobody asks."""
     cases = {case.id: case for case in cases_for(target)}
     subject, fault = None, None
+    pipes.tell(step=f"making {target.name!r}")
     try:
         subject = subject_for(target)
     except FailureError as error:
         fault = str(error)
     except _FAULTS as error:
         fault = f"{target.name!r} can't be had: {_words(error)}"
+    pipes.tell(step=f"asking {target.name!r} what it offers")
     pipes.tell(manifest=manifest_of(subject, target.formats) if query["survey"] and fault is None else {})
     reproduced: set[str] = set()
     while True:

@@ -77,7 +77,9 @@ def conform(  # noqa: PLR0913  # one argument per option
     ] = None,
     perf: Annotated[bool, typer.Option("--perf", help="Measure speed after the cases; changes no verdict.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
-    limit: Annotated[float, typer.Option(min=0.1, help="Seconds that one case may take.")] = Limits().case_seconds,
+    limit: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one case may take; loading a plugin half as much again.")
+    ] = Limits().case_seconds,
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")
     ] = None,

@@ -199,10 +199,16 @@ def _path_facts(name: str, path: Any) -> dict[str, Any]:
     return told | {"standing": path.standing.value}
 
 
+def _numbers(version: object) -> object:
+    """Return a version as a list; what is none as it is."""
+    return list(version) if isinstance(version, (list, tuple)) else version
+
+
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     """Return what a subject declares, with its source and its overrides; the core declares nothing.
 
-    Where it declares overrides that are none, or can't say what it offers, ``fault`` says so.
+    Where it declares overrides that are none, raises where a field is read, or can't say what it offers, ``fault`` says
+    so. Fields may hold anything that the subject has there.
 
     Args:
         subject: What ``subject_for`` gave.
@@ -211,15 +217,19 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     judged: Any = judged_in(subject)
     if judged is None:
         return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
+    kind = type(judged)
     told: dict[str, Any] = {
-        "name": getattr(judged, "name", None),
-        "api_version": list(getattr(judged, "api_version", ())),
-        "class": f"{type(judged).__module__}.{type(judged).__qualname__}",
-        "source": source_of(_package(judged)),
+        "name": None,
+        "api_version": None,
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "source": {},
         "overrides": [],
     }
-    capabilities = getattr(judged, "capabilities", None)
     try:
+        told["source"] = source_of(_package(judged))
+        told["name"] = getattr(judged, "name", None)
+        told["api_version"] = _numbers(getattr(judged, "api_version", ()))
+        capabilities = getattr(judged, "capabilities", None)
         if isinstance(capabilities, Capabilities):
             told["capabilities"] = _declared(capabilities)
         told["overrides"] = [item.to_dict() for item in declared_by(subject)]

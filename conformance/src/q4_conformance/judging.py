@@ -100,18 +100,34 @@ class Judging:
                     "command": query.words(),
                 }
             )
-            message = child.receive(query.limits.start_seconds, is_over=self._over)
+            message = self._answer(child, query.limits.start_seconds)
             if "refused" in message:
                 raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
             if survey:
                 self.target, self.facts = Target(**message["target"]), message["facts"]
-            manifest = child.receive(query.limits.start_seconds, is_over=self._over)["manifest"]
+            manifest = self._answer(child, query.limits.load_seconds)["manifest"]
             if survey:
                 self.manifest = manifest
         except BaseException:
             child.close()
             raise
         return child
+
+    def _answer(self, child: Child, seconds: float) -> dict[str, Any]:
+        """Return what a process answers before its first case; each step until then has its own time.
+
+        Raises:
+            Ended: It did not come so far; the reason says at which step.
+        """
+        step = ""
+        try:
+            while True:
+                message = child.receive(seconds, is_over=self._over)
+                if "step" not in message:
+                    return message
+                step, seconds = f"{message['step']}: ", self.query.limits.load_seconds
+        except Ended as ended:
+            raise Ended(ended.outcome, f"{step}{ended.reason}") from None
 
     def keep(self, result: CaseResult, *, is_whole: bool = True) -> None:
         """Keep a result, with the command that asks for it again where it is bad, and show it where it is whole."""

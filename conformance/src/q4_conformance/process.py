@@ -41,6 +41,7 @@ _OWNER = "Q4_CONFORMANCE_RUN"
 """Stands in the environment of everything that a run starts, so that what stays behind is found."""
 _PROC = Path("/proc")
 _GIB = 1 << 30
+_LEAST_LOAD_SECONDS = 10.0
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +51,9 @@ class Limits:
     Args:
         case_seconds: How long one case may take.
         slow_seconds: How long one that is marked as slow may take.
-        start_seconds: How long the process may take until it begins its first case.
+        start_seconds: How long the process may take until it looks for plugins.
+        load_seconds: How long each step from there to the first case may take, such as importing one plugin; goes with
+            ``case_seconds`` unless told, and is never too short for an honest plugin.
         memory_bytes: Resident memory, its own children included.
         deaths: After so many crashes and time-outs the rest of a group is given up.
     """
@@ -58,8 +61,13 @@ class Limits:
     case_seconds: float = 60.0
     slow_seconds: float = 300.0
     start_seconds: float = 90.0
+    load_seconds: float = attrs.field()
     memory_bytes: int = 6 * _GIB
     deaths: int = 6
+
+    @load_seconds.default
+    def _load_seconds(self) -> float:
+        return max(_LEAST_LOAD_SECONDS, 1.5 * self.case_seconds)
 
 
 class Ended(Exception):  # noqa: N818  # an event, not an error

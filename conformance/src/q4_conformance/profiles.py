@@ -18,10 +18,10 @@ from q4_conformance.subject import BackendSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry, dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from q4_conformance.table import Case
-    from q4core import Backend
+    from q4core import Backend, PluginRecord
 
 __all__ = [
     "PROFILES",
@@ -37,6 +37,7 @@ __all__ = [
 PROFILES = ("kernel", "memory", "dialect", "core")
 CORE = "q4core"
 _WHAT = "q4 conform"
+_LONGEST_FAULT = 400
 
 
 class UnknownTargetError(Q4Error, LookupError):
@@ -151,6 +152,7 @@ def _profile_of(name: str, profile: str | None) -> str:
         names = target_names(profile)
         close = difflib.get_close_matches(name, names, n=1)
         there = f"There are {', '.join(names)}." if names else "None is installed."
+        there = " ".join([*(f"It may be of what is broken: {item}." for item in _broken()), there])
         raise UnknownTargetError(
             _WHAT,
             name="NAME",
@@ -165,6 +167,18 @@ def _profile_of(name: str, profile: str | None) -> str:
     if profile not in having:
         raise _refuse_profile(name, profile, having)
     return profile
+
+
+def _broken() -> Iterator[str]:
+    """Yield what is wrong with each plugin that brings less than it should."""
+    for record in default_registry().records():
+        if record.errors:
+            yield _fault_of(record)
+
+
+def _fault_of(record: PluginRecord) -> str:
+    at = "failed at import: " if record.state == "failed" else "is faulty: "
+    return f"the plugin {record.name!r} {at}{'; '.join(record.errors)[:_LONGEST_FAULT]}"
 
 
 def _known_formats(formats: Iterable[str]) -> tuple[str, ...]:
@@ -236,5 +250,8 @@ def _backend(name: str) -> Backend:
     registry = default_registry()
     if name in registry.backends():
         return registry.backends()[name]
+    failed = [record for record in registry.records() if record.name == name and record.state == "failed"]
+    if failed:
+        raise FailureError(_fault_of(failed[0]))
     reasons = [str(item.reason) for item in registry.refused_backends() if item.name == name]
     raise FailureError(f"{name!r} does not load: {'; '.join(reasons) or 'no such backend is installed'}")

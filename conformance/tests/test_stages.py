@@ -1,0 +1,131 @@
+"""What keeps a run from its first case is told: which plugin, at what, and within the limit that was asked for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hostile
+import pytest
+
+from q4_conformance import Outcome
+from q4_conformance.certificate import make_certificate
+from q4_conformance.environment import manifest_of
+from q4_conformance.isolated import run_target
+from q4_conformance.process import Limits
+from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.query import Query
+from q4_conformance.subject import BackendSubject
+from q4_conformance.writing import write_files
+
+if TYPE_CHECKING:
+    from q4_conformance import CaseResult
+
+ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
+NEIGHBOUR = "q4_neighbour"
+_JUNK = {
+    "none": None,
+    "number": 7,
+    "nan": float("nan"),
+    "object": object(),
+    "text": "text",
+    "list": [1, {"a": object()}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let the processes find ``hostile.py`` and a module in the test's own folder."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture
+def neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a plugin that is loaded beside whoever is judged."""
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", NEIGHBOUR)
+    return tmp_path / f"{NEIGHBOUR}.py"
+
+
+def _judge(name: str, **limits: float) -> CaseResult:
+    query = Query(name=name, formats=("nf4",), only=(ONE,), limits=Limits(**limits))  # type: ignore[arg-type]
+    (result,) = run_target(query).report.results
+    return result
+
+
+def test_a_limit_reaches_what_comes_before_the_cases() -> None:
+    """Who asks for a short limit waits no 90 seconds for a plugin that hangs; who asks for none waits that long."""
+    assert Limits().load_seconds == 90.0
+    assert Limits(case_seconds=3.0).load_seconds == 10.0  # so long an honest plugin may take to be imported
+    assert Limits(case_seconds=200.0).load_seconds == 300.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("hangs_when_asked", "asking 'hostile:hangs_when_asked' what it offers"), ("hangs_when_made", "making 'hostile:")],
+)
+def test_a_hang_before_the_first_case_is_placed(name: str, stage: str) -> None:
+    """A ``check`` or a function that never comes back ends within the limit, and the reason says at what."""
+    started = time.monotonic()
+    result = _judge(f"hostile:{name}", load_seconds=2.0)
+    assert time.monotonic() - started < 60
+    assert result.outcome is Outcome.TIMEOUT
+    assert f"no process came to its first case: {stage}" in result.message
+    assert "no answer for 2 s" in result.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "outcome", "words"),
+    [
+        ("import time; time.sleep(600)", Outcome.TIMEOUT, "no answer for 5 s"),
+        ("import os; os._exit(3)", Outcome.CRASH, "exit code 3"),
+    ],
+    ids=["hangs", "exits"],
+)
+def test_a_neighbour_that_ends_the_run_is_named(neighbour: Path, source: str, outcome: Outcome, words: str) -> None:
+    """The plugin at whose import a process hung or ended is named, with the variable that shuts it out."""
+    neighbour.write_text(source, encoding="utf-8")
+    result = _judge("dequant-fallback", load_seconds=5.0)
+    assert result.outcome is outcome
+    assert f"importing the plugin {NEIGHBOUR!r}" in result.message
+    assert f"Q4_DISABLE_PLUGINS={NEIGHBOUR}" in result.message
+    assert words in result.message
+
+
+@pytest.mark.slow
+def test_a_plugin_that_fails_at_import_is_told_by_any_of_its_names(neighbour: Path) -> None:
+    """Whoever asks for it is told why it is not there, under its own name or that of a backend that it would bring."""
+    neighbour.write_text("raise ImportError('libnothing.so.3 is not here')", encoding="utf-8")
+    result = _judge(NEIGHBOUR)
+    assert result.outcome is Outcome.FAIL
+    assert result.message == f"the plugin {NEIGHBOUR!r} failed at import: ImportError: libnothing.so.3 is not here"
+    with pytest.raises(UnknownTargetError) as caught:
+        run_target(Query(name="neighbour"))
+    assert "libnothing.so.3 is not here" in str(caught.value.hint)
+    assert f"the plugin {NEIGHBOUR!r} failed at import" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("field", ["name", "api_version", "capabilities", "conformance_overrides"])
+@pytest.mark.parametrize("junk", _JUNK.values(), ids=_JUNK)
+def test_junk_in_a_manifest_is_no_traceback(field: str, junk: object, tmp_path: Path) -> None:
+    """Whatever stands where a field should, the manifest is told, and every file of it can be written."""
+    kernel = hostile.wrong()
+    subject = BackendSubject(kernel)
+    setattr(kernel, field, junk)
+    told = manifest_of(subject, ["nf4"])
+    assert told["source"]["package"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["no_version", "no_number_for_a_name", "names_raise"])
+def test_a_manifest_of_junk_gives_a_result_and_a_reason(name: str, tmp_path: Path) -> None:
+    """A backend whose version or name is none fails its cases with a reason, and the report is written."""
+    run = run_target(Query(name=f"hostile:{name}", formats=("nf4",), only=(ONE,)))
+    (result,) = run.report.results
+    assert result.outcome is Outcome.FAIL
+    assert "Traceback" not in result.message
+    assert "api_version" in result.message or "name" in result.message
+    assert len(write_files(tmp_path, make_certificate(run, ["q4"]))) == 4
