@@ -93,6 +93,14 @@ def test_shape_is_the_smallest(name: str, least: tuple[int, int, int]) -> None:
     assert found != was
 
 
+def test_rows_that_the_layer_added_are_shown_alone() -> None:
+    """A fault of a path that begins at 48 rows is shown at these, which no case names, and the call repeats them."""
+    fault = BACKENDS["fault-forgets-bias-of-many-rows"]
+    result = _first(run_cases(fault.make(fault.name), [fault.format], only=[fault.caught_by]))
+    assert _sizes(result)[0] == (48, 1, 64)
+    assert "rows=(48,), n=1, k=64" in result.reproducer
+
+
 def test_the_worst_element_is_of_the_small_shape() -> None:
     """Index, value, exact value and bound are those of the smallest result."""
     fault = BACKENDS["fault-half-precision-sums"]

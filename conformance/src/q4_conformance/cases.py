@@ -32,9 +32,12 @@ __all__ = [
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
 _P = ActivationPrecision
+_COARSE = (_P.INT8, _P.FP4)
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
 _ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
 """Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
+_LONG = 14336
+"""In-features of large models' widest layers; the bound grows with them as docs/tolerances.md says."""
 _SLOW = frozenset({"calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
 """Checks of thousands of calls, of a compiler and of another process, which take seconds on an idle machine."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
@@ -120,6 +123,13 @@ def _in_each_dtype(case: Case) -> Iterator[Case]:
         yield attrs.evolve(case, dtype=dtype)
 
 
+def _and_coarse(*cases: Case) -> Iterator[Case]:
+    """Yield cases, and the first of them once more for each coarser precision of the activations."""
+    yield from cases
+    for wish in _COARSE:
+        yield attrs.evolve(cases[0], precision=wish)
+
+
 def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
     """Return the cases that concern whatever computes ``x @ wᵀ + bias``: functions and backends."""
     return tuple(case for item in formats for case in _linear_cases(find_format(item)))
@@ -130,7 +140,7 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
     text = "every element of every draw lies within the float32 bound"
     for recipe in weight_recipes(kind):
         yield from _in_each_dtype(Case(contract="TC-09", part="values", text=text, check="values", recipe=recipe))
-    for wish in (_P.INT8, _P.FP4):
+    for wish in _COARSE:
         for recipe in weight_recipes(kind):
             coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
             case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
@@ -149,15 +159,20 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
         ("TC-09", "out", "out= is written completely and returned"),
         ("TC-11", "strided", "inputs that are not contiguous are refused by a typed error or computed right"),
     ):
-        yield from _in_each_dtype(Case(contract=contract, part=part, text=text, check=part, recipe=base))
+        case = Case(contract=contract, part=part, text=text, check=part, recipe=base)
+        yield from _and_coarse(*_in_each_dtype(case))
     for recipe in _awkward(kind):
         text = "odd sizes and places are refused with a reason or computed right"
-        yield Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe)
+        yield from _and_coarse(Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe))
     yield from _extended_cases(base, kind)
 
 
 def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
-    for wish in (_P.EXACT, _P.INT8, _P.FP4):
+    long = attrs.evolve(base, n=8, k=_LONG)
+    text = "right where rows are as long as in large models"
+    case = Case(contract="EX-01", part="long", text=text, check="values", recipe=long, rows=(1, 17), seeds=(11,))
+    yield from _and_coarse(case)
+    for wish in (_P.EXACT, *_COARSE):
         sweep = Case(
             contract="EX-01", part="rows", text="right for every M", check="values", recipe=base, rows=_SWEEP,
             precision=wish,
@@ -169,7 +184,6 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
     text = "shapes drawn by chance are refused with a reason or computed right"
     yield Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
-    rows = (1, 3, 17)
     for contract, part, name, text in (
         ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
         ("EX-04", "threads", "threads", "threads that share a session and its layers get the bits that one alone gets"),
@@ -178,14 +192,16 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
         ("EX-08", "last-page", "last_page", "nothing is read past the end of a buffer"),
         ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
     ):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield Case(contract=contract, part=part, text=text, check=name, recipe=base, dtype=dtype, rows=rows)
+        rows = (3, 40) if name == "non_finite" else (1, 3, 17)
+        case = Case(contract=contract, part=part, text=text, check=name, recipe=base, rows=rows)
+        both = (attrs.evolve(case, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+        yield from both if name == "gradient" else _and_coarse(*both)
     for scale_kind in _kinds(kind):
         edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
         text = "zero blocks, negative zero, tiny and large scales"
         case = Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges)
         yield from _in_each_dtype(case)
-        for wish in (_P.INT8, _P.FP4):
+        for wish in _COARSE:
             yield attrs.evolve(case, precision=wish)
 
 

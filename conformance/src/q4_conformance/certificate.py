@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance.outcome import Outcome
 from q4_conformance.profiles import cases_for
 from q4_conformance.standing import kind_of, sentence_of, standing_of
-from q4_conformance.tally import count, format_of, formats_of, matrix_of, part_of, path_label, paths_of
+from q4_conformance.tally import count, format_of, formats_of, matrix_of, part_of, part_order, path_label, paths_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
         if item["format"] in subject["formats"] and (item["format"], label) not in ran:
             text = f"path {label} of {item['format']}"
             rows.append({"what": text, "why": "offered; no case that ran came to it", "cases": 0})
+    rows += _unmet(results)
     if document["run"]["only"]:
         text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
         left = due - len(results) - len(document["missing"])
@@ -119,6 +120,26 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
         lacking = len(document["missing"])
         rows.append({"what": "cases without a result", "why": "the run ended before them", "cases": lacking})
     return rows
+
+
+def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the paths that no case of some part came to, though cases of it ran on another path of that precision."""
+    met: dict[tuple[str, str], set[str]] = {}
+    for result in results:
+        for path in result.get("paths", ()):
+            met.setdefault((format_of(result["case"]), path), set()).add(part_of(result["case"]))
+    rows = []
+    for (kind, path), parts in sorted(met.items()):
+        alike = (both for (of, other), both in met.items() if of == kind and _precision(other) == _precision(path))
+        left = sorted(set().union(*alike) - parts, key=part_order)
+        if left:
+            why = f"no case of {', '.join(left)} came to it"
+            rows.append({"what": f"path {path} of {kind}", "why": why, "cases": 0})
+    return rows
+
+
+def _precision(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

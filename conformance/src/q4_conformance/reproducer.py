@@ -54,7 +54,7 @@ def smaller_case(name: str, *, rows: tuple[int, ...] | None = None, n: int | Non
     """
     case = _table().get(name)
     if case is not None:
-        return _resized(case, rows or case.rows, n, k)
+        return _resized(case, rows, n, k)
     raise LookupError(f"case {name!r} is not in the table; q4_conformance.linear_cases() and the like list what is")
 
 
@@ -65,11 +65,11 @@ def _table() -> dict[str, Case]:
     return {case.id: case for table in tables for case in table()}
 
 
-def _resized(case: Case, rows: tuple[int, ...], n: int | None, k: int | None) -> Case:
+def _resized(case: Case, rows: tuple[int, ...] | None, n: int | None, k: int | None) -> Case:
     if case.recipe is None:
         return case
-    recipe = attrs.evolve(case.recipe, n=n or case.recipe.n, k=k or case.recipe.k)
-    return attrs.evolve(case, recipe=recipe, rows=rows)
+    smaller = attrs.evolve(case, recipe=attrs.evolve(case.recipe, n=n or case.recipe.n, k=k or case.recipe.k))
+    return attrs.evolve(smaller, rows=rows, meets_paths=False) if rows else smaller
 
 
 def command_of(words: Iterable[str], case: str) -> str:
@@ -123,7 +123,7 @@ def _least(
     """Return the smallest case found that fails in the same way, and its message."""
     least, message, kind = case, result.message, _kind(result.message)
     for axis in ("rows", "k", "n", "rows", "k"):
-        for smaller in _smaller(least, axis):
+        for smaller in _smaller(least, axis, message):
             if time.monotonic() >= end:
                 return least, message
             try:
@@ -144,20 +144,21 @@ def _kind(message: str) -> str:
     return re.sub(r"\d+|\(in .*", "", message)
 
 
-def _smaller(case: Case, axis: str) -> Iterator[Case]:
-    """Yield a case with one axis smaller, the smallest first."""
+def _smaller(case: Case, axis: str, message: str) -> Iterator[Case]:
+    """Yield a case with one axis smaller, the smallest first; the message tells at which M it failed."""
     recipe = case.recipe
     if recipe is None:
         return
     if axis == "rows":
-        alone = [(rows,) for rows in sorted({1, *case.rows}, key=lambda rows: (rows == 0, rows))]  # no rows are last
+        told = {int(rows) for rows in re.findall(r"\bM = (\d+)", message)}
+        alone = [(rows,) for rows in sorted({1, *told, *case.rows}, key=lambda rows: (rows == 0, rows))]  # 0 is last
         yield from (_resized(case, rows, None, None) for rows in alone if rows != case.rows)
         return
     if axis == "n":
-        yield from (_resized(case, case.rows, size, None) for size in _sizes(1, recipe.n))
+        yield from (_resized(case, None, size, None) for size in _sizes(1, recipe.n))
         return
     unit = 1 if recipe.is_flat else min(recipe.block_size, recipe.k)
-    yield from (_resized(case, case.rows, None, size) for size in _sizes(unit, recipe.k))
+    yield from (_resized(case, None, None, size) for size in _sizes(unit, recipe.k))
 
 
 def _sizes(unit: int, size: int) -> Iterator[int]:
@@ -199,7 +200,10 @@ def _is_installed(subject: Any) -> bool:
 
 def _sizes_of(case: Case) -> str:
     """Return the sizes of a case as arguments of ``smaller_case``."""
-    return "" if case.recipe is None else f", rows={case.rows}, n={case.recipe.n}, k={case.recipe.k}"
+    if case.recipe is None:
+        return ""
+    rows = "" if case.meets_paths else f", rows={case.rows}"
+    return f"{rows}, n={case.recipe.n}, k={case.recipe.k}"
 
 
 def _snippet(case: Case, least: Case, subject: Any) -> list[str]:

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.values import draw, judge_call, make_bias
+from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
 from q4_conformance.oracle import as_given, judge_by
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
 from q4_conformance.pages import on_last_page
@@ -31,13 +31,15 @@ def check_leading(case: Case, subject: Subject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     outputs, inputs = weight.shape
-    for leading in ((), (1,), (2, 3), (1, 2, 1, 3), (0,), (2, 0)):
+    further = [((rows + 1) // 2, 1, 2) for rows in rows_of(case, layer)[len(case.rows) :]]
+    shapes = [(), (1,), (2, 3), (1, 2, 1, 3), (0,), (2, 0), *further]
+    for leading in shapes:
         rows = int(np.prod(leading, dtype=int))
         flat = draw(case, layer, weight, rows, case.seeds[0])
         y = layer(flat.reshape(*leading, inputs))
         expect(tuple(y.shape) == (*leading, outputs), f"x {[*leading, inputs]} gave {list(y.shape)}")
         judge_call(layer, weight, flat, y.reshape(rows, outputs))
-    return "six shapes"
+    return f"{len(shapes)} shapes"
 
 
 @check("strided")
@@ -50,7 +52,7 @@ def check_strided(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     inputs = weight.in_features
     seen = []
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         x = draw(case, layer, weight, rows, case.seeds[0])
         wide = torch.full((rows, inputs + 3), torch.nan, dtype=x.dtype, device=x.device)
         wide[:, 1 : inputs + 1] = x
@@ -80,7 +82,7 @@ def check_out(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     if not getattr(subject, "has_out", True):
         raise NotDeclaredError("out= is not declared")
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         x = draw(case, layer, weight, rows, case.seeds[0])
         shape = (rows, weight.out_features)
         plain = torch.full(shape, torch.nan, dtype=case.dtype, device=layer.device)
@@ -97,7 +99,7 @@ def check_repeat(case: Case, subject: Subject) -> str:
     """The same input gives the same bits: again, and from a second layer over the same weight."""
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    draws = [draw(case, first, weight, rows, case.seeds[0]) for rows in case.rows]
+    draws = [draw(case, first, weight, rows, case.seeds[0]) for rows in rows_of(case, first)]
     results = [first(x).clone() for x in draws]
     second = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     for layer, name in ((first, "the same layer"), (second, "a second layer"), (first, "the first layer, afterwards")):
@@ -125,7 +127,7 @@ def check_threads(case: Case, subject: Subject) -> str:
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     layers = [first, *_beside(case, subject, first)]
-    draws = [draw(case, first, weight, rows, seed) for rows in case.rows for seed in case.seeds]
+    draws = [draw(case, first, weight, rows, seed) for rows in rows_of(case, first) for seed in case.seeds]
     expected = [[layer(x).clone() for x in draws] for layer in layers]
     problems: list[str] = []
     start = threading.Barrier(_THREADS)
@@ -169,7 +171,7 @@ def check_unmodified(case: Case, subject: Subject) -> str:
     areas = {name: area for name, (area, _) in guards.items()}
     before = {name: area.clone() for name, area in areas.items()}
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         source = draw(case, layer, weight, rows, case.seeds[0])
         guarded, x = _guarded(source, torch.nan)
         kept = guarded.clone().view(torch.uint8)
@@ -206,7 +208,7 @@ def check_last_page(case: Case, subject: Subject) -> str:
     judge_by(placed, as_given(weight))
     bias = on_last_page(make_bias(case, weight))
     layer = subject.layer(placed, bias, dtype=case.dtype, precision=case.precision)
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         x = draw(case, layer, weight, rows, case.seeds[0])
         out = on_last_page(torch.empty(rows, weight.out_features, dtype=case.dtype))
         if getattr(subject, "has_out", True):

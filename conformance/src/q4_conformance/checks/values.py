@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
-__all__ = ["draw", "judge_call", "make_bias"]
+__all__ = ["draw", "judge_call", "make_bias", "rows_of"]
 
 _MOST_DRAWS = 8
+_ABOVE = 17
+"""How far above the first M of a path it is met again: past any whole tile of 16 rows, by one."""
+_MOST_ROWS = 4096
+"""Paths that begin at more rows than this are left to whoever measures speed; the certificate tells them."""
 _HALF_SHIFT = -8
 """Edge weights hold scales of 2^10: activations this much smaller keep float16 results in range."""
 
@@ -34,6 +38,20 @@ def make_bias(case: Case, weight: PackedWeight) -> torch.Tensor:
     """Return a bias [N] of the case's dtype, about as large as the results."""
     generator = torch.Generator().manual_seed(case.seeds[0])
     return (torch.randn(weight.out_features, generator=generator) * 2).to(case.dtype)
+
+
+def rows_of(case: Case, layer: Layer) -> tuple[int, ...]:
+    """Return the values of M of a case, and those at which the layer's further paths begin, and a little above."""
+    if not case.meets_paths or not isinstance(layer, BackendLayer):
+        return case.rows
+    further = layer.diagnostics().segments[1:]
+    starts = {
+        rows
+        for segment in further
+        for rows in (segment.low, segment.low + _ABOVE)
+        if rows <= min(segment.high or _MOST_ROWS, _MOST_ROWS)
+    }
+    return (*case.rows, *sorted(starts - {*case.rows}))
 
 
 def draw(case: Case, layer: Layer, weight: PackedWeight, rows: int, seed: int) -> torch.Tensor:
@@ -68,7 +86,7 @@ def _seeds(case: Case) -> Iterator[int]:
 def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None) -> str:
     """Judge each M, drawing until every element has been seen."""
     worst, elements, draws = 0.0, 0, 0
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         unseen: np.ndarray | None = None
         for count, seed in enumerate(_seeds(case), start=1):
             x = draw(case, layer, weight, rows, seed)
@@ -129,7 +147,7 @@ def check_gradient(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
     whose = _whose_gradient(layer, subject)
     worst = 0.0
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
         y = layer(x)
         judge_call(layer, weight, x.detach(), y.detach())
@@ -167,7 +185,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     for value in (float("nan"), float("inf"), float("-inf")):
-        for rows in (3, 40):
+        for rows in filter(lambda rows: rows > 1, rows_of(case, layer)):  # one row has none beside it
             x = draw(case, layer, weight, rows, case.seeds[0])
             x[1, weight.in_features // 2] = value
             y = layer(x)
@@ -186,7 +204,7 @@ def check_noise(case: Case, subject: Subject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     worst = 0.0
-    for rows in case.rows:
+    for rows in rows_of(case, layer):
         for seed in case.seeds:
             x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
             codebook = layer.codebook(rows)

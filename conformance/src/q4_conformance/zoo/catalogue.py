@@ -13,6 +13,7 @@ from q4_conformance.zoo import boundary, conduct, numbers
 from q4_conformance.zoo.dense import DENSE_FAULTS
 from q4_conformance.zoo.fault import Fault
 from q4_conformance.zoo.long_lives import LIFE_FAULTS
+from q4_conformance.zoo.ways import WAY_FAULTS
 
 if TYPE_CHECKING:
     from q4_conformance.zoo.toy import ToyKernel
@@ -326,4 +327,4 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
     )
 )
 
-FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *DENSE_FAULTS, *LIFE_FAULTS)
+FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *WAY_FAULTS, *DENSE_FAULTS, *LIFE_FAULTS)
