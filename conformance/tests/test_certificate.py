@@ -151,7 +151,7 @@ def test_a_path_that_a_part_did_not_come_to_is_told() -> None:
     """A path says which parts never ran on it, though they ran on another path of the same precision."""
     usual, late = "dot|kernel|w4a32|ran", "late|kernel|w4a32|ran"
     case = "EX-01/rows/q8_0-plain-bytes-48x256b32-s0/float32/exact"
-    end = CaseResult(case=case, contract="EX-01", outcome=Outcome.PASS, paths=(usual, late))
+    end = CaseResult(case=case, contract="EX-01", outcome=Outcome.PASS, message="", paths=(usual, late))
     told = documents.document({case: end})
     rows = {row["what"]: row["why"] for row in told["not_tested"]}
     assert "path dot/w4a32 of q8_0" not in rows
