@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy as np
 import torch
 
 from q4_conformance.zoo.fault import Fault
 from q4_conformance.zoo.toy import ToyKernel
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from q4core import PackedWeight, Prepared, Request, Verdict
@@ -58,7 +58,8 @@ class GivesUpOnLongRows(ToyKernel):
     """Gives zeros where a row has more elements than its scratch would hold."""
 
     def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
-        return super().accumulate(values, dense) * (values.shape[1] <= _LONG)
+        y = super().accumulate(values, dense)
+        return y if values.shape[1] <= _LONG else np.zeros_like(y)
 
 
 _INT8 = "nf4-plain-high_first-48x256b64-s0/float32/int8"
