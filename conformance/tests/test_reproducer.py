@@ -259,6 +259,16 @@ def test_no_smaller_weight_is_looked_for_where_memory_is_judged() -> None:
     shown = with_reproducer(failed, case, BackendSubject(ToyKernel()), run).reproducer
     assert tried == []
     assert case.id in shown
+    assert "smallest" not in shown
+
+
+def test_no_smallest_is_told_where_none_was_looked_for() -> None:
+    """Without time for a search, nothing is said about the smallest sizes that fail."""
+    subject = BackendSubject(ToyKernel())
+    failed = CaseResult(case=CASE.id, contract=CASE.contract, outcome=Outcome.FAIL, message="wrong")
+    shown = with_reproducer(failed, CASE, subject, run_case, seconds=0.0).reproducer
+    assert CASE.id in shown
+    assert "smallest" not in shown
 
 
 def test_no_rows_are_tried_last() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from q4_conformance import heap, oracle
-from q4_conformance.checks import kind, rounding
+from q4_conformance import heap, oracle, weighing
+from q4_conformance.checks import rounding
 from q4_conformance.checks.lifetime import LOST_LAYERS
 from q4_conformance.checks.steady import LOST_RESULTS
 
@@ -39,13 +39,15 @@ IN_CODE = {
     "least variance": rounding._NORMAL,
     "lost results": LOST_RESULTS,
     "lost layers": LOST_LAYERS,
-    "dense elements": kind.DENSE_ELEMENTS,
-    "dense bytes": kind.DENSE_BYTES,
-    "kept bytes": kind.KEPT_BYTES,
-    "bytes beside": kind.BESIDE_BYTES,
-    "elements of activations": kind.ACTIVATION_ELEMENTS,
-    "bytes of activations": kind.ACTIVATION_BYTES,
-    "least limit": kind.LEAST_BYTES,
+    "dense elements": weighing.DENSE_ELEMENTS,
+    "dense bytes": weighing.DENSE_BYTES,
+    "kept bytes": weighing.KEPT_BYTES,
+    "bytes beside": weighing.BESIDE_BYTES,
+    "over half sides": weighing.OVER_HALF_SIDES,
+    "elements of activations": weighing.ACTIVATION_ELEMENTS,
+    "bytes of activations": weighing.ACTIVATION_BYTES,
+    "least limit": weighing.LEAST_BYTES,
+    "calls": weighing.CALLS,
     "large block": heap.LARGE_BYTES,
 }
 

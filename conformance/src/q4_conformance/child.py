@@ -1,4 +1,4 @@
-"""What runs in a process of its own: ``python -m q4_conformance.child``. It talks with ``process.Child`` alone.
+"""What runs in a process of its own. It talks with ``process.Child`` alone, which starts it.
 
 Before a plugin is loaded, the pipes are put out of its reach: stdin becomes empty and stdout becomes stderr.
 """
@@ -176,7 +176,3 @@ def main() -> None:
     pipes = _Pipes()
     target, query = _find(pipes)
     _serve(pipes, target, query)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Calls a pickled layer in a new process; run as a module, this file is that process."""
+"""Calls a pickled layer in a new process, which runs ``serve``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["call_elsewhere"]
 
 _SECONDS = 120
+_START = "import gc; gc.disable(); from q4_conformance.elsewhere import serve; gc.freeze(); gc.enable(); serve()"
+"""What torch is made of is looked through for garbage neither while it is loaded nor later."""
 
 
 def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[PackedWeight, torch.Tensor]:
@@ -38,8 +40,8 @@ def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[
     pickle.dump((layer, x.cpu()), buffer)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        done = subprocess.run(  # an interpreter like this one, with this module
-            [sys.executable, "-m", "q4_conformance.elsewhere"],
+        done = subprocess.run(  # noqa: S603  # an interpreter like this one, with this module
+            [sys.executable, "-c", _START],
             input=buffer.getvalue(),
             env=environment,
             capture_output=True,
@@ -55,7 +57,7 @@ def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[
     return weight, y
 
 
-def _serve() -> None:
+def serve() -> None:
     """Call the layer that comes in on standard input."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a backend may print what it likes
@@ -72,7 +74,3 @@ def _answer(answers: io.BufferedWriter) -> None:
     layer, x = pickle.load(sys.stdin.buffer)  # noqa: S301  # as above
     y = layer(x.to(layer.device))
     pickle.dump((layer.packed_weight().to("cpu"), y.cpu()), answers)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -104,9 +104,9 @@ def with_reproducer(  # noqa: PLR0913  # the facts of one search
     if result.outcome is not Outcome.FAIL:
         return result
     allowed = 0.0 if case.check in _LARGE_ONLY else seconds
-    least, message = _least(case, subject, run, result, time.monotonic() + allowed)
+    least, message, tries = _least(case, subject, run, result, time.monotonic() + allowed)
     lines = []
-    if case.recipe is not None and least.recipe is not None:
+    if tries and case.recipe is not None and least.recipe is not None:
         rows, was = (", ".join(map(str, item.rows)) for item in (least, case))
         lines.append(
             f"smallest that fails: M = {rows}, N = {least.recipe.n}, K = {least.recipe.k} "
@@ -119,13 +119,14 @@ def with_reproducer(  # noqa: PLR0913  # the facts of one search
 
 def _least(
     case: Case, subject: Any, run: Callable[[Case, Any], CaseResult], result: CaseResult, end: float
-) -> tuple[Case, str]:
-    """Return the smallest case found that fails in the same way, and its message."""
-    least, message, kind = case, result.message, _kind(result.message)
+) -> tuple[Case, str, int]:
+    """Return the smallest case found that fails in the same way, its message, and how many were tried."""
+    least, message, kind, tries = case, result.message, _kind(result.message), 0
     for axis in ("rows", "k", "n", "rows", "k"):
         for smaller in _smaller(least, axis, message):
             if time.monotonic() >= end:
-                return least, message
+                return least, message, tries
+            tries += 1
             try:
                 tried = run(smaller, subject)
             except (Q4Error, ArithmeticError, LookupError):
@@ -133,7 +134,7 @@ def _least(
             if tried.outcome is Outcome.FAIL and _kind(tried.message) == kind:
                 least, message = smaller, tried.message
                 break
-    return least, message
+    return least, message, tries
 
 
 def _kind(message: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,10 @@ _PEAKS = 4
 _KIB = 1024
 _STATUS = Path("/proc/self/status")
 _MAPPINGS = Path("/proc/self/smaps")
+_PLACES = Path("/proc/self/maps")
+_OPEN = Path("/proc/self/fd")
+_BLOCK = 512
+"""Bytes of the blocks that ``stat`` counts in."""
 _CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -49,6 +55,11 @@ class Allocations:
 
 class _Counter(TorchDispatchMode):
     """Counts the elements of every new storage."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch not load its compiler, which takes a second, only to keep it away from this."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -109,11 +120,30 @@ def _absent_heap_bytes() -> int:
     return absent
 
 
+def _file_bytes() -> int:
+    """Return the size of all mapped files, shared memory among them, and of all that are open and not mapped."""
+    total, mapped = 0, set()
+    for line in _PLACES.read_text(encoding="utf-8", errors="replace").splitlines():
+        span, _, _, device, inode = line.split(maxsplit=5)[:5]
+        if inode != "0":
+            start, end = (int(place, 16) for place in span.split("-"))
+            total += end - start
+            mapped.add((device, int(inode)))
+    for entry in _OPEN.iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is gone by now
+            facts = entry.stat()
+            place = (f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", facts.st_ino)
+            if stat.S_ISREG(facts.st_mode) and place not in mapped:
+                total += facts.st_blocks * _BLOCK
+    return total
+
+
 def taken_bytes(device: torch.device) -> int | None:
     """Return the memory that this process has taken on a device; None where nobody says.
 
-    On the CPU that is its own resident memory and that which it shares, without files. Of the heap every page counts,
-    resident or not, because freed pages of it come and go with whatever asks for a small block.
+    On the CPU that is its own resident memory, and the files and shared memory that it has mapped or open. Of those and
+    of the heap every page counts, resident or not: the pages of a file may be in memory without being anybody's, and
+    freed pages of the heap come and go with whatever asks for a small block.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -122,7 +152,7 @@ def taken_bytes(device: torch.device) -> int | None:
     if "RssAnon" not in facts:
         return None
     try:
-        return facts["RssAnon"] + facts.get("RssShmem", 0) + _absent_heap_bytes()
+        return facts["RssAnon"] + _file_bytes() + _absent_heap_bytes()
     except OSError:
         return None
 

@@ -1,12 +1,11 @@
 """The check of a path's kind: one that says KERNEL holds no dense weight, in no call and at no time.
 
 Dense means a byte or more of an element's own: float32, bfloat16, and int8 levels of 4-bit codes too, because what a
-kernel of one row costs is the bytes that it reads. All limits are shares of N × K, derived in docs/tolerances.md.
+kernel of one row costs is the bytes that it reads. Which paths are called, and how, is said here; ``weighing`` judges.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 from typing import TYPE_CHECKING
@@ -16,10 +15,9 @@ import torch
 
 from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.heap import own_mappings
 from q4_conformance.outcome import NotDeclaredError
 from q4_conformance.table import check, expect
-from q4_conformance.watch import taken_bytes, watch
+from q4_conformance.weighing import Bench, Benches, Point, weigh
 from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError, Standing
 
 if TYPE_CHECKING:
@@ -27,24 +25,12 @@ if TYPE_CHECKING:
 
     from q4_conformance.subject import BackendSubject
     from q4_conformance.table import Case
-    from q4core import KernelPath, PackedWeight, Precision, Prepared, Segment, Selection
+    from q4core import KernelPath, PackedWeight, Precision, Segment, Selection
 
-DENSE_ELEMENTS = 1 / 2
-"""The share of a weight's elements that torch may make, of any dtype, in one call."""
-DENSE_BYTES = 1 / 2
-"""Bytes for each element of a weight by which one call may raise memory."""
-KEPT_BYTES = 3 / 8
-"""Bytes for each element of a weight by which the prepared tensors may be larger than the packed ones."""
-BESIDE_BYTES = 1 / 2
-"""Bytes for each element of a weight that may stay beside the prepared tensors, from ``prepare`` or from calls."""
-ACTIVATION_ELEMENTS = 4
-"""Elements that torch may make for each element of x and y."""
-ACTIVATION_BYTES = 8
-"""Bytes by which one call may raise memory for each element of x and y."""
-LEAST_BYTES = 1 << 20
-"""No limit is lower: libraries and interpreter take as much at times. Only weights of less than 4 MiB come to it."""
-_MANY_ROWS = (64, 128)
-"""From how many rows on paths are wont to do as those of dense weights do."""
+_MANY_ROWS = (64, 128, 257)
+"""From how many rows on paths are wont to do as those of dense weights do; the last is past the largest usual tile."""
+_SAMPLE = 16
+"""One row of the large weight in so many is judged by its numbers, which other cases do of all rows of small ones."""
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -67,51 +53,37 @@ class _View:
 
 
 @attrs.frozen(eq=False)
-class _Call:
-    """One call of one path, made once already."""
-
-    path: KernelPath
-    rows: int
-    run: Callable[[], object]
-    out: torch.Tensor
-
-
-@attrs.frozen(eq=False)
 class _Paths:
     """Paths of a backend, each with the numbers of rows to call it with."""
 
     case: Case
     subject: BackendSubject
     view: _View
-    points: list[tuple[KernelPath, int]]
+    points: list[Point]
 
-    def start(self, weight: PackedWeight) -> tuple[Prepared, list[_Call], int | None]:
-        """Prepare a weight and call each path once; return also how much memory stays beside the prepared tensors."""
-        case, device = self.case, self.subject.device
-        request = self.subject.request(weight, dtype=case.dtype, precision=case.precision)
-        inputs = [draw(case, self.view, weight, rows, case.seeds[0]) for _, rows in self.points]
-        results = [torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype) for _, rows in self.points]
-        results = [out.to(device) for out in results]
-        calls = []
-        with own_mappings(), torch.no_grad():
-            before = taken_bytes(device)
-            prepared = self.subject.prepare(weight, request, ComputePath.KERNEL_ONLY)
-            for (path, rows), x, out in zip(self.points, inputs, results, strict=True):
-                run = functools.partial(self.subject.backend.linear, prepared, x, out, bias=None, path=path.name)
-                run()
-                calls.append(_Call(path, rows, run, out))
-            after = taken_bytes(device)
-        if before is None or after is None:
-            return prepared, calls, None
-        return prepared, calls, max(0, after - before - _new_bytes(prepared, weight))
+    def bench(self, weight: PackedWeight) -> Bench:
+        """Prepare a weight, to be called wherever the same paths serve it."""
+        case, subject = self.case, self.subject
+        request = subject.request(weight, dtype=case.dtype, precision=case.precision)
+        seen = subject.choose(request, ComputePath.KERNEL_ONLY)
+        inputs = [
+            (point, draw(case, self.view, weight, point.rows, case.seeds[0]))
+            for point in self.points
+            if seen.path_for(point.rows) == point.path
+        ]
+        return Bench(subject.backend, weight, lambda: subject.prepare(weight, request, ComputePath.KERNEL_ONLY), inputs)
 
 
-def _rows(segment: Segment, many: tuple[int, ...]) -> list[int]:
-    """Return the least number of rows of a range, and as many more as the range has of those asked for."""
+def _points(segment: Segment, many: tuple[int, ...]) -> list[Point]:
+    """Return the least number of rows of a range, and as many more as the range has of those asked for.
+
+    The least is called often.
+    """
     low, high = segment.low, segment.high
     if _is_interpreted(segment):
-        many = ()
-    return sorted({low, *(max(low, rows if high is None else min(rows, high)) for rows in many)})
+        return [Point(segment.path, low)]
+    rows = sorted({low, *(max(low, item if high is None else min(item, high)) for item in many)})
+    return [Point(segment.path, item, is_often=item == low) for item in rows]
 
 
 def _is_interpreted(segment: Segment) -> bool:
@@ -155,77 +127,26 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         known |= {(item.path.name, item.path.precision) for item in segments}
         if segments:
             many = _MANY_ROWS if is_own else _MANY_ROWS[:1]
-            points = [(segment.path, rows) for segment in segments for rows in _rows(segment, many)]
+            points = [point for segment in segments for point in _points(segment, many)]
             seen += _watch(_Paths(here, subject, _View(subject.device, selection.path_for), points), weight)
     layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
+    sample = torch.arange(0, weight.out_features, _SAMPLE)
+    rows = case.weight().take_rows(sample)
     for segment in layer.diagnostics().segments:
         expect(segment.path.kind is PathKind.KERNEL, f"{segment.path.name} is no kernel path")
         x = draw(case, layer, weight, segment.low, case.seeds[0])
-        judge_call(layer, weight, x, layer(x))
+        judge_call(layer, rows, x, layer(x)[:, sample])
     return "; ".join(seen)
 
 
-def _watch(paths: _Paths, weight: PackedWeight) -> list[str]:
-    """Watch what stays of preparing a weight and of the first calls, then what later calls hold."""
+def _watch(paths: _Paths, weight: PackedWeight) -> Iterator[str]:
+    """Weigh a prepared weight, beside smaller and larger ones of its form."""
     recipe = paths.case.weight_recipe
-    small = attrs.evolve(recipe, n=64, k=max(256, 2 * recipe.block_size))
-    paths.start(small.build())  # what libraries take once, they take here
-    prepared, calls, beside = paths.start(weight)
-    size, packed = weight.out_features * weight.in_features, weight.nbytes
-    most = packed + _limit(size * KEPT_BYTES)
-    kept = f"{prepared.nbytes} bytes of prepared tensors"
-    expect(prepared.nbytes <= most, f"{kept} for a weight of {packed}, more than {most}")
-    seen = [_watch_call(call, weight) for call in calls]
-    if beside is not None:  # judged last, because whoever makes dense weights lets libraries keep places for them
-        _judge_beside(paths, weight, beside)
-        kept = f"{kept} and {beside} beside"
-    return [kept, *seen]
-
-
-def _judge_beside(paths: _Paths, weight: PackedWeight, beside: int) -> None:
-    """Judge what stays beside the prepared tensors, by a larger weight where it is too much.
-
-    What the process took meanwhile for something else is no larger there; a dense weight or its place is.
-    """
-    most = _limit(weight.out_features * weight.in_features * BESIDE_BYTES)
-    if beside <= most:
-        return
-    gc.collect()
-    recipe = paths.case.weight_recipe
-    large = attrs.evolve(recipe, n=2 * recipe.n, k=2 * recipe.k).build()
-    again, limit = paths.start(large)[-1] or 0, _limit(large.out_features * large.in_features * BESIDE_BYTES)
-    text = f"{beside} bytes stay beside the prepared tensors, more than {most}"
+    tiny = paths.bench(attrs.evolve(recipe, n=64, k=max(256, 2 * recipe.block_size)).build())
+    tiny.grown(paths.points)  # what libraries take once, they take here
+    half, double = (
+        attrs.evolve(recipe, n=n, k=k) for n, k in ((recipe.n // 2, recipe.k // 2), (2 * recipe.n, 2 * recipe.k))
+    )
+    benches = Benches(paths.bench(weight), paths.bench(half.build()), lambda: paths.bench(double.build()))
     where = f"{paths.case.dtype}, activations {paths.case.precision.value}"
-    expect(again <= limit, f"{where}: {text}, and {again} of a weight four times as large")
-
-
-def _watch_call(call: _Call, weight: PackedWeight) -> str:
-    """Watch one call."""
-    outputs, inputs = weight.shape
-    size, activations = outputs * inputs, call.rows * (inputs + outputs)
-    what = f"{call.path.name}, M = {call.rows}"
-    most = _limit(size * DENSE_BYTES + ACTIVATION_BYTES * activations)
-    call.out.fill_(torch.nan)
-    used = watch(call.run, call.out.device, enough_bytes=most)
-    expect(bool(torch.isfinite(call.out).all() and call.out.any()), f"{what}: the call computed nothing")
-    elements = int(size * DENSE_ELEMENTS) + ACTIVATION_ELEMENTS * activations
-    expect(used.elements <= elements, f"{what}: {used.elements} elements were made, more than {elements}")
-    if used.peak_bytes is not None:
-        expect(used.peak_bytes <= most, f"{what}: memory peaked by {used.peak_bytes} bytes, more than {most}")
-    return f"{what}: {used.elements} elements, peak {used.peak_bytes} bytes"
-
-
-def _limit(number: float) -> int:
-    return max(LEAST_BYTES, int(number))
-
-
-def _new_bytes(prepared: Prepared, weight: PackedWeight) -> int:
-    """Return the bytes of the prepared tensors, each byte once, whose memory is not the weight's own."""
-    given = {tensor.untyped_storage().data_ptr() for _, tensor in weight.tensors()}
-    sizes: dict[int, int] = {}
-    for tensor in prepared.tensors:
-        storage = tensor.untyped_storage()
-        place = storage.data_ptr()
-        if place not in given:
-            sizes[place] = min(storage.nbytes(), sizes.get(place, 0) + tensor.nbytes)
-    return sum(sizes.values())
+    yield from weigh(benches, paths.points, where)

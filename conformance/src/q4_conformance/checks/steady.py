@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from q4_conformance.checks.device import expect_same_bytes
-from q4_conformance.checks.endurance import CALLS, STEPS, Growth, judge_ste, one_thread
+from q4_conformance.checks.endurance import CALLS, STEPS, Adam, Growth, judge_ste, one_thread
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.lent import lent
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
@@ -104,7 +104,7 @@ def check_train_through(case: Case, subject: BackendSubject) -> str:
     target = torch.tanh(x @ torch.randn(8, 4, generator=generator) / 3).to(subject.device)
     before = torch.nn.Parameter((torch.randn(weight.in_features, 8, generator=generator) / 3).to(subject.device))
     after = torch.nn.Parameter((torch.randn(4, weight.out_features, generator=generator) / 9).to(subject.device))
-    optimiser = torch.optim.Adam([before, after], lr=1e-2)
+    optimiser = Adam([before, after], 1e-2)
     x = x.to(subject.device)
     losses, growth = [], Growth(subject.device)
     for step in range(STEPS):

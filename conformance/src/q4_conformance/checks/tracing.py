@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +36,19 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _load_compiler() -> None:
+    """Load torch's compiler at once, and look for no garbage among what it is made of."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+            with contextlib.suppress(ImportError):  # whoever needs it will say so
+                importlib.import_module(name)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @check("opcheck")
 def check_op(case: Case, subject: BackendSubject) -> str:
     """The op that the layer calls has a true schema, a fake that tells the form, and derivatives that trace."""
@@ -59,6 +75,7 @@ def check_compile(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
+    _load_compiler()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses old parts of torch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.zoo import boundary, conduct, numbers
-from q4_conformance.zoo.dense import DENSE_FAULTS
+from q4_conformance.zoo.densities import DENSE_FAULTS
 from q4_conformance.zoo.fault import Fault
 from q4_conformance.zoo.long_lives import LIFE_FAULTS
 from q4_conformance.zoo.ways import WAY_FAULTS

@@ -6,6 +6,7 @@ kit's own measure. It serves every format, packing, scale kind and feature, exac
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from q4core import Packing
+
 __all__ = ["ToyKernel", "function_of"]
 
 _SLICE_ELEMENTS = 1 << 13
@@ -44,6 +47,12 @@ _PIECE_ROWS = 32
 machine is busy."""
 _INT8_BLOCK = 32
 _GEMV_ROWS = 16
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(count: int, packing: Packing) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    byte, shift = code_positions(count, packing)
+    return byte, shift.astype(np.uint8)
 
 
 class ToyKernel:
@@ -161,13 +170,13 @@ class ToyKernel:
         """Return the codes of rows ``start … stop``, uint8 [R, K]."""
         columns, mask = weight.in_features, 2**weight.format.bits - 1
         if weight.blocks is BlockOrder.FLAT:
-            byte, shift = code_positions(stop * columns, weight.packing)
+            byte, shift = _positions(stop * columns, weight.packing)
             line = weight.qdata.numpy()[byte[start * columns :]] >> shift[start * columns :]
             flat: NDArray[np.uint8] = (line & mask).astype(np.uint8)
             return flat.reshape(stop - start, columns)
-        byte, shift = code_positions(columns, weight.packing)
+        byte, shift = _positions(columns, weight.packing)
         lines = weight.qdata[start:stop].reshape(stop - start, -1).numpy()
-        codes: NDArray[np.uint8] = ((lines[:, byte] >> shift) & mask).astype(np.uint8)
+        codes: NDArray[np.uint8] = (lines.take(byte, axis=1) >> shift) & np.uint8(mask)
         return codes
 
     def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> NDArray[np.float32]:
@@ -176,7 +185,7 @@ class ToyKernel:
         if weight.blocks is BlockOrder.FLAT:
             owner = np.arange(start * columns, stop * columns) // weight.block_size
             return numbers[owner].astype(np.float32).reshape(stop - start, columns)
-        return numbers[start:stop].astype(np.float32)[:, np.arange(columns) // weight.block_size]
+        return np.repeat(numbers[start:stop].astype(np.float32), weight.block_size, axis=1)[:, :columns]
 
     def rows(self, weight: PackedWeight, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
         """Return the weights of rows ``start … stop``, float32 [R, K]."""
@@ -189,7 +198,7 @@ class ToyKernel:
             integer: NDArray[np.float32] = (codes.astype(np.float32) - zero) * scale
             return integer
         table = weight.format.codebook if weight.codebook is None else weight.codebook.tolist()
-        dense: NDArray[np.float32] = np.asarray(table, np.float32)[codes] * scale
+        dense: NDArray[np.float32] = np.asarray(table, np.float32).take(codes) * scale
         return dense if weight.offset is None else self.add_offset(weight, dense, start, stop)
 
     def add_offset(
