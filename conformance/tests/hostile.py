@@ -104,6 +104,38 @@ def breeds() -> ToyKernel:
     return _at_seven(action)
 
 
+def hides() -> ToyKernel:
+    """Leave a process behind that has no parent, no session and no variable of ours."""
+
+    def action() -> None:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                words = [sys.executable, "-c", "import time; time.sleep(600)", "q4-hostile-child"]
+                os.execve(sys.executable, words, {})  # noqa: S606  # the point of it
+            os._exit(0)
+        os.wait()
+
+    return _at_seven(action)
+
+
+def speaks_not() -> ToyKernel:
+    """Raise an error whose text raises."""
+
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise SilentError
+
+    def action() -> None:
+        raise SilentError
+
+    return _at_seven(action)
+
+
+def makes_nothing() -> None:
+    """Return nothing where a backend should come from."""
+
+
 def forks() -> ToyKernel:
     """Fork a child that stays, and crash."""
 

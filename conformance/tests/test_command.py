@@ -133,6 +133,12 @@ def test_one_thing_is_asked_for(words: tuple[str, ...]) -> None:
     assert isinstance(_call(*words).exception, q4.ConfigError)
 
 
+@pytest.mark.parametrize("limit", ["inf", "nan", "-1", "0", "1e300"])
+def test_a_limit_that_is_none_is_bad_usage(limit: str) -> None:
+    """No case may run for ever, and no document can hold such a number."""
+    assert _call("dequant-fallback", "--limit", limit).exit_code == 2
+
+
 def test_verify_and_compare(tmp_path: Path) -> None:
     """A good certificate is told to be so, a damaged one is refused, and two are compared."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"

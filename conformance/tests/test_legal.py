@@ -6,11 +6,13 @@ import os
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
+import attrs
 import documents
 import pytest
 
 from q4_conformance.certificate import make_certificate
 from q4_conformance.junit import to_junit
+from q4_conformance.query import Query
 from q4_conformance.verify import read_certificate
 from q4_conformance.writing import write_files
 
@@ -47,4 +49,8 @@ def test_bytes_that_are_no_text_are_spelled_out(tmp_path: Path, monkeypatch: pyt
     told = make_certificate(documents.run(), [*documents.COMMAND, "--report", name])
     assert len(write_files(tmp_path, told)) == 4
     run = read_certificate(tmp_path / "certificate.json")["run"]
+    stranger = attrs.evolve(documents.TARGET, name=f"{name}:make")
+    query = Query(name=stranger.name, only=("TC-09",))
+    write_files(tmp_path, make_certificate(documents.run(target=stranger, query=query), query.command()))
+    assert read_certificate(tmp_path / "report.json")["subject"]["name"] == r"caf\udce9:make"
     assert run["command"][-1] == run["environment"]["Q4_CACHE"] == r"caf\udce9"

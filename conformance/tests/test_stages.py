@@ -6,23 +6,29 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import documents
 import hostile
 import pytest
 
-from q4_conformance import Outcome
+import q4core as q4
+from q4_conformance import Outcome, run_case
+from q4_conformance.cases import cases_of
 from q4_conformance.certificate import make_certificate
 from q4_conformance.environment import manifest_of
 from q4_conformance.isolated import run_target
+from q4_conformance.outcome import FailureError
 from q4_conformance.process import Limits
-from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.profiles import Target, UnknownTargetError, find_target, subject_for
 from q4_conformance.query import Query
 from q4_conformance.subject import BackendSubject
+from q4_conformance.verify import read_certificate
 from q4_conformance.writing import write_files
 
 if TYPE_CHECKING:
     from q4_conformance import CaseResult
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
+STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 NEIGHBOUR = "q4_neighbour"
 _JUNK = {
     "none": None,
@@ -117,6 +123,66 @@ def test_junk_in_a_manifest_is_no_traceback(field: str, junk: object, tmp_path: 
     setattr(kernel, field, junk)
     told = manifest_of(subject, ["nf4"])
     assert told["source"]["package"]
+
+
+def test_an_error_without_a_text_is_a_failure() -> None:
+    """An exception whose text raises is told by its kind."""
+    (case,) = (item for item in cases_of(("nf4",), "cpu") if item.id == STRUCK)
+    result = run_case(case, BackendSubject(hostile.speaks_not()))
+    assert result.outcome is Outcome.FAIL
+    assert result.message.startswith("SilentError, whose text raises SilentError")
+
+
+def test_a_clock_that_a_subject_sets_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a case took is a number, whatever became of the system's clocks."""
+    monkeypatch.setattr(time, "perf_counter", lambda: float("nan"))
+    (case,) = (item for item in cases_of(("nf4",), "cpu") if item.id == ONE)
+    assert 0 < run_case(case, BackendSubject("dequant-fallback")).seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("makes_nothing", "a backend must have a name, got None"),
+        ("no_version", "api_version must be"),
+        ("never_made", "no kernel today"),
+    ],
+)
+def test_what_is_no_backend_is_refused_with_the_reason(name: str, words: str) -> None:
+    """A function that makes nothing, or what the core would not take, is told so before any case."""
+    with pytest.raises((FailureError, RuntimeError), match=words):
+        subject_for(Target("kernel", f"hostile:{name}", ("nf4",)))
+
+
+@pytest.mark.parametrize("name", [":", "hostile:", ":wrong"])
+def test_half_a_function_is_refused(name: str) -> None:
+    """A name with a colon has a module before it and a function behind it."""
+    with pytest.raises(q4.ConfigError, match="module:function"):
+        find_target(name)
+
+
+def test_a_plugin_that_is_shut_out_is_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for what a variable shuts out reads which plugins are."""
+    monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dialects")
+    q4.reset_registry()
+    try:
+        with pytest.raises(UnknownTargetError, match="the plugin 'dialects' is shut out by") as caught:
+            find_target("dialects")
+    finally:
+        q4.reset_registry()
+    assert "dialects" not in caught.value.available
+
+
+def test_a_manifest_of_a_class_without_a_module_is_verified(tmp_path: Path) -> None:
+    """What can't be told of a subject makes no document contradict itself."""
+    kernel = type("Nameless", (type(hostile.wrong()),), {})("made-up")
+    type(kernel).__module__ = None  # type: ignore[assignment]
+    told = manifest_of(BackendSubject(kernel))
+    assert told["name"] == "made-up"
+    assert told["fault"]
+    run = documents.run(manifest={"name": "made-up", "capabilities": {}} | told)
+    write_files(tmp_path, make_certificate(run, ["q4", "conform", "made-up"]))
+    assert read_certificate(next(tmp_path.glob("*.json")))["manifest"]["fault"] == told["fault"]
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def _of_names(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
     elif told not in {None, name} and not is_made:
         yield "manifest.name", f"subject.name, {name!r}", told
     defined, package = manifest.get("class"), document["source"].get("package")
-    if defined is not None and str(defined).partition(".")[0] != package:
+    if None not in {defined, package} and str(defined).partition(".")[0] != package:
         yield "source.package", f"that of manifest.class, {defined!r}", package
 
 

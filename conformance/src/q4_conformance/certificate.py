@@ -68,9 +68,13 @@ def verdict_hash(document: Mapping[str, Any]) -> str:
     return _hash({"subject": document["subject"], "results": ends})
 
 
-def _spelled(text: str) -> str:
-    """Return a text of the system's with bytes that are no UTF-8 spelled out, because no file can hold them."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _spelled(value: Any) -> Any:
+    """Return a value with what is no UTF-8 in its texts spelled out, because no file can hold it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_spelled(key): _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list) else value
 
 
 def _result(result: CaseResult) -> dict[str, Any]:
@@ -212,8 +216,8 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         },
         "device": {"device": run.target.device, **run.facts.get("device", {})},
         "run": {
-            "command": [_spelled(word) for word in command],
-            "environment": {name: _spelled(os.environ[name]) for name in sorted(os.environ) if name.startswith(_TOLD)},
+            "command": list(command),
+            "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
             "partial": run.query.is_partial,
             "only": list(run.query.only),
             "processes": run.query.processes,
@@ -226,6 +230,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         "known_failures": [item for item in overrides if item["is_known_failure"]],
         "results": [_result(result) for result in run.report.results],
     }
+    basis = _spelled(basis)
     follows = conclusions(basis, _path_facts(run.report.results))
     document = {
         "schema": SCHEMA,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.environment import manifest_of, survey
-from q4_conformance.outcome import CaseResult, FailureError, Outcome
+from q4_conformance.outcome import CaseResult, FailureError, Outcome, said
 from q4_conformance.perf import measure
 from q4_conformance.profiles import cases_for, find_target, subject_for
 from q4_conformance.reference import REFERENCE, reference_backend
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from q4_conformance.profiles import Target
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_TEXT = 1 << 16
 _FAULTS = (Exception, SystemExit)
 
@@ -99,13 +100,15 @@ def _limit_memory(data_bytes: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            system = ctypes.CDLL(None)
+            system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            system.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what hides from its own parent is still found among ours
 
 
 def _words(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[-2:]
     place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
-    return f"{type(error).__name__}: {error}" + (f" (in {place})" if place else "")
+    return said(error) + (f" (in {place})" if place else "")
 
 
 def _find(pipes: _Pipes) -> tuple[Target, dict[str, Any]]:

@@ -38,6 +38,7 @@ _WHAT = "q4 conform"
 _PIPE_WIDTH = 1 << 14
 _MOST_SHOWN = 20
 _PERF_SECONDS = 1.0
+_MOST_SECONDS = 86_400.0
 _STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
 _BAD = {outcome.value for outcome in BAD}
 _EPILOG = (
@@ -78,7 +79,10 @@ def conform(  # noqa: PLR0913  # one argument per option
     perf: Annotated[bool, typer.Option("--perf", help="Measure speed after the cases; changes no verdict.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
     limit: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that one case may take; loading a plugin half as much again.")
+        float,
+        typer.Option(
+            min=0.1, max=_MOST_SECONDS, help="Seconds that one case may take; loading a plugin half as much again."
+        ),
     ] = Limits().case_seconds,
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")

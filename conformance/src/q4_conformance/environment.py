@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from q4_conformance.cases import weight_recipes
+from q4_conformance.outcome import said
 from q4_conformance.overrides import declared_by, judged_in
 from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
 
@@ -139,7 +140,7 @@ def device_facts(device: str) -> dict[str, Any]:
         "cuda": facts.cuda_version,
         "driver": None,
     }
-    if kind == "cuda" and facts.cuda_devices:
+    if kind == "cuda" and int(index or 0) < len(facts.cuda_devices):
         chosen = facts.cuda_devices[int(index or 0)]
         told |= {"gpu": chosen.name, "compute_capability": ".".join(map(str, chosen.capability))}
         told["driver"] = _driver()
@@ -226,8 +227,8 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         "overrides": [],
     }
     try:
-        told["source"] = source_of(_package(judged))
         told["name"] = getattr(judged, "name", None)
+        told["source"] = source_of(_package(judged))
         told["api_version"] = _numbers(getattr(judged, "api_version", ()))
         capabilities = getattr(judged, "capabilities", None)
         if isinstance(capabilities, Capabilities):
@@ -236,5 +237,5 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
     except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: the cases will judge it
-        told["fault"] = f"{type(error).__name__}: {error}"
+        told["fault"] = said(error)
     return told

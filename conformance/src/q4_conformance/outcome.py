@@ -11,7 +11,7 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report"]
+__all__ = ["CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report", "said"]
 
 
 _MOST_NAMED = 4
@@ -29,6 +29,15 @@ class Outcome(enum.Enum):
     CRASH = "crash"
     """The process died."""
     TIMEOUT = "timeout"
+
+
+def said(error: BaseException) -> str:
+    """Return the kind and the text of an error, which may be a stranger's and raise where its text is asked for."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except (Exception, SystemExit) as other:  # noqa: BLE001  # a stranger's code
+        return f"{kind}, whose text raises {type(other).__name__}"
 
 
 class FailureError(Exception):

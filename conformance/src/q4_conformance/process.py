@@ -233,11 +233,12 @@ class Child:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
+        family = list(_family(self._process.pid))[1:]
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        for pid in _owned(self._owner):
+        for pid in (*family, *_owned(self._owner)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,8 +15,8 @@ from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.managed import MemorySubject
 from q4_conformance.outcome import FailureError
 from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
-from q4_conformance.subject import BackendSubject
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, default_registry, dialects
+from q4_conformance.subject import BackendSubject, plugin_of
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,6 +131,8 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
         raise _refuse_profile(name, profile, _NAMES)
     if ":" in name and profile == "core":
         raise _refuse_profile(name, profile, [item for item in PROFILES if item != "core"])
+    if ":" in name and not all(name.split(":", 1)):
+        raise ConfigError(_WHAT, name="NAME", rule="module:function", value=name)
     found = profile if ":" in name else _profile_of(name, profile)
     try:
         kind = torch.device(device).type
@@ -152,7 +155,7 @@ def _profile_of(name: str, profile: str | None) -> str:
         names = target_names(profile)
         close = difflib.get_close_matches(name, names, n=1)
         there = f"There are {', '.join(names)}." if names else "None is installed."
-        there = " ".join([*(f"It may be of what is broken: {item}." for item in _broken()), there])
+        there = " ".join([*(f"It may be of one that is not there: {item}." for item in _broken()), there])
         raise UnknownTargetError(
             _WHAT,
             name="NAME",
@@ -170,10 +173,12 @@ def _profile_of(name: str, profile: str | None) -> str:
 
 
 def _broken() -> Iterator[str]:
-    """Yield what is wrong with each plugin that brings less than it should."""
+    """Yield what is wrong with each plugin that brings less than it should, or that is shut out."""
     for record in default_registry().records():
         if record.errors:
             yield _fault_of(record)
+        elif record.state == "disabled":
+            yield f"the plugin {record.name!r} is shut out by Q4_PLUGINS or Q4_DISABLE_PLUGINS"
 
 
 def _fault_of(record: PluginRecord) -> str:
@@ -243,10 +248,19 @@ def _made(name: str) -> Any:
     return getattr(importlib.import_module(module), function)() if separator else None
 
 
+def _served(name: str, made: Backend) -> Backend:
+    """Return what a function made, where the core takes it for a backend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is raised below
+        refused = Registry([(name, plugin_of(made))]).refused_backends()
+    if refused:
+        raise FailureError(f"what {name!r} made is no backend: {refused[0].reason.message}")
+    return made
+
+
 def _backend(name: str) -> Backend:
-    made: Backend | None = _made(name)
-    if made is not None:
-        return made
+    if ":" in name:
+        return _served(name, _made(name))
     registry = default_registry()
     if name in registry.backends():
         return registry.backends()[name]

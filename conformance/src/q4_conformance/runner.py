@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance import checks
 from q4_conformance.cases import cases_of, linear_cases, select_cases
 from q4_conformance.function_subject import FunctionSubject
-from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
+from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report, said
 from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.plain_cases import core_cases
 from q4_conformance.recording import muted
@@ -33,12 +33,14 @@ __all__ = ["check_core", "check_linear", "run_case", "run_cases"]
 _HELD = checks
 """Importing it fills ``CHECKS``."""
 _FRAMES = 3
+_clock = time.perf_counter
+"""Taken before a subject may put another in its place."""
 _REFERENCE_KIND = PathKind.REFERENCE.value
 
 
 def run_case(case: Case, subject: Any) -> CaseResult:
     """Run one case; every way of ending becomes a result."""
-    started = time.perf_counter()
+    started = _clock()
     ran: set[str] = getattr(subject, "ran", set())
     tried: set[str] = getattr(subject, "tried", set())
     ran.clear()
@@ -59,14 +61,14 @@ def run_case(case: Case, subject: Any) -> CaseResult:
         place = " < ".join(
             f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
         )
-        outcome, message = Outcome.FAIL, f"{type(error).__name__}: {error} (in {place})"
+        outcome, message = Outcome.FAIL, f"{said(error)} (in {place})"
     is_reference = getattr(subject, "name", None) == REFERENCE or any(f"|{_REFERENCE_KIND}|" in path for path in ran)
     return CaseResult(
         case=case.id,
         contract=case.contract,
         outcome=outcome,
         message=message,
-        seconds=time.perf_counter() - started,
+        seconds=_clock() - started,
         is_fallback=outcome is Outcome.PASS and is_reference,
         paths=sorted(ran | tried if outcome is Outcome.FAIL else ran),
         overrides=[item.reason for item in overrides],
