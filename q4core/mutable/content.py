@@ -44,6 +44,34 @@ def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
 class Content:
     """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
 
+    __slots__ = (
+        "__weakref__",
+        "bytes_copied",
+        "conflicts",
+        "copies",
+        "device",
+        "dtype",
+        "failures",
+        "gate",
+        "grown",
+        "is_closed",
+        "is_in_place",
+        "is_unsettled",
+        "label",
+        "lock",
+        "mark",
+        "nbytes",
+        "order",
+        "poison",
+        "reads",
+        "shape",
+        "snapshots",
+        "tensor",
+        "version",
+        "waiting",
+        "writes",
+    )
+
     def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
         self.label = label
         self.is_in_place = is_in_place

@@ -91,6 +91,19 @@ class Exclusion:
         excludes_readers: Whether readers and the writer keep each other out.
     """
 
+    __slots__ = (
+        "_excludes_readers",
+        "_turn",
+        "_waiting_readers",
+        "_waiting_writers",
+        "lock",
+        "lost_reads",
+        "lost_writes",
+        "readers",
+        "writer",
+        "writing",
+    )
+
     def __init__(self, *, excludes_readers: bool) -> None:
         self.lock = threading.RLock()
         self._turn = threading.Condition(self.lock)
