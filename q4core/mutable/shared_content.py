@@ -374,6 +374,8 @@ class SharedContent(SharedState):
                 self.check_form(block, work, alias)
             except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
                 problem = raised
+        is_kept = self.is_in_place and not alias.requires_grad
+        self.kept = None
         with self.lock:
             if block.place[0] != self.epoch or self.gate.writing is not block.token:
                 block.is_admitted = False
@@ -389,6 +391,7 @@ class SharedContent(SharedState):
             may_publish = not self.is_closed and (block.healing or self.poison is None)
             if problem is None and may_publish:
                 self.publish(work)
+                self.kept = alias if is_kept else None
             else:
                 self.note_failure(cause_of(problem))
             self.release_claim()

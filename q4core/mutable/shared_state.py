@@ -232,7 +232,7 @@ class SharedState(Content):
                     self.words[CLOSED] = 1
                 self.segment.remove_name()
             self.is_closed = self.is_let_go = True
-            self.tensor = torch.empty(0)
+            self.tensor, self.kept = torch.empty(0), None
             self.tell_all()
             self.dispose()
 
