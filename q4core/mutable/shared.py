@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
+from q4core.mutable.blocks import ReadView
 from q4core.mutable.native import find_cells
 from q4core.mutable.native_content import NativeContent
 from q4core.mutable.segment import ATOMICS, LOCKS, MAX_SLOTS, Form, Segment
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     import torch
     from typing_extensions import Self
-
-    from q4core.mutable.blocks import ReadView
 
 __all__ = ["SharedMutableTensor"]
 
@@ -88,11 +87,12 @@ class SharedMutableTensor(MutableTensor):
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
         """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
-        if self._reader is None or device is not None:
+        if device is not None:
             return super().read(timeout=timeout, device=device)
+        content = self._content
         if timeout is not None:
-            to_seconds(self._content.label, timeout)  # nobody waits, but what is not legal is told
-        return self._reader(self._content)
+            timeout = to_seconds(content.label, timeout)  # by atomics nobody waits, but what is not legal is told
+        return ReadView(content, timeout) if self._reader is None else self._reader(content)
 
     @classmethod
     def attach(

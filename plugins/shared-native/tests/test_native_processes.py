@@ -10,7 +10,7 @@ DIFFERENT = {
 }
 NAMED = {name: test for name, test in vars(test_shared_processes).items() if name.startswith("test_")}
 globals().update({name: test for name, test in NAMED.items() if name not in DIFFERENT})
-state, process = test_shared_processes.state, test_shared_processes.process
+content, process = test_shared_processes.content, test_shared_processes.process
 
 
 def test_all_that_is_left_out_exists() -> None:

@@ -37,7 +37,7 @@ def test_short_run_finds_nothing(tmp_path: pathlib.Path) -> None:
     options = ("--kinds", "native", "--operations", "40000", "--kills", "10", "--slots", "3", "--json", str(result))
     done = _run("shared_stress.py", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    (race,) = json.loads(result.read_text(encoding="utf-8"))
+    (race,) = json.loads(result.read_text(encoding="utf-8"))["races"]
     assert (race["kind"], race["mode"], race["killed"]) == ("native", "versioned", 10)
     assert race["operations"] >= 40_000
     assert race["writes"] > 0
