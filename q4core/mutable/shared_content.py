@@ -225,7 +225,7 @@ class SharedContent(SharedState):
                 self._give_up(block, obstacle, pauses)
             if obstacle == "readers that wait":
                 lets_readers_go = False
-                time.sleep(READERS_TURN_S)
+                self._let_readers_go()
             elif not self._sleep(obstacle, pauses):
                 with self.lock:
                     hint = "Wait longer, or hold blocks shorter."
@@ -240,6 +240,15 @@ class SharedContent(SharedState):
 
     def _sleep(self, obstacle: str, pauses: Pauses) -> bool:  # noqa: ARG002  # others are woken
         return pauses.sleep()
+
+    def _let_readers_go(self) -> None:
+        time.sleep(READERS_TURN_S)
+
+    def _are_readers_kept_out(self) -> bool:
+        is_told = bool(self.words[READER_WAITS])
+        if is_told:
+            self.words[READER_WAITS] = 0
+        return is_told
 
     def _give_up(self, block: WriteBlock, obstacle: str, pauses: Pauses) -> None:
         """Raise if the block won't wait for what is in the way."""
@@ -271,8 +280,7 @@ class SharedContent(SharedState):
             hint = "Make a new tensor from a snapshot()."
             rule = f"less than {MAX_VERSION}"
             raise LifecycleError(f"update of {self.label}", name="version", rule=rule, value=self.version, hint=hint)
-        if lets_readers_go and self.words[READER_WAITS]:
-            self.words[READER_WAITS] = 0
+        if lets_readers_go and self._are_readers_kept_out():
             return "readers that wait"
         return self._claim_in_place(block) if self.is_in_place else self._claim_free_slot()
 
@@ -338,11 +346,15 @@ class SharedContent(SharedState):
         if getattr(block, "place", (-1, -1))[0] != self.epoch:  # it got no place, or it is the parent's
             return
         if self.gate.writing is block.token:
-            if self.is_in_place and self.claimed is not None and not block.healing:
-                low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
-                self.words[CURRENT] = self.version << 8 | low
+            self._unmark(block)
             self._release_all()
         self.gate.drop(block)
+
+    def _unmark(self, block: WriteBlock) -> None:
+        """Take back that the content is being written, since nothing was."""
+        if self.is_in_place and self.claimed is not None and not block.healing:
+            low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
+            self.words[CURRENT] = self.version << 8 | low
 
     def _release_all(self) -> None:
         """Let go whatever only a writer has, also what it was just taking."""

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture
-def mode() -> MutableMode:
-    """Return the mode that has atomics."""
-    return MutableMode.VERSIONED
+@pytest.fixture(params=MutableMode, ids=lambda mode: mode.value)
+def mode(request: pytest.FixtureRequest) -> MutableMode:
+    """Return a mode."""
+    return MutableMode(request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["kept", "collected"])
