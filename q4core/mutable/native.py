@@ -151,7 +151,11 @@ class Cells(Protocol):
         """Return whether readers of any process wait so."""
 
     def begin_in_place(self, process: int) -> int:
-        """Take the turn and the slot, and mark it as being written; a negative number if something is in the way."""
+        """Take the turn and the slot, and mark it as being written.
+
+        Returns:
+            0; or a negative number if something is in the way, −2 if that is readers, and then new ones are kept out.
+        """
 
     def end_in_place(self) -> int:
         """Publish and give the turn back; a negative number, and nothing is done, if it is closed or poisoned."""

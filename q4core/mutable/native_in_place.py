@@ -14,7 +14,7 @@ from q4core.mutable.blocks import ReadView
 from q4core.mutable.content import Content, cause_of
 from q4core.mutable.exclusion import Exclusion
 from q4core.mutable.native_rows import NativeRows
-from q4core.mutable.pauses import Pauses
+from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
 from q4core.mutable.segment import CLOSED, WRITER_PROCESS
 from q4core.mutable.shared_content import READERS_TURN_S
 from q4core.mutable.shared_state import HEALTHY
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from q4core.mutable.segment import Segment
 
 __all__ = ["NativeInPlace"]
+
+READERS_INSIDE, LOOK = -2, -3
+"""What the plugin says of an update that can't begin at once."""
 
 
 class NativeExclusion(Exclusion):
@@ -133,6 +136,10 @@ class NativeInPlace(NativeRows):
         if held and not self._is_alive(held):
             self.cells.bury(held)
 
+    def pauses(self, timeout: float | None) -> Pauses:
+        """Return pauses that are long, since whoever waits is woken."""
+        return Pauses(timeout, shortest=LONGEST_PAUSE_S)
+
     def _let_in(self, token: object) -> None:
         if token in self.kept_out:
             self.kept_out.discard(token)
@@ -201,8 +208,10 @@ class NativeInPlace(NativeRows):
         try:
             with self.lock:
                 block.place = (self.epoch, -1)
-                is_in = self._begin_at_once(block)
-            if is_in:
+                found = self._begin_at_once(block)
+            if found == READERS_INSIDE:
+                self._wait_for_claim(block, "readers", self.pauses(block.timeout))
+            if found != LOOK:
                 block.work = work = self.tensor
                 block.alias = alias = work.detach()
                 return alias
@@ -212,15 +221,19 @@ class NativeInPlace(NativeRows):
             raise
         return super().begin_write(block)
 
-    def _begin_at_once(self, block: WriteBlock) -> bool:
-        """Take all that an update needs, or return False if there is anything to wait for or to complain about."""
+    def _begin_at_once(self, block: WriteBlock) -> int:
+        """Take all that an update needs, or all but the slot; or nothing, if there is anything else in the way."""
         if block.healing or self.is_closed or not self.gate.try_write(block):
-            return False
-        if self.cells.begin_in_place(self.process) < 0:
+            return LOOK
+        found = self.cells.begin_in_place(self.process)
+        if found == READERS_INSIDE:
+            self.has_turn = True  # and new readers are kept out
+        elif found < 0:
             self._drop_write(block)
-            return False
-        self.claimed, self.has_turn = 0, True
-        return True
+            return LOOK
+        else:
+            self.claimed, self.has_turn = 0, True
+        return found
 
     def _let_readers_go(self) -> None:
         pauses = Pauses(READERS_TURN_S)

@@ -56,7 +56,7 @@ class SharedContent(SharedState):
             view.place = (self.epoch, -1)
             self.check_size()
             if self.is_in_place:
-                pauses = None if view.timeout is None else Pauses(view.timeout)
+                pauses = None if view.timeout is None else self.pauses(view.timeout)
                 self._take_turn_to_read(view)
                 is_in = self._hold_in_place(view)
             else:
@@ -65,7 +65,7 @@ class SharedContent(SharedState):
                 self.gate.enter_read(view, None, self.check_waiting)
                 is_in = self._hold_newest(view)
         while not is_in:
-            pauses = pauses or Pauses(view.timeout)
+            pauses = pauses or self.pauses(view.timeout)
             is_in = self._hold_later(view, pauses)
         return view.base.detach()
 
@@ -171,6 +171,10 @@ class SharedContent(SharedState):
         if is_late:
             refuse_late(self.label, error)
 
+    def pauses(self, timeout: float | None) -> Pauses:
+        """Return how long to sleep between two looks at what other processes do."""
+        return Pauses(timeout)
+
     # -- waiting for a version
 
     def wait_for(self, version: int, timeout: float | None) -> bool:
@@ -199,7 +203,7 @@ class SharedContent(SharedState):
         """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
         with self.lock:
             block.place = (self.epoch, -1)
-            pauses = None if block.timeout is None else Pauses(block.timeout)
+            pauses = None if block.timeout is None else self.pauses(block.timeout)
             self.check_size()
             if block.healing:
                 self.check_healing()
@@ -212,7 +216,7 @@ class SharedContent(SharedState):
             if obstacle is None:
                 self._begin_update(block)
         if obstacle is not None:
-            self._wait_for_claim(block, obstacle, pauses or Pauses(block.timeout))
+            self._wait_for_claim(block, obstacle, pauses or self.pauses(block.timeout))
         block.work = work = self._working_copy(block)
         block.alias = alias = work.detach()
         return alias

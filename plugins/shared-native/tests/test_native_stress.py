@@ -31,12 +31,12 @@ import shared_stress
 from q4core.mutable.native_in_place import NativeInPlace
 def broken(self, block):  # whoever reads there
     if block.healing or not self.gate.try_write(block):
-        return False
+        return -3
     if not self.cells.try_turn():
         self._drop_write(block)
-        return False
+        return -3
     self.claimed, self.has_turn = 0, True
-    return True
+    return 0
 NativeInPlace._begin_at_once = broken
 shared_stress.main(["--operations", "3000000", "--kills", "0", "--kinds", "native", "--modes", "in_place"])
 """
