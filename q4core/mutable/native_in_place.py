@@ -10,8 +10,9 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING
 
+from q4core.errors import PoisonedError
 from q4core.mutable.blocks import ReadView
-from q4core.mutable.content import Content, cause_of
+from q4core.mutable.content import Content, cause_of, refuse_late
 from q4core.mutable.exclusion import Exclusion
 from q4core.mutable.native_rows import NativeRows
 from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
@@ -33,6 +34,11 @@ __all__ = ["NativeInPlace"]
 
 READERS_INSIDE, LOOK = -2, -3
 """What the plugin says of an update that can't begin at once."""
+
+
+def _mark_of(slot: torch.Tensor) -> tuple[int, int]:
+    """Return torch's count of in-place changes; a slot's address never changes."""
+    return slot._version, 0  # noqa: SLF001  # torch documents it under this name
 
 
 class NativeExclusion(Exclusion):
@@ -108,10 +114,28 @@ class NativeInPlace(NativeRows):
         self._notice_fork()
         return super().begin_read(view)
 
-    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
-        """Let the view out."""
+    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:  # noqa: ARG002  # see snapshot
+        """Let the view out, after a look at whether the content is still what it was; the plugin counts it."""
         self._notice_fork()
-        super().end_read(view, error, is_copied=is_copied)
+        base, version = view.base, view.version
+        del view.base
+        with self.lock:
+            epoch, slot = view.place
+            is_late = epoch != self.epoch or view.token not in self.gate.readers
+            try:
+                if not is_late and _mark_of(base) != view.mark:
+                    self.refuse_touched(base, version)
+            except PoisonedError:
+                if error is None:
+                    raise
+            finally:
+                if is_late:
+                    view.is_admitted = False
+                else:
+                    self.release_hold(view.token, slot)
+                    self.gate.end_read(view)
+        if is_late:
+            refuse_late(self.label, error)
 
     def _hold_in_place(self, view: ReadView) -> bool:
         cells = self.cells
@@ -160,7 +184,7 @@ class NativeInPlace(NativeRows):
     def _enter(self, view: ReadView, slot: int, version: int) -> None:
         self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
         base = self.slots[slot]
-        view.base, view.mark, view.version = base, (base._version, 0), version  # noqa: SLF001  # torch documents it
+        view.base, view.mark, view.version = base, _mark_of(base), version
         if not self.cells.is_untouched(slot, version):
             self.refuse_touched(base, version)
 
