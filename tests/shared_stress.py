@@ -351,8 +351,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     load = os.getloadavg()[0]
     for kind in options.kinds:
         for mode in q4.MutableMode if options.modes is None else map(q4.MutableMode, options.modes):
-            if kind == NATIVE and mode is q4.MutableMode.IN_PLACE:
-                continue  # it has no atomics
             run = Run(mode, options.operations, 0 if kind == "threads" else options.kills, slots=options.slots)
             results.append(run.in_threads() if kind == "threads" else run.in_processes(kind))
             print(results[-1], flush=True)  # noqa: T201  # a program's result

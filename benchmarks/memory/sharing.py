@@ -5,7 +5,8 @@
 Alone: one read and one update of 64 numbers, from Python, nobody else there: the least and the median of many rounds.
 Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
 an update is one addition. Either may also compute for a while with the tensor in its hands; the writer may rest between
-updates. Kinds take turns, so that what else the machine does falls on all alike.
+updates. In "taking alone" a reader only takes the tensor, since a sum costs more than that. Kinds take turns, so that
+what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMBERS, READERS = 64, 4
-KINDS = ("lock", "versioned", "native", "in_place")
+KINDS = ("lock", "versioned", "native", "in_place", "native_in_place")
 
 
 @attrs.frozen
@@ -42,12 +43,14 @@ class Race:
         update_s: How long an update computes.
         rest_s: How long the writer rests after each.
         read_s: How long a read computes.
+        is_summed: Whether a read sums the tensor, or only takes it.
     """
 
     name: str
     update_s: float
     rest_s: float
     read_s: float
+    is_summed: bool = True
 
 
 RACES = [
@@ -55,13 +58,14 @@ RACES = [
     Race("long updates", 2e-3, 1e-3, 0.0),
     Race("long updates without rest", 2e-3, 0.0, 0.0),
     Race("long reads", 0.0, 1e-3, 1e-3),
+    Race("taking alone", 0.0, 1e-3, 0.0, is_summed=False),
 ]
 
 
 def shared(kind: str, slots: int = 4) -> q4.SharedMutableTensor:
-    """Return a tensor of one of the kinds; ``native`` is ``VERSIONED`` by the atomics of q4-shared-native."""
-    mode = q4.MutableMode("versioned" if kind == "native" else kind)
-    return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind == "native")
+    """Return a tensor of one of the kinds; the native ones are by the atomics of q4-shared-native."""
+    mode = q4.MutableMode.IN_PLACE if kind.endswith("in_place") else q4.MutableMode.VERSIONED
+    return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
 
 
 def alone(kind: str) -> dict[str, float]:
@@ -106,12 +110,16 @@ def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[
                 tensor.sum()
                 _compute(race.read_s)
 
+        def take() -> None:
+            with lock:
+                _ = tensor
+
         def write() -> None:
             with lock:
                 tensor.add_(1)
                 _compute(race.update_s)
 
-        yield read, write
+        yield (read if race.is_summed else take), write
         return
     with shared(kind, slots=8) as state:
 
@@ -120,12 +128,16 @@ def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[
                 view.tensor.sum()
                 _compute(race.read_s)
 
+        def take_shared() -> None:
+            with state.read() as view:
+                _ = view.tensor
+
         def write_shared() -> None:
             with state.write(wait=True) as tensor:
                 tensor.add_(1)
                 _compute(race.update_s)
 
-        yield read_shared, write_shared
+        yield (read_shared if race.is_summed else take_shared), write_shared
 
 
 def together(kind: str, race: Race, seconds: float) -> dict[str, float]:

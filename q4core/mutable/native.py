@@ -19,7 +19,7 @@ __all__ = ["Cells", "SharedCells", "find_cells"]
 
 
 class Cells(Protocol):
-    """What one process holds of a segment. Every method returns at once, but ``wait`` and ``wait_turn``."""
+    """What one process holds of a segment. Every method returns at once, but those that wait."""
 
     reads: int
     """Read blocks that were left."""
@@ -50,7 +50,7 @@ class Cells(Protocol):
     def rows_used(self) -> int:
         """One more than the last row that was ever used."""
 
-    def read(self, content: object) -> ReadView:
+    def read(self, content: object, timeout: float | None = None) -> ReadView:
         """Return a read block; it calls the content back when there is something to tell."""
 
     def enter(self, row: int) -> None:
@@ -111,6 +111,83 @@ class Cells(Protocol):
 
     def publish(self, slot: int) -> int:
         """Make what is in the slot the next version, and return its number."""
+
+    # -- where there is one slot, ``IN_PLACE``
+
+    @property
+    def current(self) -> int:
+        """The word of version and state, with all that was stored before it."""
+
+    @property
+    def barred(self) -> int:
+        """Which writer keeps readers out, as ``turn`` says it; 0 for none."""
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is this process's turn to write."""
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether this process reads, so that nobody writes."""
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether an update of this process is under way, as far as the header says."""
+
+    @property
+    def has_published(self) -> bool:
+        """Whether this process has published since it last tried to get the turn."""
+
+    def hold_in_turn(self, again: bool) -> bool:  # noqa: FBT001  # called by position, on the fast path
+        """Hold the slot for blocks that the caller counts, unless it is barred; ``again``: by a thread that reads."""
+
+    def let_go(self) -> None:
+        """Let those blocks go, if they hold it."""
+
+    def say_kept_out(self, is_any: bool) -> None:  # noqa: FBT001  # as above
+        """Say whether readers of this process wait for a writer to end."""
+
+    def keeps_out(self) -> bool:
+        """Return whether readers of any process wait so."""
+
+    def is_readers_turn(self) -> bool:
+        """Return whether an update ended so lately that those whom it kept out go first."""
+
+    def begin_in_place(self, process: int) -> int:
+        """Take the turn and the slot, and mark it as being written.
+
+        Returns:
+            0; or a negative number if something is in the way, −2 if that is readers, and then new ones are kept out.
+        """
+
+    def end_in_place(self) -> int:
+        """Publish and give the turn back; a negative number, and nothing is done, if it is closed or poisoned."""
+
+    def claim(self) -> bool:
+        """Keep new readers out, and return whether none are left."""
+
+    def mark(self) -> None:
+        """Say that the content is being written."""
+
+    def unmark(self) -> None:
+        """Take that back, if it was said and nothing was written."""
+
+    def poison(self) -> None:
+        """Say that the content is unknown."""
+
+    def bury(self, dead: int) -> None:
+        """End the turn of a process that has ended."""
+
+    def wait_bar(self, seconds: float) -> None:
+        """Sleep until no writer keeps readers out, or for so long."""
+
+    def wait_readers(self, seconds: float) -> None:
+        """Sleep until a process has ended its reads, or for so long."""
+
+    def wait_kept_out(self, seconds: float) -> None:
+        """Sleep until readers that waited are in, or for so long."""
+
+    # -- waiting, both modes
 
     def wait(self, known: int, seconds: float) -> None:
         """Sleep until the word is another than this one, or for so long."""

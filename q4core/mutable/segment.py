@@ -33,7 +33,7 @@ __all__ = ["ATOMICS", "CURRENT", "FIRST_SLOT", "LOCKS", "MAX_SLOTS", "ROWS", "WR
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory
 NAME = re.compile(r"q4core-[0-9a-f]{16}")
 MAGIC = b"q4mutabl"
-LOCKS, ATOMICS = 1, 2
+LOCKS, ATOMICS = 1, 3
 """Layouts, and so protocols: all who use a segment follow the one that its maker chose."""
 ROWS, ROW_BYTES = 256, 64
 """With atomics: room for what so many processes hold, each on a cache line of its own."""
@@ -53,7 +53,7 @@ CLOSED, TAINTED = 72, 73
 WRITER_WAITS, READER_WAITS = 80, 88
 """Hints that somebody polls; whoever died may have left them behind, so that nobody waits for them alone."""
 WRITER_PROCESS = 96
-# With atomics, 104 … 127 are the plugin's.
+# With atomics, 80 … 95 and 104 … 127 are the plugin's; 80 then says who keeps readers out.
 CAUSE = slice(1024, 1536)
 """Bytes: words 128 … 191."""
 
@@ -126,7 +126,7 @@ def _unpacked(label: str, header: bytes, size: int) -> Form:
     magic, layout, mode, slots, stride, content_bytes, rank, name, *shape = FORM.unpack_from(header)
     check("magic", repr(MAGIC), magic, holds=magic == MAGIC)
     check("layout", f"number {LOCKS} or {ATOMICS}", layout, holds=layout in {LOCKS, ATOMICS})
-    check("mode", "0 or 1, and 0 with atomics", mode, holds=mode == 0 or (mode == 1 and layout == LOCKS))
+    check("mode", "0 or 1", mode, holds=mode in {0, 1})
     check("rank", f"0 … {MAX_RANK}", rank, holds=0 <= rank <= MAX_RANK)
     check("shape", "0 or more everywhere", shape[:rank], holds=all(length >= 0 for length in shape[:rank]))
     dtype: Any = getattr(torch, name.rstrip(b"\0").decode("ascii", "replace"), None)

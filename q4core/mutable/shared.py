@@ -10,6 +10,7 @@ from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mo
 from q4core.mutable.blocks import ReadView
 from q4core.mutable.native import find_cells
 from q4core.mutable.native_content import NativeContent
+from q4core.mutable.native_in_place import NativeInPlace
 from q4core.mutable.segment import ATOMICS, LOCKS, MAX_SLOTS, Form, Segment
 from q4core.mutable.shared_content import SharedContent
 from q4core.mutable.tensor import MutableTensor
@@ -38,7 +39,7 @@ class SharedMutableTensor(MutableTensor):
         slots: ``VERSIONED``: how many versions there is room for, 3 … 64. Of these, one is the newest and one the
             writer's; the others are for readers that still hold older versions.
         native: Whether processes agree by the atomics of the plugin ``q4-shared-native``, which then all of them need,
-            or by the core's own, slower locks. None: by atomics where this process has them. ``VERSIONED`` alone.
+            or by the core's own, slower locks. None: by atomics where this process has them.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
@@ -47,7 +48,7 @@ class SharedMutableTensor(MutableTensor):
     """
 
     _content: SharedContent
-    _reader: Callable[[SharedContent], ReadView] | None = None
+    _reader: Callable[..., ReadView] | None = None
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class SharedMutableTensor(MutableTensor):
         if not isinstance(slots, int) or isinstance(slots, bool) or not LEAST_SLOTS <= slots <= MAX_SLOTS:
             raise ConfigError(label, name="slots", rule=f"{LEAST_SLOTS} … {MAX_SLOTS}", value=slots)
         count = slots if mode is MutableMode.VERSIONED else 1
-        form = Form(mode, tensor.dtype, tuple(tensor.shape), count, _layout(label, mode, native=native))
+        form = Form(mode, tensor.dtype, tuple(tensor.shape), count, _layout(label, native=native))
         segment = Segment.create(label, form, tensor.detach())
         self._adopt(segment, label, name)
 
@@ -82,17 +83,19 @@ class SharedMutableTensor(MutableTensor):
             hint = "Install q4-shared-native here, or make the tensor with native=False."
             rule, got = "that of the core's own locks", "that of atomics, which only q4-shared-native has"
             raise LifecycleError(f"segment of {label}", name="layout", rule=rule, value=got, hint=hint)
-        self._content = content = NativeContent(segment, label, cells)
+        kind = NativeContent if self._mode is MutableMode.VERSIONED else NativeInPlace
+        self._content = content = kind(segment, label, cells)
         self._reader = content.cells.read
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
         """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
         if device is not None:
             return super().read(timeout=timeout, device=device)
-        content = self._content
-        if timeout is not None:
-            timeout = to_seconds(content.label, timeout)  # by atomics nobody waits, but what is not legal is told
-        return ReadView(content, timeout) if self._reader is None else self._reader(content)
+        if self._reader is None:
+            return ReadView(self._content, timeout if timeout is None else to_seconds(self._content.label, timeout))
+        if timeout is None:
+            return self._reader(self._content)
+        return self._reader(self._content, to_seconds(self._content.label, timeout))
 
     @classmethod
     def attach(
@@ -213,14 +216,10 @@ class SharedMutableTensor(MutableTensor):
         super().__reduce_ex__(2)
 
 
-def _layout(label: str, mode: MutableMode, *, native: bool | None) -> int:
+def _layout(label: str, *, native: bool | None) -> int:
     """Return by which protocol processes are to agree."""
     if native is not None and not isinstance(native, bool):
         raise ConfigError(label, name="native", rule="True, False or None", value=native)
-    if mode is MutableMode.IN_PLACE:
-        if native:
-            raise ConfigError(label, name="native", rule="False or None with IN_PLACE", value=native)
-        return LOCKS
     found = native is not False and find_cells() is not None
     if native and not found:
         hint = "Install q4-shared-native, and look at `q4 doctor`; or leave native=None."

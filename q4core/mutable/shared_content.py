@@ -62,7 +62,7 @@ class SharedContent(SharedState):
                 self.gate.enter_read(view, None, self.check_waiting)
                 self._hold_newest(view)
                 return view.base.detach()
-            pauses = None if view.timeout is None else Pauses(view.timeout)
+            pauses = None if view.timeout is None else self.pauses(view.timeout)
             gate = self.gate
             if gate.writer is view.thread:
                 self._refuse_own_write(view)
@@ -70,7 +70,7 @@ class SharedContent(SharedState):
                 self._refuse_late_read(view)
             is_in = self._hold_in_place(view)
         while not is_in:
-            pauses = pauses or Pauses(view.timeout)
+            pauses = pauses or self.pauses(view.timeout)
             is_in = self._hold_later(view, pauses)
         return view.base.detach()
 
@@ -177,6 +177,10 @@ class SharedContent(SharedState):
         if is_late:
             refuse_late(self.label, error)
 
+    def pauses(self, timeout: float | None) -> Pauses:
+        """Return how long to sleep between two looks at what other processes do."""
+        return Pauses(timeout)
+
     # -- waiting for a version
 
     def wait_for(self, version: int, timeout: float | None) -> bool:
@@ -205,7 +209,7 @@ class SharedContent(SharedState):
         """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
         with self.lock:
             block.place = (self.epoch, -1)
-            pauses = None if block.timeout is None else Pauses(block.timeout)
+            pauses = None if block.timeout is None else self.pauses(block.timeout)
             if block.healing:
                 self.check_healing()
             elif self.lost or self.is_closed or lseek(self.locks.file, 0, SEEK_END) < self.total:
@@ -217,7 +221,7 @@ class SharedContent(SharedState):
             if obstacle is None:
                 self._begin_update(block)
         if obstacle is not None:
-            self._wait_for_claim(block, obstacle, pauses or Pauses(block.timeout))
+            self._wait_for_claim(block, obstacle, pauses or self.pauses(block.timeout))
         block.work = work = self._working_copy(block)
         block.alias = alias = work.detach()
         return alias
@@ -230,7 +234,7 @@ class SharedContent(SharedState):
                 self._give_up(block, obstacle, pauses)
             if obstacle == "readers that wait":
                 lets_readers_go = False
-                time.sleep(READERS_TURN_S)
+                self._let_readers_go()
             elif not self._sleep(obstacle, pauses):
                 with self.lock:
                     hint = "Wait longer, or hold blocks shorter."
@@ -245,6 +249,15 @@ class SharedContent(SharedState):
 
     def _sleep(self, obstacle: str, pauses: Pauses) -> bool:  # noqa: ARG002  # others are woken
         return pauses.sleep()
+
+    def _let_readers_go(self) -> None:
+        time.sleep(READERS_TURN_S)
+
+    def _are_readers_kept_out(self) -> bool:
+        is_told = bool(self.words[READER_WAITS])
+        if is_told:
+            self.words[READER_WAITS] = 0
+        return is_told
 
     def _give_up(self, block: WriteBlock, obstacle: str, pauses: Pauses) -> None:
         """Raise if the block won't wait for what is in the way."""
@@ -278,8 +291,7 @@ class SharedContent(SharedState):
             hint = "Make a new tensor from a snapshot()."
             rule = f"less than {MAX_VERSION}"
             raise LifecycleError(f"update of {self.label}", name="version", rule=rule, value=self.version, hint=hint)
-        if lets_readers_go and self.words[READER_WAITS]:
-            self.words[READER_WAITS] = 0
+        if lets_readers_go and self._are_readers_kept_out():
             return "readers that wait"
         return self._claim_in_place(block) if self.is_in_place else self._claim_free_slot()
 
@@ -343,11 +355,15 @@ class SharedContent(SharedState):
         if getattr(block, "place", (-1, -1))[0] != self.epoch:  # it got no place, or it is the parent's
             return
         if self.gate.writing is block.token:
-            if self.is_in_place and self.claimed is not None and not block.healing:
-                low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
-                self.words[CURRENT] = self.version << 8 | low
+            self._unmark(block)
             self._release_all()
         self.gate.drop(block)
+
+    def _unmark(self, block: WriteBlock) -> None:
+        """Take back that the content is being written, since nothing was."""
+        if self.is_in_place and self.claimed is not None and not block.healing:
+            low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
+            self.words[CURRENT] = self.version << 8 | low
 
     def _release_all(self) -> None:
         """Let go whatever only a writer has, also what it was just taking."""

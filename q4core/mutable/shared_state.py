@@ -94,6 +94,10 @@ class SharedState(Content):
         """Whether a thread of this process holds a slot, or the turn to write."""
         return self.has_turn or any(self.holds)
 
+    def is_inside(self, thread: Thread | None) -> bool:
+        """Return whether a thread is in a block."""
+        return self.gate.writer is thread or self.gate.is_reading(thread)
+
     @property
     def is_disposed(self) -> bool:
         """Whether this process has given everything back."""
@@ -258,7 +262,7 @@ def _after_thread(thread: Thread) -> None:
         # Not in a forked child, where its parent's other threads end; nor may a thread that hangs hold up this one.
         if state.process == os.getpid() and state.lock.acquire(timeout=LONGEST_LOOK_S):
             try:
-                if state.gate.writer is thread or state.gate.is_reading(thread):
+                if state.is_inside(thread):
                     with contextlib.suppress(LifecycleError):
                         state.reclaim()
             finally:

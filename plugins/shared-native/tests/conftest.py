@@ -10,7 +10,7 @@ from q4core.mutable import MutableMode
 __all__ = ["content", "keeps", "other", "state", "threads"]
 
 
-@pytest.fixture
-def mode() -> MutableMode:
-    """Return the mode that has atomics."""
-    return MutableMode.VERSIONED
+@pytest.fixture(params=MutableMode, ids=lambda mode: mode.value)
+def mode(request: pytest.FixtureRequest) -> MutableMode:
+    """Return a mode."""
+    return MutableMode(request.param)

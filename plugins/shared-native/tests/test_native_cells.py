@@ -14,11 +14,13 @@ from processes import processes
 from sharing import LONG, content_of, until
 
 import q4core as q4
-from q4core.mutable import SharedMutableTensor, native, native_content, pauses, process_locks, segment, shared
+from q4core.mutable import SharedMutableTensor, native, native_rows, pauses, process_locks, segment, shared
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Iterator
+
+    from q4core.mutable import MutableMode
 
 AWAITED, TURN_AWAITED = 120, 121
 """The words that say that somebody waits for a version, and for the turn to write."""
@@ -153,7 +155,7 @@ def test_who_waits_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """By an update, by poison and by closing, not by the time after which it would look itself."""
-    monkeypatch.setattr(native_content, "LONGEST_SLEEP_S", 10 * LONG)
+    monkeypatch.setattr(native_rows, "LONGEST_SLEEP_S", 10 * LONG)
     with processes(state, 1) as (process,):
         for version in (1, 2):
             waiting = threads.submit(state.wait, version)
@@ -246,9 +248,9 @@ def test_atomics_that_are_missing_are_refused() -> None:
         assert state._content.segment.form.layout == segment.LOCKS
 
 
-@pytest.mark.parametrize(("mode", "asked"), [("in_place", True), ("versioned", 1), ("versioned", "yes")])
-def test_what_can_not_be_asked_for_is_refused(mode: Any, asked: Any) -> None:
-    """ConfigError: IN_PLACE has no atomics, and the argument is a truth value or None."""
+@pytest.mark.parametrize("asked", [1, "yes"])
+def test_what_can_not_be_asked_for_is_refused(mode: MutableMode, asked: Any) -> None:
+    """ConfigError: the argument is a truth value or None."""
     with pytest.raises(q4.ConfigError) as caught:
         SharedMutableTensor(torch.zeros(4), mode=mode, native=asked)
     assert (caught.value.name, caught.value.value) == ("native", asked)

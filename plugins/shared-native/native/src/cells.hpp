@@ -2,7 +2,8 @@
 //
 // One 64-bit word names the newest version and its slot. Each process has a row, with one bit for each slot that it reads.
 // A reader sets its bit and then looks at the word again; a writer, whose turn it is, writes only where no bit is set. Between
-// its store and its look each has a full fence, so at least one of the two sees the other.
+// its store and its look each has a full fence, so at least one of the two sees the other. Where there is one slot only, a
+// writer whose turn it is sets a bar, and writes once no bit is set; a reader sets its bit and then looks for the bar.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,14 +17,29 @@
 
 namespace q4 {
 
-constexpr int kLayout = 2;
+constexpr int kLayout = 3;
 constexpr int kPage = 4096;
 constexpr int kRows = 256;
 constexpr int kRowBytes = 64;
 constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
 
 // Which 64-bit word of the header is what; q4core/mutable/segment.py has the same numbers.
-enum Word { kCurrent = 64, kClosed = 72, kTainted = 73, kWriterProcess = 96, kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121 };
+enum Word {
+    kCurrent = 64, kClosed = 72, kTainted = 73, kBarred = 80, kBarAwaited = 81, kMoves = 88, kMovesAwaited = 89, kUnbarredAt = 90, kWriterProcess = 96,
+    kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121
+};
+// Beside the version in one word, where there is one slot.
+enum State { kHealthy = 0, kWriting = 1, kPoisoned = 2 };
+// The bits of a row, where there is one slot.
+constexpr uint64_t kReads = 1, kKeptOut = 2;
+// How long after the end of an update the readers that it kept out may go first.
+constexpr int64_t kReadersTurnNs = 1'200'000;
+
+inline int64_t now_ns() {
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
+}
 
 // Reads and writes of words that other processes change too.
 template <class T> T load(const T& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
@@ -107,8 +123,12 @@ class Cells {
     // Take the turn from a process that is known to have ended.
     bool inherit_turn(int64_t from) { return is_own() && exchange(words_[kTurn], from, mine_); }
 
+    bool has_turn() const { return is_own() && turn() == mine_; }
+
     void end_turn() {
-        if (!is_own() || !exchange(words_[kTurn], mine_, 0)) return;
+        if (!has_turn()) return;
+        unbar();
+        exchange(words_[kTurn], mine_, 0);
         fence();
         if (word(kTurnAwaited)) wake(kTurn, kTurnAwaited);
     }
@@ -131,6 +151,60 @@ class Cells {
         if (word(kAwaited)) wake(kCurrent, kAwaited);
     }
 
+    // -- one slot
+
+    // Hold the slot, which this process does not hold, unless it is barred.
+    bool hold_unless_barred() {
+        __atomic_fetch_or(&rows_[row_].slots, kReads, __ATOMIC_SEQ_CST);
+        fence();
+        if (word(kBarred) == 0) return true;
+        leave_slot();
+        return false;
+    }
+
+    void leave_slot() {
+        if (is_own()) drop(kReads);
+    }
+
+    // Say whether readers of this process are kept out, so that the next writer lets them go first.
+    void say_kept_out(bool is_any) {
+        if (!is_own()) return;
+        if (is_any) {
+            __atomic_fetch_or(&rows_[row_].slots, kKeptOut, __ATOMIC_SEQ_CST);
+        } else {
+            drop(kKeptOut);
+        }
+    }
+
+    bool is_any(uint64_t bit) const {
+        const int64_t used = word(kRowsUsed);
+        for (int64_t row = 0; row < used && row < kRows; ++row) {
+            if (load(rows_[row].slots) & bit) return true;
+        }
+        return false;
+    }
+
+    // Whether readers that were kept out are still to go first; those that did not get to run in time go with the others.
+    bool is_readers_turn() const { return is_any(kKeptOut) && now_ns() - word(kUnbarredAt) < kReadersTurnNs; }
+
+    // Keep new readers out, and return whether none are left. Whose turn it is calls this.
+    bool claim() {
+        if (word(kBarred) != mine_) store(words_[kBarred], mine_);
+        fence();
+        return !is_any(kReads);
+    }
+
+    // End the turn of a process that is known to have ended.
+    void bury(int64_t dead) {
+        if (inherit_turn(dead)) end_turn();
+    }
+
+    // Change the state. Whoever finds the content changed, finds this, too.
+    void declare(State state) {
+        store(words_[kCurrent], (word(kCurrent) & ~int64_t{255}) | state);
+        fence();
+    }
+
     // Wake everybody who awaits another word. Whoever waits looks again by itself, too, should this process die before.
     void wake(Word which, Word awaited) {
         store(words_[awaited], int64_t{0});
@@ -149,6 +223,24 @@ class Cells {
     }
 
   private:
+    void unbar() {
+        if (word(kBarred) == 0) return;
+        store(words_[kUnbarredAt], now_ns());
+        store(words_[kBarred], int64_t{0});
+        fence();
+        if (word(kBarAwaited)) wake(kBarred, kBarAwaited);
+    }
+
+    // Clear a bit, and tell a writer that waits for that.
+    void drop(uint64_t bit) {
+        __atomic_fetch_and(&rows_[row_].slots, ~bit, __ATOMIC_SEQ_CST);
+        fence();
+        if (word(kMovesAwaited)) {
+            __atomic_add_fetch(&words_[kMoves], 1, __ATOMIC_SEQ_CST);
+            wake(kMoves, kMovesAwaited);
+        }
+    }
+
     // Futexes have 32 bits: those that differ from version to version, and from turn to turn.
     uint32_t* half(Word which) const {
         auto* halves = reinterpret_cast<uint32_t*>(&words_[which]);

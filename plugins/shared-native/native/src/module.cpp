@@ -31,7 +31,7 @@ int64_t changes_of(const nb::object& tensor) {
 class Core {
   public:
     Core(const nb::object& memory, const nb::list& slots, nb::object here, int64_t content_bytes)
-        : here_(std::move(here)), content_bytes_(content_bytes), cells_(nullptr, 0) {
+        : is_in_place(nb::len(slots) == 1), here_(std::move(here)), content_bytes_(content_bytes), cells_(nullptr, 0) {
         if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE) != 0) throw nb::python_error();
         for (nb::handle slot : slots) slots_.push_back({nb::borrow(slot), -1, 0, 0});
         cells_ = q4::Cells(static_cast<char*>(buffer_.buf), static_cast<int>(slots_.size()));
@@ -54,6 +54,20 @@ class Core {
     void wait_turn(double seconds) {
         const int64_t known = checked_cells().turn();
         if (known != 0) wait_for(q4::kTurn, q4::kTurnAwaited, known, seconds);
+    }
+
+    // Sleep until the bar is gone, or for so long.
+    void wait_bar(double seconds) {
+        const int64_t known = checked_cells().word(q4::kBarred);
+        if (known != 0) wait_for(q4::kBarred, q4::kBarAwaited, known, seconds);
+    }
+
+    // Sleep until a reader has cleared such a bit, or for so long.
+    void wait_for_bit(uint64_t bit, double seconds) {
+        const int64_t known = checked_cells().word(q4::kMoves);
+        cells_.set(q4::kMovesAwaited, 1);  // before the look: who clears a bit looks for this afterwards
+        q4::fence();
+        if (cells_.is_any(bit)) wait_for(q4::kMoves, q4::kMovesAwaited, known, seconds);
     }
 
     void enter(int row) { checked_cells().enter(row); }
@@ -90,6 +104,52 @@ class Core {
         return slot;
     }
 
+    // As above where there is one slot; the word says from then on that it is written.
+    int begin_in_place(int64_t process) {
+        if (!try_turn()) return kTaken;
+        const int64_t word = cells_.word(q4::kCurrent), version = word >> 8;
+        if (is_shut || cells_.word(q4::kClosed) || (word & 255) != q4::kHealthy || version >= q4::kMaxVersion) return kLook;
+        if (cells_.is_readers_turn() || !is_untouched(0, version)) return kLook;
+        cells_.set(q4::kWriterProcess, process);
+        if (!cells_.claim()) return kFull;
+        // Whoever read until now may have changed it.
+        if (cells_.word(q4::kCurrent) != word) return kLook;
+        mark();
+        return 0;
+    }
+
+    bool try_turn() {
+        has_published = false;
+        return checked_cells().try_turn();
+    }
+
+    // Say that the content is being written, before the first store to it.
+    void mark() {
+        checked_cells().declare(q4::kWriting);
+        is_marked = true;
+    }
+
+    // Take that back, if nothing was written.
+    void unmark() {
+        if (!is_marked) return;
+        is_marked = false;
+        const auto& cells = checked_cells();
+        if (cells.has_turn() && (cells.word(q4::kCurrent) & 255) == q4::kWriting) cells_.declare(q4::kHealthy);
+    }
+
+    int64_t end_in_place() {
+        const auto& cells = checked_cells();
+        if (!is_marked || !cells.has_turn() || cells.word(q4::kClosed) || (cells.word(q4::kCurrent) & 255) != q4::kWriting) return kLook;
+        const int64_t version = publish(0);
+        end_turn();
+        return version;
+    }
+
+    void end_turn() {
+        is_marked = false;
+        checked_cells().end_turn();
+    }
+
     bool copies_here() const { return content_bytes_ <= kCopiedHere; }
 
     // Publish the slot and give back the turn, unless somebody has closed it or changed what it was made from.
@@ -105,6 +165,7 @@ class Core {
     int64_t publish(int slot) {
         const int64_t version = (checked_cells().word(q4::kCurrent) >> 8) + 1;
         note(slot, version);
+        is_marked = false, has_published = true;
         cells_.publish(version, slot);
         return version;
     }
@@ -132,10 +193,36 @@ class Core {
     };
     Slot& slot(int index) { return slots_[static_cast<size_t>(index)]; }
 
+    // Hold the one slot for a thread; one that reads already may always read once more.
+    bool hold_fast() {
+        if (slots_[0].readers == 0 && !is_held) return cells_.hold_unless_barred();
+        return cells_.word(q4::kBarred) == 0;
+    }
+
+    // The same for blocks that the caller counts, all of them as one.
+    bool hold_in_turn(bool again) {
+        checked_cells();
+        const bool is_in = again || hold_fast();
+        is_held = is_held || is_in;
+        return is_in;
+    }
+
+    void let_go() {
+        if (is_closed_ || !is_held) return;
+        is_held = false;
+        if (slots_[0].readers == 0) cells_.leave_slot();
+    }
+
+    bool is_holding() { return !is_closed_ && (is_held || slots_[0].readers > 0); }
+
     void link(View& view);
     void unlink(View& view);
     int64_t reads = 0;
     bool is_shut = false;
+    const bool is_in_place;
+    bool is_held = false;  // by blocks that the caller counts
+    bool is_marked = false;  // by this process's update
+    bool has_published = false;  // since it last tried to get the turn
 
   private:
     // Sleep until there is another word, while other threads may close.
@@ -172,7 +259,8 @@ class Core {
 // What ``read()`` gives.
 class View {
   public:
-    View(nb::object content, nb::object owner, Core& core) : content_(std::move(content)), owner_(std::move(owner)), core_(core) {}
+    View(nb::object content, nb::object owner, Core& core, nb::object timeout)
+        : content_(std::move(content)), owner_(std::move(owner)), core_(core), timeout_(std::move(timeout)) {}
     View(const View&) = delete;
     View& operator=(const View&) = delete;
     ~View() {
@@ -183,6 +271,10 @@ class View {
         if (stage_ != kNew) content_.attr("refuse_again")();
         stage_ = kLeft;
         thread_ = core_.thread();
+        if (core_.is_in_place) {
+            if (!enter_at_once()) enter_in_turn();
+            return;
+        }
         for (;;) {
             if (core_.is_shut || !core_.cells().is_own()) look();
             take();
@@ -207,7 +299,14 @@ class View {
             } else {
                 leave_after_a_change(error.is_none());
             }
-            if (core_.is_shut && core_.open() == 0) content_.attr("let_go")();
+            if (core_.open() == 0) {
+                if (core_.is_shut) content_.attr("let_go")();
+                if (core_.is_in_place && is_somebody_writing()) content_.attr("hand_over")();
+            }
+        } else if (stage_ == kInTurn) {
+            stage_ = kLeft;
+            ++core_.reads;
+            turn_.attr("__exit__")(nb::none(), error, nb::none());
         } else if (stage_ == kPutOut) {
             stage_ = kLeft;
             content_.attr("refuse_late")(error);
@@ -216,6 +315,7 @@ class View {
 
     nb::object tensor() {
         if (!alias_.is_valid()) {
+            if (stage_ == kInTurn) return turn_.attr("tensor");
             if (stage_ != kInside) content_.attr("refuse_outside")();
             static PyObject* const name = PyUnicode_InternFromString("detach");
             alias_ = nb::steal(checked(PyObject_CallMethodNoArgs(base().ptr(), name)));
@@ -224,6 +324,7 @@ class View {
     }
 
     nb::object base() const {
+        if (stage_ == kInTurn) return turn_.attr("base");
         if (stage_ != kInside) throw nb::attribute_error("base");
         return core_.slot(slot_).tensor;
     }
@@ -240,7 +341,36 @@ class View {
     int slot_ = -1;
 
   private:
-    enum Stage { kNew, kInside, kPutOut, kLeft };
+    enum Stage { kNew, kInside, kInTurn, kPutOut, kLeft };
+
+    bool is_somebody_writing() const { return nb::cast<bool>(content_.attr("gate").attr("has_writer")); }
+
+    // Where there is one slot: take it, if nobody writes or waits to, and there is nothing to complain about.
+    bool enter_at_once() {
+        if (core_.is_shut || !core_.cells().is_own()) return false;
+        if (!core_.is_reading(thread_) && (is_somebody_writing() || !core_.hold_fast())) return false;
+        slot_ = 0;
+        core_.link(*this);
+        stage_ = kInside;
+        const auto& cells = core_.cells();
+        const int64_t word = cells.word(q4::kCurrent);
+        if ((word & 255) != q4::kHealthy || cells.word(q4::kClosed)) {
+            leave();
+            return false;
+        }
+        version_ = word >> 8;
+        if (!core_.is_untouched(0, version_)) leave_after_a_change(true);
+        changes_ = core_.slot(0).changes;
+        return true;
+    }
+
+    // Wait among the threads of this process, then among the processes; or be told why not.
+    void enter_in_turn() {
+        turn_ = content_.attr("read_in_turn")(timeout_);
+        turn_.attr("__enter__")();
+        version_ = nb::cast<int64_t>(turn_.attr("version"));
+        stage_ = kInTurn;
+    }
 
     void look() {
         content_.attr("look")();
@@ -280,7 +410,7 @@ class View {
 
     nb::object content_, owner_;
     Core& core_;
-    nb::object thread_, alias_;
+    nb::object timeout_, thread_, alias_, turn_;
     int64_t version_ = -1, changes_ = 0;
     Stage stage_ = kNew;
 };
@@ -296,7 +426,12 @@ void Core::unlink(View& view) {
     (view.before != nullptr ? view.before->after : first_) = view.after;
     if (view.after != nullptr) view.after->before = view.before;
     --open_;
-    if (--slot(view.slot_).readers == 0) cells_.let_go(view.slot_);
+    if (--slot(view.slot_).readers != 0) return;
+    if (!is_in_place) {
+        cells_.let_go(view.slot_);
+    } else if (!is_held) {
+        cells_.leave_slot();
+    }
 }
 
 void Core::put_all_out() {
@@ -309,6 +444,7 @@ void Core::after_fork() {
     put_all_out();
     for (auto& slot : slots_) slot.readers = 0, slot.version = -1;
     reads = waiting_ = 0;
+    is_held = is_marked = has_published = false;
     cells_.leave();
 }
 
@@ -350,8 +486,9 @@ NB_MODULE(_native, module) {
         .def_prop_ro("version", &View::version);
     nb::class_<Core>(module, "Core")
         .def(nb::init<const nb::object&, const nb::list&, nb::object, int64_t>())
-        .def("read", [](nb::object self, nb::object content) { return new View(std::move(content), self, nb::cast<Core&>(self)); },
-             nb::rv_policy::take_ownership)
+        .def("read", [](nb::object self, nb::object content, nb::object timeout) {
+                 return new View(std::move(content), self, nb::cast<Core&>(self), std::move(timeout));
+             }, nb::arg("content"), nb::arg("timeout").none() = nb::none(), nb::rv_policy::take_ownership)
         .def("enter", &Core::enter)
         .def("after_fork", &Core::after_fork)
         .def("close", &Core::close)
@@ -362,8 +499,23 @@ NB_MODULE(_native, module) {
         .def("end_write", &Core::end_write)
         .def("note", &Core::note)
         .def("is_untouched", &Core::is_untouched)
-        .def("end_turn", [](Core& self) { self.checked_cells().end_turn(); })
-        .def("try_turn", [](Core& self) { return self.checked_cells().try_turn(); })
+        .def("end_turn", &Core::end_turn)
+        .def("try_turn", &Core::try_turn)
+        .def("begin_in_place", &Core::begin_in_place)
+        .def("end_in_place", &Core::end_in_place)
+        .def("mark", &Core::mark)
+        .def("unmark", &Core::unmark)
+        .def("claim", [](Core& self) { return self.checked_cells().claim(); })
+        .def("bury", [](Core& self, int64_t dead) { self.checked_cells().bury(dead); })
+        .def("poison", [](Core& self) { self.checked_cells().declare(q4::kPoisoned); })
+        .def("hold_in_turn", &Core::hold_in_turn)
+        .def("let_go", &Core::let_go)
+        .def("say_kept_out", [](Core& self, bool is_any) { self.cells().say_kept_out(is_any); })
+        .def("keeps_out", [](Core& self) { return self.checked_cells().is_any(q4::kKeptOut); })
+        .def("is_readers_turn", [](Core& self) { return self.checked_cells().is_readers_turn(); })
+        .def("wait_bar", &Core::wait_bar)
+        .def("wait_readers", [](Core& self, double seconds) { self.wait_for_bit(q4::kReads, seconds); })
+        .def("wait_kept_out", [](Core& self, double seconds) { self.wait_for_bit(q4::kKeptOut, seconds); })
         .def("inherit_turn", [](Core& self, int64_t from) { return self.checked_cells().inherit_turn(from); })
         .def("free_slot", [](Core& self) { return self.checked_cells().free_slot(); })
         .def("token", [](Core& self, int row) { return self.checked_cells().token(row); })
@@ -375,6 +527,12 @@ NB_MODULE(_native, module) {
         .def_prop_ro("copies_here", &Core::copies_here)
         .def_prop_ro("turn", [](Core& self) { return self.checked_cells().turn(); })
         .def_prop_ro("rows_used", [](Core& self) { return self.checked_cells().word(q4::kRowsUsed); })
+        .def_prop_ro("current", [](Core& self) { return self.checked_cells().word(q4::kCurrent); })
+        .def_prop_ro("barred", [](Core& self) { return self.checked_cells().word(q4::kBarred); })
+        .def_prop_ro("has_turn", [](Core& self) { return self.checked_cells().has_turn(); })
+        .def_prop_ro("is_holding", &Core::is_holding)
+        .def_ro("is_marked", &Core::is_marked)
+        .def_ro("has_published", &Core::has_published)
         .def_prop_ro("open", &Core::open)
         .def_prop_ro("is_own", [](Core& self) { return self.cells().is_own(); })
         .def_prop_ro("row", [](Core& self) { return self.cells().row(); })
