@@ -5,7 +5,8 @@
 
 Each version's content is its own number, in every element, so that each read tells whether it is whole. Before an
 operation each worker looks at the newest version that any worker has told of, and afterwards at least that must have
-been seen. Memory and counts lie in anonymous shared memory, so that a killed worker's counts stay.
+been seen. Memory and counts lie in anonymous shared memory, so that a killed worker's counts stay. The first fault ends
+its race; what was counted until then is written down, and the program fails.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import os
 import pathlib
 import random
 import signal
+import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -42,7 +44,7 @@ NATIVE = "native"
 class Board:
     """What workers tell one another, and the parent, one line for each worker."""
 
-    OPERATIONS, WRITES, TOLD, FAULTS, STOP = range(5)
+    OPERATIONS, WRITES, TOLD, FAULTS, STOP, TORN, STALE = range(7)
 
     def __init__(self, lines: int) -> None:
         self.lines = lines
@@ -80,6 +82,14 @@ class _FailedError(Exception):
     """An update that fails on purpose."""
 
 
+class _TornError(Exception):
+    """A version shows values of another."""
+
+
+class _StaleError(Exception):
+    """An operation has seen less than what was there before it began."""
+
+
 class Worker:
     """One thread's operations."""
 
@@ -97,14 +107,15 @@ class Worker:
                 version = self._operate()
                 if version is not None:
                     if version < floor:
-                        raise AssertionError(f"version {version} after {floor}")  # noqa: TRY301  # told below
+                        raise _StaleError(f"stale: version {version} after {floor}")  # noqa: TRY301  # told below
                     board.tell(line, version)
                 board.add(line, Board.OPERATIONS)
             except q4.PoisonedError:
                 time.sleep(0.001)  # the parent resets
-            except Exception:  # noqa: BLE001  # whatever it is, it is a fault
+            except Exception as fault:  # noqa: BLE001  # whatever it is, it is a fault
                 traceback.print_exc()
-                board.add(line, Board.FAULTS)
+                column = {_TornError: Board.TORN, _StaleError: Board.STALE}.get(type(fault), Board.FAULTS)
+                board.add(line, column)
                 return
 
     def _operate(self) -> int | None:
@@ -140,7 +151,7 @@ class Worker:
 def _check(tensor: torch.Tensor, version: int) -> None:
     values = tensor.tolist()
     if values != [version] * ELEMENTS:
-        raise AssertionError(f"torn: version {version} shows {sorted(set(values))}")
+        raise _TornError(f"torn: version {version} shows {sorted(set(values))}")
 
 
 def _start(run: Callable[[], None]) -> int:
@@ -207,14 +218,17 @@ class Run:
                 self._join(children, state)
             except BaseException:
                 for child in children:
-                    with contextlib.suppress(ProcessLookupError):
+                    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended, and was waited for
                         os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
                 raise
             return self._result(kind, state)
 
     def _kill(self, children: list[int], index: int, state: q4.SharedMutableTensor) -> None:
         os.kill(children[index], signal.SIGKILL)
-        os.waitpid(children[index], 0)
+        _, status = os.waitpid(children[index], 0)
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:  # it had ended before
+            _refuse_end(status)
         children[index] = _start(lambda: _run_process(state, self.board, index))
 
     def _choose_instant(self, state: q4.SharedMutableTensor, child: int, chance: random.Random) -> None:
@@ -242,16 +256,24 @@ class Run:
         for _ in self._until_done():
             pass
         self.board.stop()
+        deadline = time.monotonic() + STUCK_S
         for thread in threads:
-            thread.join(STUCK_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            raise SystemExit("stuck at the end")
         return self._result("threads", state)
+
+    @property
+    def faults(self) -> int:
+        """How many workers have ended because of something that must not be."""
+        return sum(map(self.board.total, (Board.TORN, Board.STALE, Board.FAULTS)))
 
     def _until_done(self) -> Iterator[int]:
         self._began = time.perf_counter()
         before, moved = -1, time.monotonic()
         while (done := self.board.total(Board.OPERATIONS)) < self.operations or self.killed < self.kills:
-            if self.board.total(Board.FAULTS):
-                raise SystemExit("a worker found a fault")
+            if self.faults:
+                return
             if done != before:
                 before, moved = done, time.monotonic()
             elif time.monotonic() - moved > STUCK_S:
@@ -270,7 +292,12 @@ class Run:
         left = list(children)
         while left:
             self._heal(state)
-            left = [child for child in left if not os.waitpid(child, os.WNOHANG)[0]]
+            for child in tuple(left):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    left.remove(child)
+                    if status:
+                        _refuse_end(status)
             if time.monotonic() > deadline:
                 raise SystemExit("stuck at the end")
             time.sleep(0.002)
@@ -279,7 +306,7 @@ class Run:
         seconds = time.perf_counter() - self._began
         counted = self.board.total(Board.WRITES) + self.resets
         # A writer that is killed after it has published has not counted that update.
-        if not counted <= state.version <= counted + self.killed or self.board.total(Board.FAULTS):
+        if not self.faults and not counted <= state.version <= counted + self.killed:
             raise SystemExit(f"{counted} updates and {self.killed} kills made version {state.version}")
         return {
             "kind": kind,
@@ -292,13 +319,26 @@ class Run:
             **({"readers_killed": self.readers_killed} if kind == NATIVE else {}),
             "resets": self.resets,
             "seconds": round(seconds, 1),
-            "torn": 0,
-            "stale": 0,
+            "torn": self.board.total(Board.TORN),
+            "stale": self.board.total(Board.STALE),
+            "faults": self.board.total(Board.FAULTS),
         }
 
 
+def _refuse_end(status: int) -> NoReturn:
+    raise SystemExit(f"a worker ended with exit code {os.waitstatus_to_exitcode(status)}")
+
+
+def _environment(load: float) -> dict[str, Any]:
+    """Return what every result carries, with the load of the machine before."""
+    sys.path.append(str(pathlib.Path(__file__).parents[1]))  # a program has its own folder there alone
+    from benchmarks.record import environment  # noqa: PLC0415  # as said
+
+    return {**environment(), "load_average": load}
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Run all races, and return what they did; a fault ends the program."""
+    """Run all races, and return what they did; the program fails if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=100_000, help="of each kind and mode, at least")
     parser.add_argument("--kills", type=int, default=20, help="of writers, in each mode, at least")
@@ -307,14 +347,18 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--slots", type=int, default=8, help="of VERSIONED")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
     options = parser.parse_args(arguments)
-    results = []
+    results: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]
     for kind in options.kinds:
         for mode in q4.MutableMode if options.modes is None else map(q4.MutableMode, options.modes):
             run = Run(mode, options.operations, 0 if kind == "threads" else options.kills, slots=options.slots)
             results.append(run.in_threads() if kind == "threads" else run.in_processes(kind))
             print(results[-1], flush=True)  # noqa: T201  # a program's result
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        record = {"environment": _environment(load), "races": results}
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if any(race["torn"] or race["stale"] or race["faults"] for race in results):
+        raise SystemExit("a worker found a fault")
     return results
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from sharing import LONG, Held, content_of, until
 
 import q4core as q4
-from q4core.mutable import MutableMode, MutableTensor
+from q4core.mutable import MutableMode, MutableTensor, exclusion
+from q4core.mutable.content import Content
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -142,6 +145,45 @@ def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
         late = threads.submit(content_of, state)
         assert isinstance(writer.exception(LONG), q4.WriteConflictError)
         assert late.result(LONG) == [0.0] * 4
+
+
+def test_hand_over_wakes_only_whom_it_lets_in(
+    threads: concurrent.futures.ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the last reader leaves, the writer goes on, and a reader that waits for that writer sleeps on."""
+    monkeypatch.setattr(exclusion, "LOOK_INTERVAL_S", LONG)
+    looks: list[int] = []
+    look = Content.check_waiting
+
+    def watched(self: Content) -> None:
+        looks.append(threading.get_ident())
+        look(self)
+
+    monkeypatch.setattr(Content, "check_waiting", watched)
+    state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
+    gate = state._content.gate
+    entered, go = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with state.write(timeout=LONG):
+            entered.set()
+            assert go.wait(LONG)
+
+    first = Held(threads, state.read(timeout=LONG))
+    writer = threads.submit(write)
+    until(lambda: len(gate._waiting_writers) == 1)
+    late = threads.submit(lambda: (content_of(state), threading.get_ident()))
+    until(lambda: len(gate._waiting_readers) == 1)
+    looks.clear()
+    first.release()
+    assert entered.wait(LONG)
+    time.sleep(0.05)  # enough for whoever was woken
+    woken = set(looks)
+    go.set()
+    writer.result(LONG)
+    content, reader = late.result(LONG)
+    assert content == [0.0] * 4
+    assert reader not in woken
 
 
 # -- blocks inside blocks

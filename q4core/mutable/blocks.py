@@ -22,10 +22,23 @@ __all__ = ["ReadView", "WriteBlock"]
 class ReadView(Ticket):
     """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
 
-    __slots__ = ("_alias", "_content", "base", "begun_on", "deadline", "mark", "side", "timeout", "turn", "version")
+    __slots__ = (
+        "_alias",
+        "_content",
+        "base",
+        "begun_on",
+        "count",
+        "deadline",
+        "mark",
+        "side",
+        "timeout",
+        "turn",
+        "version",
+    )
     base: torch.Tensor
     begun_on: int | None
     deadline: float | None
+    count: int
     mark: tuple[int, int]
     version: int
 

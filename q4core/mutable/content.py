@@ -44,6 +44,35 @@ def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
 class Content:
     """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
 
+    __slots__ = (
+        "__weakref__",
+        "bytes_copied",
+        "conflicts",
+        "copies",
+        "device",
+        "dtype",
+        "failures",
+        "gate",
+        "grown",
+        "is_closed",
+        "is_in_place",
+        "is_unsettled",
+        "kept",
+        "label",
+        "lock",
+        "mark",
+        "nbytes",
+        "order",
+        "poison",
+        "reads",
+        "shape",
+        "snapshots",
+        "tensor",
+        "version",
+        "waiting",
+        "writes",
+    )
+
     def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
         self.label = label
         self.is_in_place = is_in_place
@@ -52,6 +81,9 @@ class Content:
         self.grown = threading.Condition(self.lock)
         self.waiting = 0
         self.tensor = tensor
+        # The last writer's tensor, until the next turn. To free a tensor torch gives up the interpreter's lock: if that
+        # happened after the block, readers would run on for whole switch intervals before the writer could come back.
+        self.kept: torch.Tensor | None = None
         self.mark = mark_of(tensor)
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.nbytes
@@ -322,6 +354,8 @@ class Content:
             problem = raised
         if self.order is not None:
             problem = self.order.end_write(block, work, problem)
+        is_kept = self.is_in_place and not alias.requires_grad
+        self.kept = None
         with self.lock:
             if self.gate.writing is not block.token:  # it was put out, and counted as a failure
                 block.is_admitted = False
@@ -334,6 +368,7 @@ class Content:
             may_publish = not self.is_closed and (block.healing or self.poison is None)
             if problem is None and may_publish:
                 self.publish(work)
+                self.kept = alias if is_kept else None
             else:
                 self.note_failure(cause_of(problem))
             self.gate.end_write(block)

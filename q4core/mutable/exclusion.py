@@ -62,8 +62,10 @@ class Ticket:
     ``token`` stands for it wherever it must not be kept, so that its end shows.
     """
 
-    __slots__ = ("is_admitted", "place", "thread", "token")
+    __slots__ = ("bell", "is_admitted", "place", "thread", "token")
 
+    bell: threading.Condition
+    """Rung for this ticket alone, while it waits: each thread that wakes for nothing costs all others a turn."""
     thread: Thread | None
     place: tuple[int, int]
     token: object
@@ -91,9 +93,20 @@ class Exclusion:
         excludes_readers: Whether readers and the writer keep each other out.
     """
 
+    __slots__ = (
+        "_excludes_readers",
+        "_waiting_readers",
+        "_waiting_writers",
+        "lock",
+        "lost_reads",
+        "lost_writes",
+        "readers",
+        "writer",
+        "writing",
+    )
+
     def __init__(self, *, excludes_readers: bool) -> None:
         self.lock = threading.RLock()
-        self._turn = threading.Condition(self.lock)
         self._excludes_readers = excludes_readers
         self.writer: Thread | None = None
         self.writing: object = None
@@ -216,14 +229,15 @@ class Exclusion:
 
     def wake(self) -> None:
         """Let everybody who waits look at ``check`` again."""
-        self._turn.notify_all()
+        for ticket in (*self._waiting_readers, *self._waiting_writers):
+            ticket.bell.notify()
 
     def _admit_waiting_readers(self) -> None:
         while self._waiting_readers:
             ticket = self._waiting_readers[0]
             self.readers[ticket.token], ticket.is_admitted = ticket.thread, True
             self._waiting_readers.popleft()
-        self._turn.notify_all()
+            ticket.bell.notify()
 
     def _hand_over(self) -> None:
         """Let the longest waiting writer in if the way is free, or the readers if no writer is left to wait for."""
@@ -235,7 +249,7 @@ class Exclusion:
             ticket = self._waiting_writers[0]
             self.writer, self.writing, ticket.is_admitted = ticket.thread, ticket.token, True
             self._waiting_writers.popleft()
-            self._turn.notify_all()
+            ticket.bell.notify()
 
     def _wait(
         self,
@@ -245,6 +259,7 @@ class Exclusion:
         check: Callable[[], object],
     ) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
+        ticket.bell = bell = threading.Condition(self.lock)
         try:
             queue.append(ticket)
             while not ticket.is_admitted:
@@ -253,7 +268,7 @@ class Exclusion:
                 remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
                 if ticket.is_admitted or remaining <= 0:
                     break
-                self._turn.wait(remaining)
+                bell.wait(remaining)
         finally:
             if ticket in queue:
                 queue.remove(ticket)

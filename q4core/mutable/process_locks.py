@@ -16,6 +16,8 @@ from q4core.errors import ConfigError, LifecycleError
 if sys.platform == "linux":
     import fcntl
 
+    SET_LOCK = fcntl.F_OFD_SETLK
+
 __all__ = ["ProcessLocks", "check_platform"]
 
 HAS_LOCKS = sys.platform == "linux"
@@ -40,11 +42,14 @@ class ProcessLocks:
         path: The file.
         count: How many places.
         label: For messages.
+
+    Attributes:
+        file: The file that is locked; −1 once it is closed.
     """
 
     def __init__(self, path: str, count: int, label: str) -> None:
         self._label = label
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._shared = [_request(fcntl.F_RDLCK, place) for place in range(count)]
         self._exclusive = [_request(fcntl.F_WRLCK, place) for place in range(count)]
         self._free = [_request(fcntl.F_UNLCK, place) for place in range(count)]
@@ -52,7 +57,7 @@ class ProcessLocks:
     def try_shared(self, place: int) -> bool:
         """Take a place together with others, or return False if somebody else has it exclusively."""
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._shared[place])
+            fcntl.fcntl(self.file, SET_LOCK, self._shared[place])
         except OSError as error:
             return self._refuse(error)
         return True
@@ -60,39 +65,39 @@ class ProcessLocks:
     def try_exclusive(self, place: int) -> bool:
         """Take a place alone, or return False if somebody else has it; a shared hold of this object turns exclusive."""
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._exclusive[place])
+            fcntl.fcntl(self.file, SET_LOCK, self._exclusive[place])
         except OSError as error:
             return self._refuse(error)
         return True
 
     def release(self, place: int) -> None:
         """Give a place back; also one that is not held."""
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._free[place])
+        fcntl.fcntl(self.file, SET_LOCK, self._free[place])
 
     def is_taken(self, place: int) -> bool:
         """Return whether somebody else has the place exclusively."""
-        answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, self._shared[place])
+        answer = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, self._shared[place])
         (kind,) = struct.unpack_from("h", answer)
         return bool(kind != fcntl.F_UNLCK)
 
     def reopen(self, keep: int) -> None:
         """Begin anew in a forked child, without its parent's locks but with an own shared hold of one place."""
-        inherited, self._file = self._file, -1
+        inherited, self.file = self.file, -1
         try:
-            self._file = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
+            self.file = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
         finally:
             os.close(inherited)  # also if there is nothing in its place: what is locked through it is the parent's
         self.try_shared(keep)
 
     def size(self) -> int:
         """Return the size of the file."""
-        return os.lseek(self._file, 0, os.SEEK_END)
+        return os.lseek(self.file, 0, os.SEEK_END)
 
     def close(self) -> None:
         """Give everything back."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     def _refuse(self, error: OSError) -> bool:
         """Return False if somebody else has the place; raise what else there may be."""

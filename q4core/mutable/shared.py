@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
+from q4core.mutable.blocks import ReadView
 from q4core.mutable.native import find_cells
 from q4core.mutable.native_content import NativeContent
 from q4core.mutable.native_in_place import NativeInPlace
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     import torch
     from typing_extensions import Self
-
-    from q4core.mutable.blocks import ReadView
 
 __all__ = ["SharedMutableTensor"]
 
@@ -90,11 +89,12 @@ class SharedMutableTensor(MutableTensor):
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
         """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
-        if self._reader is None or device is not None:
+        if device is not None:
             return super().read(timeout=timeout, device=device)
-        if timeout is None:
-            return self._reader(self._content)
-        return self._reader(self._content, to_seconds(self._content.label, timeout))
+        content = self._content
+        if timeout is not None:
+            timeout = to_seconds(content.label, timeout)
+        return ReadView(content, timeout) if self._reader is None else self._reader(content, timeout)
 
     @classmethod
     def attach(

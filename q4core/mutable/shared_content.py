@@ -7,6 +7,7 @@ A thread first takes its turn among the threads of its process, then its process
 from __future__ import annotations
 
 import time
+from os import SEEK_END, lseek
 from typing import TYPE_CHECKING
 
 from q4core.errors import LifecycleError, PoisonedError
@@ -40,13 +41,14 @@ LOOKS_FOR_A_SLOT = 5
 """How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
 
 
-def _mark_of(slot: torch.Tensor) -> tuple[int, int]:
-    """Return torch's count of in-place changes; a slot's address never changes."""
-    return slot._version, 0  # noqa: SLF001  # torch documents it under this name
-
-
 class SharedContent(SharedState):
-    """The protocol."""
+    """The protocol.
+
+    A slot's address never changes, so torch's count of in-place changes, ``_version``, is its whole mark. What every
+    block does is written out, for calls are what a block costs beside its locks.
+    """
+
+    __slots__ = ()
 
     # -- reading
 
@@ -54,34 +56,33 @@ class SharedContent(SharedState):
         """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
         with self.lock:
             view.place = (self.epoch, -1)
-            self.check_size()
-            if self.is_in_place:
-                pauses = None if view.timeout is None else self.pauses(view.timeout)
-                self._take_turn_to_read(view)
-                is_in = self._hold_in_place(view)
-            else:
-                if self.lost or self.is_closed:
-                    self.check_waiting()
+            if self.lost or self.is_closed or lseek(self.locks.file, 0, SEEK_END) < self.total:
+                self.check_waiting()
+            if not self.is_in_place:
                 self.gate.enter_read(view, None, self.check_waiting)
-                is_in = self._hold_newest(view)
+                self._hold_newest(view)
+                return view.base.detach()
+            pauses = None if view.timeout is None else self.pauses(view.timeout)
+            gate = self.gate
+            if gate.writer is view.thread:
+                self._refuse_own_write(view)
+            if not gate.enter_read(view, view.timeout, self.check_waiting):
+                self._refuse_late_read(view)
+            is_in = self._hold_in_place(view)
         while not is_in:
             pauses = pauses or self.pauses(view.timeout)
             is_in = self._hold_later(view, pauses)
         return view.base.detach()
 
-    def _take_turn_to_read(self, view: ReadView) -> None:
-        gate = self.gate
-        if self.lost or self.is_closed or gate.writer is view.thread:
-            self.check_waiting()
-        if gate.writer is view.thread:
+    def _refuse_own_write(self, view: ReadView) -> None:
+        self.check_waiting()  # it may have been put out
+        if self.gate.writer is view.thread:
             self.refuse("read()", "outside this thread's own write()", "inside", "Read what write() gave you.")
-        if not gate.enter_read(view, view.timeout, self.check_waiting):
-            self._refuse_late_read(view)
 
     def _refuse_late_read(self, view: ReadView) -> None:
         self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
 
-    def _hold_newest(self, view: ReadView) -> bool:
+    def _hold_newest(self, view: ReadView) -> None:
         """Hold the slot of the newest version. Begins anew only after another version was published."""
         words, holds, locks = self.words, self.holds, self.locks
         while True:
@@ -98,16 +99,15 @@ class SharedContent(SharedState):
             self.refresh()
             self.check()
         self._enter(view, slot, word >> 8)
-        return True
 
     def _hold_in_place(self, view: ReadView) -> bool:
         """Hold the one slot, or return False while another process writes or waits to."""
-        words, locks = self.words, self.locks
-        if words[WRITER_WAITS] and view.thread not in self.holds[0].values():
+        words, locks, holds = self.words, self.locks, self.holds[0]
+        if words[WRITER_WAITS] and view.thread not in holds.values():
             if locks.is_taken(WRITER):
                 return False
             words[WRITER_WAITS] = 0  # left behind by a process that died
-        if not self.holds[0] and not locks.try_shared(FIRST_SLOT):
+        if not holds and not locks.try_shared(FIRST_SLOT):
             words[READER_WAITS] = 1
             return False
         word = words[CURRENT]
@@ -128,11 +128,12 @@ class SharedContent(SharedState):
     def _enter(self, view: ReadView, slot: int, version: int) -> None:
         self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
         base = self.slots[slot]
-        view.base, view.mark, view.version = base, _mark_of(base), version
+        count = base._version  # noqa: SLF001  # torch documents it under this name
+        view.base, view.count, view.version = base, count, version
         seen = self.seen[slot]
         if seen[0] != version:
-            self.seen[slot] = (version, view.mark)
-        elif seen[1] != view.mark:
+            self.seen[slot] = (version, count)
+        elif seen[1] != count:
             self.refuse_touched(base, version)
 
     def drop_read(self, view: ReadView) -> None:
@@ -157,7 +158,7 @@ class SharedContent(SharedState):
             else:
                 self.reads += 1
             try:
-                if not is_late and _mark_of(base) != view.mark:
+                if base._version != view.count and not is_late:  # noqa: SLF001  # as in _enter
                     self.refuse_touched(base, version)
             except PoisonedError:
                 if error is None:
@@ -166,7 +167,12 @@ class SharedContent(SharedState):
                 if is_late:
                     view.is_admitted = False
                 else:
-                    self.release_hold(view.token, slot)
+                    holders = self.holds[slot]
+                    holders.pop(view.token, None)
+                    if not holders and slot != self.claimed:
+                        self.locks.release(FIRST_SLOT + slot)
+                        if self.is_let_go:
+                            self.dispose()
                     self.gate.end_read(view)
         if is_late:
             refuse_late(self.label, error)
@@ -204,10 +210,9 @@ class SharedContent(SharedState):
         with self.lock:
             block.place = (self.epoch, -1)
             pauses = None if block.timeout is None else self.pauses(block.timeout)
-            self.check_size()
             if block.healing:
                 self.check_healing()
-            elif self.lost or self.is_closed:
+            elif self.lost or self.is_closed or lseek(self.locks.file, 0, SEEK_END) < self.total:
                 self.check_waiting()
             if not self.gate.try_write(block):
                 self.enter_write(block)
@@ -273,13 +278,15 @@ class SharedContent(SharedState):
         if block.healing:  # after it, since no other process can change the version now
             self.check_healing()
         else:
-            self.refresh()
+            words = self.words
+            if words[CLOSED] or words[TAINTED] or words[CURRENT] != self.version << 8 | self.current:
+                self.refresh()
             if self.is_closed or self.poison is not None:
                 self.check()
+            if self.has_turn:  # while it is healed, the process that died stays named
+                words[WRITER_PROCESS] = self.process
         if not self.has_turn:
             return "another writer"
-        if not block.healing:  # else the process that died stays named, until it is healed
-            self.words[WRITER_PROCESS] = self.process
         if self.version >= MAX_VERSION:
             hint = "Make a new tensor from a snapshot()."
             rule = f"less than {MAX_VERSION}"
@@ -304,25 +311,23 @@ class SharedContent(SharedState):
         return None
 
     def _claim_free_slot(self) -> str | None:
-        current = self.words[CURRENT] & 255
+        current, try_exclusive = self.current, self.locks.try_exclusive
         for slot, holders in enumerate(self.holds):
-            if slot != current and not holders and self.locks.try_exclusive(FIRST_SLOT + slot):
+            if slot != current and not holders and try_exclusive(FIRST_SLOT + slot):
                 self.claimed = slot
                 return None
         return "readers"
 
     def _begin_update(self, block: WriteBlock) -> None:
-        words = self.words
-        slot = 0 if self.is_in_place else words[CURRENT] & 255
-        base = self.tensor
-        mark = _mark_of(base)
-        version, seen = self.seen[slot]
-        if version != self.version:
-            self.seen[slot] = (self.version, mark)
-        elif seen != mark and not block.healing:
+        base, version, slot = self.tensor, self.version, self.current
+        count = base._version  # noqa: SLF001  # as in _enter
+        seen = self.seen[slot]
+        if seen[0] != version:
+            self.seen[slot] = (version, count)
+        elif seen[1] != count and not block.healing:
             self.refuse_touched(base, version)
         if self.is_in_place and not block.healing:
-            words[CURRENT] = self.version << 8 | WRITING
+            self.words[CURRENT] = version << 8 | WRITING
 
     def _working_copy(self, block: WriteBlock) -> torch.Tensor:
         """Return what the writer changes: the content itself, or the free slot with a copy of what it begins with."""
@@ -334,9 +339,9 @@ class SharedContent(SharedState):
             return work.copy_(block.source)
         if block.healing:
             return work.zero_()
-        mark = _mark_of(base)
+        count = base._version  # noqa: SLF001  # as in _enter
         work.copy_(base)
-        if _mark_of(base) != mark:
+        if base._version != count:  # noqa: SLF001  # as in _enter
             with self.lock:
                 self.refuse_touched(base, self.version)
         return work
@@ -380,11 +385,13 @@ class SharedContent(SharedState):
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
-        if problem is None:
+        if problem is None and (self.is_in_place or not alias.is_set_to(work)):
             try:
                 self.check_form(block, work, alias)
             except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
                 problem = raised
+        is_kept = self.is_in_place and not alias.requires_grad
+        self.kept = None
         with self.lock:
             if block.place[0] != self.epoch or self.gate.writing is not block.token:
                 block.is_admitted = False
@@ -393,11 +400,14 @@ class SharedContent(SharedState):
             if not self.is_in_place or block.source is not None:
                 self.copies += 1
                 self.bytes_copied += self.nbytes
-            self.refresh()
+            words = self.words
+            if words[CLOSED] or words[TAINTED] or words[CURRENT] >> 8 != self.version:
+                self.refresh()  # what else there is can't have changed in this process's turn
             block.before = self.version
             may_publish = not self.is_closed and (block.healing or self.poison is None)
             if problem is None and may_publish:
                 self.publish(work)
+                self.kept = alias if is_kept else None
             else:
                 self.note_failure(cause_of(problem))
             self.release_claim()
@@ -417,9 +427,11 @@ class SharedContent(SharedState):
             slot = self.claimed
             self.locks.release(FIRST_SLOT + slot)
             self.claimed = None
-        word, seen = version << 8 | slot, (version, _mark_of(work))  # HEALTHY is 0
+        word = version << 8 | slot  # HEALTHY is 0
+        seen = (version, work._version)  # noqa: SLF001  # as in _enter
         # By one statement, so that no signal handler finds half of it.
-        self.seen[slot], self.words[CURRENT], self.tensor, self.version, self.poison = seen, word, work, version, None
+        news = (seen, word, slot, work, version, None)
+        self.seen[slot], self.words[CURRENT], self.current, self.tensor, self.version, self.poison = news
         self.writes += 1
         if self.lost:
             self.reclaim()

@@ -31,6 +31,23 @@ HEALTHY, WRITING, POISONED = range(3)
 class SharedState(Content):
     """The state. ``version``, ``poison``, ``is_closed`` and ``tensor`` are this process's latest look."""
 
+    __slots__ = (
+        "claimed",
+        "current",
+        "epoch",
+        "has_turn",
+        "holds",
+        "is_let_go",
+        "locks",
+        "lost",
+        "process",
+        "seen",
+        "segment",
+        "slots",
+        "total",
+        "words",
+    )
+
     def __init__(self, segment: Segment, label: str) -> None:
         super().__init__(segment.slots[0], label, is_in_place=segment.form.mode is MutableMode.IN_PLACE)
         self.segment = segment
@@ -49,8 +66,10 @@ class SharedState(Content):
         """Who reads each slot: the thread, by its ticket's token."""
         self.lost: collections.deque[tuple[object, int]] = collections.deque()
         # Torch's count of changes when a version was first seen here; it tells of this process's changes alone.
-        self.seen: list[tuple[int, tuple[int, int]]] = [(-1, (0, 0))] * len(self.slots)
+        self.seen: list[tuple[int, int]] = [(-1, 0)] * len(self.slots)
         self.has_turn = False
+        self.current = 0
+        """The slot of ``version``."""
         self.claimed: int | None = None
 
     def after_fork(self) -> None:
@@ -96,14 +115,15 @@ class SharedState(Content):
     def refresh(self) -> None:
         """Look at version and state, which other processes change."""
         words = self.words
-        self.is_closed = self.is_closed or bool(words[CLOSED])
+        if words[CLOSED]:
+            self.is_closed = True
         if self.is_closed:
             return
         while True:
             word = words[CURRENT]
             self.version, low = word >> 8, word & 255
             if not self.is_in_place:
-                self.tensor = self.slots[low]
+                self.current, self.tensor = low, self.slots[low]
                 self.poison = self.segment.cause if words[TAINTED] == self.version + 1 else None
                 return
             self.poison = (
@@ -216,7 +236,7 @@ class SharedState(Content):
                     self.words[CLOSED] = 1
                 self.segment.remove_name()
             self.is_closed = self.is_let_go = True
-            self.tensor = torch.empty(0)
+            self.tensor, self.kept = torch.empty(0), None
             self.tell_all()
             self.dispose()
 

@@ -279,7 +279,7 @@ class MutableTensor:
         content = self._content
         with content.lock:
             content.is_closed = True
-            content.tensor = torch.empty(0)
+            content.tensor, content.kept = torch.empty(0), None
             if content.order is not None:
                 content.order.close()
             content.gate.wake()

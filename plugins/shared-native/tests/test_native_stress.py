@@ -53,7 +53,7 @@ def test_short_run_finds_nothing(tmp_path: pathlib.Path) -> None:
     options = ("--kinds", "native", "--operations", "40000", "--kills", "10", "--slots", "3", "--json", str(result))
     done = _run("shared_stress.py", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    races = json.loads(result.read_text(encoding="utf-8"))
+    races = json.loads(result.read_text(encoding="utf-8"))["races"]
     assert [race["mode"] for race in races] == ["versioned", "in_place"]
     for race in races:
         assert (race["kind"], race["killed"], race["readers_killed"]) == ("native", 10, 10)

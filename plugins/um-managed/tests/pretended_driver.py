@@ -18,6 +18,7 @@ from q4core.mutable import arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import pytest
 
@@ -34,6 +35,7 @@ __all__ = [
     "accept_pretended",
     "missing",
     "pretend",
+    "queue_on",
 ]
 
 GIB = 1 << 30
@@ -286,3 +288,10 @@ def pretend(
 def missing(reason: str = "there is no CUDA driver (libcuda.so.1) on this machine") -> ManagedProvider:
     """Return a provider on a machine without a driver."""
     return ManagedProvider(lambda: Missing(reason, {"cupy": True, "cuda_driver": False, **UNASKED}))
+
+
+def queue_on(case: Pretended, stream: int, block: AbstractContextManager[object]) -> None:
+    """Queue work on a stream inside a block."""
+    case.torch.current = stream
+    with block:
+        case.runtime.queue(stream)
