@@ -150,6 +150,9 @@ class Cells(Protocol):
     def keeps_out(self) -> bool:
         """Return whether readers of any process wait so."""
 
+    def is_readers_turn(self) -> bool:
+        """Return whether an update ended so lately that those whom it kept out go first."""
+
     def begin_in_place(self, process: int) -> int:
         """Take the turn and the slot, and mark it as being written.
 

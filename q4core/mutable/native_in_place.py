@@ -262,16 +262,17 @@ class NativeInPlace(NativeRows):
     def _let_readers_go(self) -> None:
         pauses = Pauses(READERS_TURN_S)
         with contextlib.suppress(ValueError):  # it was closed meanwhile
-            while self.cells.keeps_out():
+            while self.cells.is_readers_turn():
                 pause = pauses.next()
                 if pause is None:
-                    with self.lock:
-                        self._clear_dead_readers()
-                    return
+                    break
                 self.cells.wait_kept_out(pause)
+            if self.cells.keeps_out():
+                with self.lock:
+                    self._clear_dead_readers()
 
     def _are_readers_kept_out(self) -> bool:
-        return self.cells.keeps_out()
+        return self.cells.is_readers_turn()
 
     def _sleep(self, obstacle: str, pauses: Pauses) -> bool:
         pause = pauses.next()

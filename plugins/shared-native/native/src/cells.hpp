@@ -25,13 +25,21 @@ constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
 
 // Which 64-bit word of the header is what; q4core/mutable/segment.py has the same numbers.
 enum Word {
-    kCurrent = 64, kClosed = 72, kTainted = 73, kBarred = 80, kBarAwaited = 81, kMoves = 88, kMovesAwaited = 89, kWriterProcess = 96,
+    kCurrent = 64, kClosed = 72, kTainted = 73, kBarred = 80, kBarAwaited = 81, kMoves = 88, kMovesAwaited = 89, kUnbarredAt = 90, kWriterProcess = 96,
     kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121
 };
 // Beside the version in one word, where there is one slot.
 enum State { kHealthy = 0, kWriting = 1, kPoisoned = 2 };
 // The bits of a row, where there is one slot.
 constexpr uint64_t kReads = 1, kKeptOut = 2;
+// How long after the end of an update the readers that it kept out may go first.
+constexpr int64_t kReadersTurnNs = 1'200'000;
+
+inline int64_t now_ns() {
+    timespec time{};
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
+}
 
 // Reads and writes of words that other processes change too.
 template <class T> T load(const T& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
@@ -176,6 +184,9 @@ class Cells {
         return false;
     }
 
+    // Whether readers that were kept out are still to go first; those that did not get to run in time go with the others.
+    bool is_readers_turn() const { return is_any(kKeptOut) && now_ns() - word(kUnbarredAt) < kReadersTurnNs; }
+
     // Keep new readers out, and return whether none are left. Whose turn it is calls this.
     bool claim() {
         if (word(kBarred) != mine_) store(words_[kBarred], mine_);
@@ -214,6 +225,7 @@ class Cells {
   private:
     void unbar() {
         if (word(kBarred) == 0) return;
+        store(words_[kUnbarredAt], now_ns());
         store(words_[kBarred], int64_t{0});
         fence();
         if (word(kBarAwaited)) wake(kBarred, kBarAwaited);

@@ -109,7 +109,7 @@ class Core {
         if (!try_turn()) return kTaken;
         const int64_t word = cells_.word(q4::kCurrent), version = word >> 8;
         if (is_shut || cells_.word(q4::kClosed) || (word & 255) != q4::kHealthy || version >= q4::kMaxVersion) return kLook;
-        if (cells_.is_any(q4::kKeptOut) || !is_untouched(0, version)) return kLook;
+        if (cells_.is_readers_turn() || !is_untouched(0, version)) return kLook;
         cells_.set(q4::kWriterProcess, process);
         if (!cells_.claim()) return kFull;
         // Whoever read until now may have changed it.
@@ -512,6 +512,7 @@ NB_MODULE(_native, module) {
         .def("let_go", &Core::let_go)
         .def("say_kept_out", [](Core& self, bool is_any) { self.cells().say_kept_out(is_any); })
         .def("keeps_out", [](Core& self) { return self.checked_cells().is_any(q4::kKeptOut); })
+        .def("is_readers_turn", [](Core& self) { return self.checked_cells().is_readers_turn(); })
         .def("wait_bar", &Core::wait_bar)
         .def("wait_readers", [](Core& self, double seconds) { self.wait_for_bit(q4::kReads, seconds); })
         .def("wait_kept_out", [](Core& self, double seconds) { self.wait_for_bit(q4::kKeptOut, seconds); })
