@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from shared_fixtures import content, keeps, other, state, threads
 from sharing import MODES
 
 import q4core as q4
@@ -17,6 +17,8 @@ from q4core.mutable import MutableMode, shared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+__all__ = ["content", "keeps", "other", "state", "threads"]
 
 
 @pytest.fixture
@@ -69,19 +71,6 @@ def mode(request: pytest.FixtureRequest) -> MutableMode:
 def locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes agree by the core's own locks, also where a plugin with atomics is installed."""
     monkeypatch.setattr(shared, "find_cells", lambda: None)
-
-
-@pytest.fixture(params=[True, False], ids=["kept", "collected"])
-def keeps(request: pytest.FixtureRequest) -> bool:
-    """Whether somebody still holds the block that its thread did not leave."""
-    return bool(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Give a pool whose threads are joined at the end."""
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -31,20 +31,6 @@ pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by the
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where segments are
 
 
-@pytest.fixture
-def state(mode: MutableMode) -> Iterator[SharedMutableTensor]:
-    """Return a tensor of four ones."""
-    with SharedMutableTensor(torch.ones(4), mode=mode, name="membrane") as state:
-        yield state
-
-
-@pytest.fixture
-def other(state: SharedMutableTensor) -> Iterator[SharedMutableTensor]:
-    """Return another handle, which is to the first what another process's is."""
-    with pickle.loads(pickle.dumps(state)) as other:  # noqa: S301  # our own
-        yield other
-
-
 def _files() -> set[str]:
     return {path.name for path in FOLDER.iterdir() if path.name.startswith("q4core-")}
 

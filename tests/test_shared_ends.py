@@ -21,7 +21,7 @@ from q4core.mutable import MutableMode, SharedMutableTensor, process_locks
 from q4core.mutable.blocks import ReadView, WriteBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = [
     pytest.mark.usefixtures("locks_alone"),  # atomics are tested by their plugin
@@ -60,20 +60,6 @@ atexit.unregister(weakref.finalize._exitfunc)
 atexit.register(last.look)
 atexit.register(weakref.finalize._exitfunc)
 """
-
-
-@pytest.fixture
-def state(mode: MutableMode) -> Iterator[SharedMutableTensor]:
-    """Return a tensor of four ones."""
-    with SharedMutableTensor(torch.ones(4), mode=mode, name="membrane") as state:
-        yield state
-
-
-@pytest.fixture
-def other(state: SharedMutableTensor) -> Iterator[SharedMutableTensor]:
-    """Return another handle, which is to the first what another process's is."""
-    with SharedMutableTensor.attach(state.segment) as other:
-        yield other
 
 
 # -- a process that exits

@@ -30,10 +30,9 @@ pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by the
 
 
 @pytest.fixture
-def state(mode: MutableMode) -> Iterator[SharedMutableTensor]:
-    """Return a tensor of 64 zeros."""
-    with SharedMutableTensor(torch.zeros(64), mode=mode, name="membrane") as state:
-        yield state
+def content() -> torch.Tensor:
+    """Return what the shared tensor begins with: 64 zeros."""
+    return torch.zeros(64)
 
 
 @pytest.fixture

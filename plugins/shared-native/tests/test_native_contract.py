@@ -22,7 +22,7 @@ DIFFERENT = {
 NAMED = {name: test for name, test in vars(test_shared).items() if name.startswith("test_")}
 SAME = {name: test for name, test in {**test_shared_threads.SAME, **NAMED}.items() if name not in DIFFERENT}
 globals().update(SAME)
-state, other, own_names = test_shared.state, test_shared.other, test_shared.own_names
+own_names = test_shared.own_names
 
 
 @pytest.fixture(autouse=True)

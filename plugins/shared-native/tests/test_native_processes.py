@@ -6,7 +6,7 @@ import test_shared_processes
 
 NAMED = {name: test for name, test in vars(test_shared_processes).items() if name.startswith("test_")}
 globals().update(NAMED)
-state, process = test_shared_processes.state, test_shared_processes.process
+content, process = test_shared_processes.content, test_shared_processes.process
 
 
 def test_there_are_tests_to_run_again() -> None:
