@@ -91,11 +91,10 @@ class SharedMutableTensor(MutableTensor):
         """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
         if device is not None:
             return super().read(timeout=timeout, device=device)
-        if self._reader is None:
-            return ReadView(self._content, timeout if timeout is None else to_seconds(self._content.label, timeout))
-        if timeout is None:
-            return self._reader(self._content)
-        return self._reader(self._content, to_seconds(self._content.label, timeout))
+        content = self._content
+        if timeout is not None:
+            timeout = to_seconds(content.label, timeout)
+        return ReadView(content, timeout) if self._reader is None else self._reader(content, timeout)
 
     @classmethod
     def attach(
