@@ -233,6 +233,8 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         capabilities = getattr(judged, "capabilities", None)
         if isinstance(capabilities, Capabilities):
             told["capabilities"] = _declared(capabilities)
+        if hasattr(subject, "dialect"):
+            told["formats"] = sorted(judged.formats)
         told["overrides"] = [item.to_dict() for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
