@@ -298,6 +298,16 @@ def test_pages_are_whole_and_escaped() -> None:
     assert told["content_hash"] in text
 
 
+def test_lines_of_a_message_stay_lines_on_the_page() -> None:
+    """The ends of lines in a message are ends of lines there too, and no question marks."""
+    told = documents.document(documents.bad(message="refused.\n  - toy: probe <failed>\nhint"))
+    page = to_html(told)
+    assert "refused.<br>  - toy: probe &lt;failed&gt;<br>hint" in page
+    name = told["results"][0]["case"]
+    silent = CaseResult(case=name, contract="TC-09", outcome=Outcome.NOT_TESTABLE, message="no device\nno driver")
+    assert "no device no driver" in to_html(documents.document({name: silent}))
+
+
 def test_performance_is_a_file_of_its_own(tmp_path: Path) -> None:
     """Measurements stand beside the document, and on the page, and never in what is hashed."""
     point = {"format": "q4_0", "point": "decode", "path": "dot", "precision": "exact", "rows": 1, "median_us": 5.0}

@@ -188,6 +188,23 @@ def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.M
             assert ("widened up to × 8" in text) == is_shown
 
 
+def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of a failure stands indented, tabs are spaces, and only what a terminal can't show is a question mark."""
+    made = documents.run(
+        documents.bad(message="refused.\n  - toy:\tprobe\x1b[31m failed\r\n\nhint", reproducer="one\ntwo")
+    )
+    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: made)
+    shown = _call("made-up").stdout.splitlines()
+    head = next(number for number, line in enumerate(shown) if "TC-09/bias/q4_0" in line)
+    assert shown[head + 1 : head + 6] == [
+        "    refused.",
+        "      - toy: probe?[31m failed",
+        "    hint",
+        "    one",
+        "    two",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("q4_conformance",), ("q4core.cli", "conform")], ids=["module", "q4"])
 def test_it_runs_without_loading_plugins_here(tmp_path: Path, words: tuple[str, ...]) -> None:

@@ -172,8 +172,10 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
         yield announce, watch
 
 
-def _clean(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text that say something, without what a terminal can't show."""
+    lines = [line.expandtabs(1) for line in text.splitlines() if line.strip()]
+    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
 
 
 def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
@@ -182,8 +184,8 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     for item in bad[:_MOST_SHOWN]:
         head = Text(f"{SIGNS[item['outcome']]} {NAMES[item['outcome']]} ", style="red")
         console.print(Text.assemble(head, item["case"]))
-        for line in (item["message"], *item.get("reproducer", "").splitlines()):
-            console.print(Text(f"    {_clean(line)}", style="dim"))
+        for line in (*_lines(item["message"]), *_lines(item.get("reproducer", ""))):
+            console.print(Text(f"    {line}", style="dim"))
     if len(bad) > _MOST_SHOWN:
         console.print(f"… and {len(bad) - _MOST_SHOWN} more; --report and --json have all")
     table = Table(box=None, pad_edge=False, header_style="dim")
