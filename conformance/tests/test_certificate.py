@@ -277,6 +277,7 @@ def test_junit_counts_alike() -> None:
     cases = root.findall(".//testcase")
     assert len(cases) == told["counts"]["cases"]
     assert len(root.findall(".//error")) == sum(int(suite.get("errors", 0)) for suite in root) == 1
+    assert all(item.get("time") is None for item in root.iter())  # nobody told any
     plain = [case for case in cases if not list(case)]
     assert len(plain) == told["counts"]["pass"]
 

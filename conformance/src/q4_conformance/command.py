@@ -121,7 +121,9 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
     with _progress(query.name) as (announce, watch):
         run = run_target(query, announce=announce, watch=watch, measure_seconds=_PERF_SECONDS if is_perf else 0.0)
     document = make_certificate(run, _command(query, folder, is_perf=is_perf))
-    files = write_files(folder, document, run.points) if folder is not None else ()
+    files: Sequence[Path] = ()
+    if folder is not None:
+        files = write_files(folder, document, run.points, seconds=run.report.seconds)
     if as_json:
         told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
         typer.echo(json.dumps(told, indent=2))
