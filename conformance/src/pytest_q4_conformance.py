@@ -273,7 +273,7 @@ def _write(run: _Run, folder: Path, command: list[str]) -> tuple[list[str], bool
         if done is None:
             return ["no report was written: no test asked for the result of a case"], False
         document = make_certificate(done, command)
-        files = write_files(folder, document)
+        files = write_files(folder, document, seconds=done.report.seconds)
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told, and takes no other summary away
         return [f"no report was written: {type(error).__name__}: {error}"], False
     lacking = len(document["missing"])

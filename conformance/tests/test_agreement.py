@@ -65,6 +65,68 @@ def test_a_document_that_contradicts_itself_is_refused(
     assert caught.value.name == name
 
 
+def _refused(path: Path, told: dict[str, Any]) -> str | None:
+    """Return the name of what is refused in a document that was hashed anew."""
+    path.write_text(to_text(_edited(told, {})), encoding="utf-8")
+    with pytest.raises(CertificateError) as caught:
+        read_certificate(path)
+    return caught.value.name
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({"bound": 1e9}, "overrides[0].bound"),
+        ({"case": ""}, "overrides[0].case"),
+        ({"reason": " "}, "overrides[0].reason"),
+        ({"bound": 1.0}, "overrides[0].override"),
+        ({"bound": 1e9, "is_known_failure": True}, "known_failures[0].bound"),
+    ],
+)
+def test_an_override_that_the_kit_refuses_is_in_no_certificate(
+    tmp_path: Path, facts: dict[str, Any], name: str
+) -> None:
+    """Of a bound that is too wide, no case, no reason or no effect no run writes, whatever its sentence owns to."""
+    told = documents.widened(**facts)
+    bare = [{key: value for key, value in item.items() if key != "overrides"} for item in told["results"]]
+    assert _refused(tmp_path / "certificate.json", {**told, "results": bare}) == name
+
+
+def test_an_override_stands_where_it_belongs(tmp_path: Path) -> None:
+    """Known failures have a list of their own, and a wider bound is a backend's alone."""
+    path, told = tmp_path / "certificate.json", documents.widened()
+    swapped = {**told, "overrides": [], "known_failures": told["overrides"]}
+    assert _refused(path, swapped) == "known_failures[0].is_known_failure"
+    other = {**told["subject"], "profile": "dialect", "device": "cpu"}
+    assert _refused(path, {**told, "subject": other}) == "overrides[0].bound"
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [
+        ({"formats": ["q4_0"]}, "manifest.capabilities.formats"),
+        ({"formats": []}, "manifest.capabilities.formats"),
+        ({"precisions": ["w4a8"]}, "manifest.capabilities.precisions"),
+        ({"precisions": ["w4a16"]}, "manifest.capabilities.precisions"),
+    ],
+)
+def test_what_passed_is_declared(tmp_path: Path, declared: dict[str, list[str]], name: str) -> None:
+    """A format or a precision on which a case passed can't be taken out of the manifest, nor the manifest itself."""
+    path, told = tmp_path / "certificate.json", documents.document()
+    capabilities = {**told["manifest"]["capabilities"], **declared}
+    assert _refused(path, {**told, "manifest": {**told["manifest"], "capabilities": capabilities}}) == name
+    bare = {key: item for key, item in told["manifest"].items() if key != "capabilities"}
+    assert _refused(path, {**told, "manifest": bare}) == "manifest.capabilities"
+
+
+def test_every_format_declared_is_each_of_them(tmp_path: Path) -> None:
+    """Of a backend that declares all formats, any may pass."""
+    path, told = tmp_path / "certificate.json", documents.document()
+    capabilities = {**told["manifest"]["capabilities"], "formats": ["*"]}
+    path.write_text(to_text(_edited(told, {"manifest": {"capabilities": capabilities}})), encoding="utf-8")
+    assert read_certificate(path)["manifest"]["capabilities"]["formats"] == ["*"]
+
+
 def _on_cuda(**facts: Any) -> dict[str, Any]:
     """Return the document of a run of one format on a GPU."""
     target = attrs.evolve(documents.TARGET, device="cuda")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import documents
@@ -12,7 +12,9 @@ import jsonschema
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
-from q4_conformance.certificate import content_hash, to_text, verdict_hash
+from q4_conformance.certificate import content_hash, not_tested, to_text, verdict_hash
+from q4_conformance.dialect_subject import DialectSubject
+from q4_conformance.environment import manifest_of
 from q4_conformance.junit import to_junit
 from q4_conformance.markdown import to_markdown
 from q4_conformance.page import to_html
@@ -159,6 +161,50 @@ def test_a_path_that_a_part_did_not_come_to_is_told() -> None:
     assert "EX-01/rows" not in rows["path late/w4a32 of q8_0"]
 
 
+def _declaring(**declared: list[str]) -> dict[str, str]:
+    """Return what a whole run on the CPU says was not tested, of a backend that declares these things."""
+    manifest = documents.run().manifest
+    capabilities = {**manifest["capabilities"], **declared}
+    told = documents.document(manifest={**manifest, "capabilities": capabilities})
+    assert told["standing"] == "certified"
+    return {row["what"]: row["why"] for row in told["not_tested"]}
+
+
+def test_a_declared_format_that_the_kit_does_not_know_is_told() -> None:
+    """A format of a plugin's own is declared and has no cases, and so have all of them where every one is declared."""
+    told = _declaring(formats=["q4_0", "q8_0", "iq4_xs"])
+    assert told["format iq4_xs"] == "declared; this kit has no cases for it"
+    assert told["format nf4"] == "not declared"
+    for declared in (["q4_0", "q8_0"], ["*"]):
+        assert ("formats of plugins" in _declaring(formats=declared)) == (declared == ["*"])
+    assert not any(what == "format *" for what in _declaring(formats=["*"]))
+
+
+def test_a_declared_device_that_was_not_judged_is_told() -> None:
+    """Each declared device but the run's own stands there; a run on one of several GPUs judged that kind."""
+    assert _declaring(devices=["cpu", "cuda"])["device cuda"].startswith("declared; ")
+    assert "device cpu" not in _declaring(devices=["cpu", "cuda"])
+    target = attrs.evolve(documents.TARGET, device="cuda:1")
+    manifest = {**documents.run().manifest, "capabilities": {"formats": ["q4_0", "q8_0"], "devices": ["cpu", "cuda"]}}
+    query = Query(name="made-up", device="cuda:1")
+    rows = documents.document(target=target, query=query, manifest=manifest)["not_tested"]
+    assert [row["what"] for row in rows if row["what"].startswith("device ")] == ["device cpu"]
+
+
+def test_a_declared_format_that_a_dialect_was_not_judged_on_is_told() -> None:
+    """The manifest of a dialect has its formats; those not asked for or not known to the kit are told."""
+    manifest = manifest_of(DialectSubject("simple-nf4"))
+    assert manifest["formats"] == ["fp4", "nf4"]
+    subject = {"name": "some", "profile": "dialect", "formats": ["nf4"], "device": "cpu"}
+    nothing: dict[str, Any] = {"results": [], "missing": [], "run": {"only": []}}
+    told = not_tested({"subject": subject, "manifest": {"formats": ["fp4", "iq4_xs", "nf4"]}, **nothing}, 0)
+    assert [(row["what"], row["why"]) for row in told] == [
+        ("format fp4", "not asked for"),
+        ("format iq4_xs", "declared; this kit has no cases for it"),
+    ]
+    assert not_tested({"subject": subject, "manifest": {}, **nothing}, 0) == []
+
+
 def test_overrides_are_told() -> None:
     """A wider bound and a known failure stand with their reasons, in every form."""
     wide = {"case": "TC-09", "reason": "sums in pairs", "bound": 2.0, "is_known_failure": False}
@@ -243,6 +289,7 @@ def test_junit_counts_alike() -> None:
     cases = root.findall(".//testcase")
     assert len(cases) == told["counts"]["cases"]
     assert len(root.findall(".//error")) == sum(int(suite.get("errors", 0)) for suite in root) == 1
+    assert all(item.get("time") is None for item in root.iter())  # nobody told any
     plain = [case for case in cases if not list(case)]
     assert len(plain) == told["counts"]["pass"]
 
@@ -262,6 +309,16 @@ def test_pages_are_whole_and_escaped() -> None:
     assert all("q4 conform made-up --case one" in each for each in (page, text))
     assert told["content_hash"] in page
     assert told["content_hash"] in text
+
+
+def test_lines_of_a_message_stay_lines_on_the_page() -> None:
+    """The ends of lines in a message are ends of lines there too, and no question marks."""
+    told = documents.document(documents.bad(message="refused.\n  - toy: probe <failed>\nhint"))
+    page = to_html(told)
+    assert "refused.<br>  - toy: probe &lt;failed&gt;<br>hint" in page
+    name = told["results"][0]["case"]
+    silent = CaseResult(case=name, contract="TC-09", outcome=Outcome.NOT_TESTABLE, message="no device\nno driver")
+    assert "no device no driver" in to_html(documents.document({name: silent}))
 
 
 def test_performance_is_a_file_of_its_own(tmp_path: Path) -> None:

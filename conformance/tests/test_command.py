@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import attrs
 import documents
@@ -186,6 +187,41 @@ def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.M
         for text in (result.stdout, _call("--verify", tmp_path / "certificate.json").stdout):
             assert ("✓ Certified with overrides" in text) == is_shown
             assert ("widened up to × 8" in text) == is_shown
+
+
+def test_the_junit_file_tells_how_long_each_case_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds stand at each case and, summed, at its suite; the certificate and its hashes know nothing of them."""
+    made = documents.run()
+    results = [attrs.evolve(item, seconds=number / 1000) for number, item in enumerate(made.report.results)]
+    slow = attrs.evolve(made, report=attrs.evolve(made.report, results=results))
+    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: slow)
+    assert _call("made-up", "--report", tmp_path).exit_code == 0
+    root = ET.parse(tmp_path / "certificate.xml").getroot()  # noqa: S314  # our own
+    told = {f"{item.get('classname', '').split('.')[-1]}/{item.get('name')}": item for item in root.iter("testcase")}
+    assert {name: float(item.get("time", -1)) for name, item in told.items()} == {
+        item.case: pytest.approx(item.seconds) for item in results
+    }
+    for suite in root:
+        assert float(suite.get("time", -1)) == pytest.approx(sum(float(item.get("time", -1)) for item in suite))
+    text = (tmp_path / "certificate.json").read_text(encoding="utf-8")
+    assert json.loads(text)["verdict_hash"] == documents.document()["verdict_hash"]
+
+
+def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of a failure is indented, tabs are spaces, and only what a terminal can't show is a question mark."""
+    made = documents.run(
+        documents.bad(message="refused.\n  - toy:\tprobe\x1b[31m failed\r\n\nhint", reproducer="one\ntwo")
+    )
+    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: made)
+    shown = _call("made-up").stdout.splitlines()
+    head = next(number for number, line in enumerate(shown) if "TC-09/bias/q4_0" in line)
+    assert shown[head + 1 : head + 6] == [
+        "    refused.",
+        "      - toy: probe?[31m failed",
+        "    hint",
+        "    one",
+        "    two",
+    ]
 
 
 @pytest.mark.slow

@@ -32,13 +32,22 @@ def test_a_cuda_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:9", "xpu:7"])
-def test_what_is_declared_for_an_absent_device_is_not_testable(device: str) -> None:
+@pytest.mark.parametrize("ops", [{"linear"}, {"linear", "quantize"}], ids=["linear", "quantize"])
+def test_what_is_declared_for_an_absent_device_is_not_testable(device: str, ops: set[str]) -> None:
     """Nothing of it passes or fails: what is not declared is told as ever, the rest can't be judged here."""
     kind = torch.device(device).type
-    subject = BackendSubject(ToyKernel(devices=frozenset({kind})), device=device)
+    subject = BackendSubject(ToyKernel(devices=frozenset({kind}), ops=ops), device=device)
     for case in cases_of([FORMAT], device):
         result = run_case(case, subject)
         assert result.outcome in {Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED}, result
+
+
+def test_training_through_a_quantiser_is_judged_on_declared_formats() -> None:
+    """Of a format that a quantiser does not declare, no gradient is judged, wherever it is."""
+    case = next(case for case in cases_of([FORMAT], "cpu") if case.check == "ste_native")
+    backend = ToyKernel(devices={"cuda"}, ops={"linear", "quantize"}, formats={"nf4"})
+    result = run_case(case, BackendSubject(backend, device="cuda:9"))
+    assert (result.outcome, "format" in result.message) == (Outcome.NOT_DECLARED, True), result
 
 
 @pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)

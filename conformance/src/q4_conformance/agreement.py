@@ -1,8 +1,14 @@
-"""What a document says of one subject in several places: its name, its command and its device must agree."""
+"""What a document says of one subject in several places must agree: name, command, device, overrides and manifest."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from q4_conformance.outcome import Outcome
+from q4_conformance.overrides import Override
+from q4_conformance.subject import WISHES
+from q4_conformance.tally import NO_FORMAT, format_of
+from q4core import EVERY_FORMAT, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +23,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HIDING = {"", "-1"}
 """Values by which no GPU is seen."""
 
+_SERVING = {wish.value: {item.value for item in precisions} for wish, precisions in WISHES.items()}
+"""Last word of a case's id → the precisions of which one must be declared for it to pass."""
+
 _Disagreement = tuple[str, str, object]
 """What is wrong: its name, the rule, and the value there."""
 
@@ -30,6 +39,8 @@ def disagreements(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
     yield from _of_names(document)
     yield from _of_command(document)
     yield from _of_device(document)
+    yield from _of_overrides(document)
+    yield from _of_manifest(document)
 
 
 def _of_names(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
@@ -101,3 +112,42 @@ def _of_device(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
     hidden = document["run"]["environment"].get(_VISIBLE)
     if device.get("gpu") and hidden in _HIDING:
         yield f"run.environment.{_VISIBLE}", f"one that shows {device['gpu']!r}", hidden
+
+
+def _of_overrides(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
+    """Yield the overrides that the kit would have refused to run by."""
+    for section, is_known in (("overrides", False), ("known_failures", True)):
+        for number, item in enumerate(document[section]):
+            name = f"{section}[{number}]"
+            try:
+                made = Override(**item)
+            except ConfigError as error:
+                yield f"{name}.{error.name}", error.rule or "an override", error.value
+                continue
+            if made.is_known_failure != is_known:
+                yield f"{name}.is_known_failure", str(is_known).lower(), made.is_known_failure
+            if made.bound > 1.0 and document["subject"]["profile"] != "kernel":
+                yield f"{name}.bound", "1 where no backend was judged", made.bound
+
+
+def _of_manifest(document: Mapping[str, Any]) -> Iterator[_Disagreement]:
+    """Yield what passed although the manifest of the backend does not declare it: the kit would not have run it."""
+    if document["subject"]["profile"] != "kernel":
+        return
+    declared = document["manifest"].get("capabilities")
+    if declared is None:
+        if document["standing"] != "failed":
+            yield "manifest.capabilities", "there, because what was judged was loaded", declared
+        return
+    formats, precisions = set(declared["formats"]), set(declared["precisions"])
+    for result in document["results"]:
+        if result["outcome"] != Outcome.PASS.value:
+            continue
+        case, kind = result["case"], format_of(result["case"])
+        if kind != NO_FORMAT and not formats & {EVERY_FORMAT, kind}:
+            yield "manifest.capabilities.formats", f"with {kind}, of which {case} passed", sorted(formats)
+        ran = {path.rpartition("/")[2] for path in result.get("paths", ())}
+        serving = _SERVING.get(case.rpartition("/")[2])
+        if ran - precisions or (serving is not None and not serving & precisions):
+            needed = ", ".join(sorted(ran - precisions or serving or ()))
+            yield "manifest.capabilities.precisions", f"with {needed}, in which {case} passed", sorted(precisions)

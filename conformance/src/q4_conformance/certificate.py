@@ -20,7 +20,7 @@ from q4_conformance.tally import count, format_of, formats_of, matrix_of, part_o
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from q4_conformance.outcome import CaseResult
     from q4_conformance.query import Run
@@ -43,6 +43,7 @@ SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
 _WEAKNESS = [item.value for item in Standing]
+_NOT_DECLARED = "not declared"
 _PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
@@ -93,7 +94,7 @@ def _result(result: CaseResult) -> dict[str, Any]:
 
 
 def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
-    """Return what a reader might take for tested: formats, paths and cases, each with the reason.
+    """Return what a reader might take for tested: formats, devices, paths and cases, each with the reason.
 
     Args:
         document: With its subject, run, manifest, results and what is missing.
@@ -101,13 +102,16 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     subject, manifest, results = document["subject"], document["manifest"], document["results"]
+    if subject["profile"] == "dialect" and manifest.get("formats"):
+        beside = _formats_left(subject["formats"], set(manifest["formats"]))
+        rows += [row for row in beside if row["why"] != _NOT_DECLARED]  # no gap: most dialects hold one format
     if subject["profile"] == "kernel":
-        declared = set(manifest.get("capabilities", {}).get("formats", ()))
-        everything = EVERY_FORMAT in declared or not declared
-        for name in BUILTIN_FORMATS:
-            if name not in subject["formats"]:
-                asked = everything or name in declared
-                rows.append({"what": f"format {name}", "why": "not asked for" if asked else "not declared", "cases": 0})
+        capabilities = manifest.get("capabilities", {})
+        rows += _formats_left(subject["formats"], set(capabilities.get("formats", ())))
+        here = subject["device"].partition(":")[0]
+        for name in sorted(set(capabilities.get("devices", ())) - {here}):
+            why = f"declared; --device {name} judges it, on a machine that has it"
+            rows.append({"what": f"device {name}", "why": why, "cases": 0})
     ran = {(format_of(result["case"]), path) for result in results for path in result.get("paths", ())}
     for item in manifest.get("offered", ()):
         label = f"{item['path']}/{item['precision']}"
@@ -144,6 +148,19 @@ def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _precision(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def _formats_left(judged: Sequence[str], declared: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the formats that a subject was not judged on, whether or not it declares them."""
+    everything = EVERY_FORMAT in declared or not declared
+    for name in BUILTIN_FORMATS:
+        if name not in judged:
+            is_asked = everything or name in declared
+            yield {"what": f"format {name}", "why": "not asked for" if is_asked else _NOT_DECLARED, "cases": 0}
+    for name in sorted(declared - BUILTIN_FORMATS.keys() - {EVERY_FORMAT}):
+        yield {"what": f"format {name}", "why": "declared; this kit has no cases for it", "cases": 0}
+    if EVERY_FORMAT in declared:
+        yield {"what": "formats of plugins", "why": "declared; this kit has no cases for them", "cases": 0}
 
 
 def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

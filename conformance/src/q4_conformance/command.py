@@ -121,7 +121,9 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
     with _progress(query.name) as (announce, watch):
         run = run_target(query, announce=announce, watch=watch, measure_seconds=_PERF_SECONDS if is_perf else 0.0)
     document = make_certificate(run, _command(query, folder, is_perf=is_perf))
-    files = write_files(folder, document, run.points) if folder is not None else ()
+    files: Sequence[Path] = ()
+    if folder is not None:
+        files = write_files(folder, document, run.points, seconds=run.report.seconds)
     if as_json:
         told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
         typer.echo(json.dumps(told, indent=2))
@@ -172,8 +174,10 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
         yield announce, watch
 
 
-def _clean(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text that say something, without what a terminal can't show."""
+    lines = [line.expandtabs(1) for line in text.splitlines() if line.strip()]
+    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
 
 
 def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
@@ -182,8 +186,8 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     for item in bad[:_MOST_SHOWN]:
         head = Text(f"{SIGNS[item['outcome']]} {NAMES[item['outcome']]} ", style="red")
         console.print(Text.assemble(head, item["case"]))
-        for line in (item["message"], *item.get("reproducer", "").splitlines()):
-            console.print(Text(f"    {_clean(line)}", style="dim"))
+        for line in (*_lines(item["message"]), *_lines(item.get("reproducer", ""))):
+            console.print(Text(f"    {line}", style="dim"))
     if len(bad) > _MOST_SHOWN:
         console.print(f"… and {len(bad) - _MOST_SHOWN} more; --report and --json have all")
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -228,11 +228,13 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     }
     try:
         told["name"] = getattr(judged, "name", None)
+        capabilities = getattr(judged, "capabilities", None)
+        if isinstance(capabilities, Capabilities):  # before what may raise: it is judged on this
+            told["capabilities"] = _declared(capabilities)
         told["source"] = source_of(_package(judged))
         told["api_version"] = _numbers(getattr(judged, "api_version", ()))
-        capabilities = getattr(judged, "capabilities", None)
-        if isinstance(capabilities, Capabilities):
-            told["capabilities"] = _declared(capabilities)
+        if hasattr(subject, "dialect"):
+            told["formats"] = sorted(judged.formats)
         told["overrides"] = [item.to_dict() for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))

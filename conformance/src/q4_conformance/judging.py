@@ -38,12 +38,14 @@ class _Talk:
     Args:
         cases: What it was asked for, by id.
         current: The case that it has begun.
+        since: When that was.
         failed: What it told of a failure that is not shown yet: a search for the least that fails may follow.
         is_reproducing: Whether it searches.
     """
 
     cases: dict[str, Case]
     current: Case | None = None
+    since: float = attrs.field(factory=time.monotonic)
     failed: CaseResult | None = None
     is_reproducing: bool = False
 
@@ -187,8 +189,9 @@ class Judging:
             if talk.is_reproducing:
                 raise  # the failure itself was told, and no further case was begun
             if talk.current is None:  # it ended between two cases: the one that it should have begun answers for it
-                talk.current = next(case for case in cases if case.id not in self.results)
-            self.keep(_bad(talk.current, ended.outcome, ended.reason))
+                talk.current, talk.since = next(case for case in cases if case.id not in self.results), time.monotonic()
+            result = _bad(talk.current, ended.outcome, ended.reason)
+            self.keep(attrs.evolve(result, seconds=time.monotonic() - talk.since))
             raise
         finally:
             self._show_failed(talk)  # the search may have come to no end
@@ -201,7 +204,7 @@ class Judging:
         if not talk.is_reproducing:
             self._show_failed(talk)
         if "start" in message:
-            talk.current = talk.cases[message["start"]]
+            talk.current, talk.since = talk.cases[message["start"]], time.monotonic()
         elif "result" in message and talk.current is not None:
             result = CaseResult.from_dict(message["result"])
             talk.current, talk.failed = None, result if result.outcome is Outcome.FAIL else None

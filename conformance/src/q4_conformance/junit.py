@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 from q4_conformance.tally import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["to_junit"]
 
@@ -23,8 +23,18 @@ def _legal(text: str) -> str:
     return _FORBIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def to_junit(document: Mapping[str, Any]) -> str:
-    """Return the XML: one suite for each format, one test case for each case."""
+def _tell_time(element: ET.Element, results: Iterable[Mapping[str, Any]], seconds: Mapping[str, float] | None) -> None:
+    if seconds is not None:
+        element.set("time", f"{sum(seconds.get(result['case'], 0.0) for result in results):.3f}")
+
+
+def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> str:
+    """Return the XML: one suite for each format, one test case for each case.
+
+    Args:
+        document: What ``make_certificate`` gave.
+        seconds: Case → how long it took, which no document holds; no times are told unless given.
+    """
     who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
     root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -42,10 +52,12 @@ def to_junit(document: Mapping[str, Any]) -> str:
             skipped=str(outcomes.count("not_declared") + outcomes.count("not_testable")),
             timestamp=document["volatile"]["date"][:19],
         )
+        _tell_time(suite, results, seconds)
         for result in results:
             contract, _, rest = result["case"].partition("/")
             classname = f"{who}.{_legal(name)}.{_legal(contract)}"
             case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(rest))
+            _tell_time(case, [result], seconds)
             if result["outcome"] != "pass":
                 element = ET.SubElement(case, _ELEMENTS.get(result["outcome"], "skipped"))
                 text = _legal(result.get("message", ""))

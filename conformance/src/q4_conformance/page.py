@@ -44,7 +44,8 @@ _MOST_FINDINGS = 60
 
 
 def _escape(value: object) -> str:
-    return html.escape("".join(letter if letter.isprintable() else "?" for letter in str(value)))
+    text = " ".join(str(value).splitlines()).expandtabs(1)
+    return html.escape("".join(letter if letter.isprintable() else "?" for letter in text))
 
 
 def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -135,6 +136,10 @@ def _section(title: str, lead: str, body: str) -> str:
     return f"<section><h2>{_escape(title)}</h2>{first}{body}</section>"
 
 
+def _message(item: Mapping[str, Any]) -> str:
+    return "<br>".join(_escape(line) for line in item.get("message", "").splitlines())
+
+
 def _reproducer(item: Mapping[str, Any]) -> str:
     lines = [_escape(line) for line in item.get("reproducer", "").splitlines()]
     return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
@@ -147,7 +152,7 @@ def _findings(document: Mapping[str, Any]) -> str:
         return ""
     lines = [
         f'<div class="finding {item["outcome"]}"><b>{SIGNS[item["outcome"]]} {_escape(NAMES[item["outcome"]])}</b> '
-        f"<code>{_escape(item['case'])}</code><br>{_escape(item.get('message', ''))}{_reproducer(item)}</div>"
+        f"<code>{_escape(item['case'])}</code><br>{_message(item)}{_reproducer(item)}</div>"
         for item in found[:_MOST_FINDINGS]
     ]
     if len(found) > _MOST_FINDINGS:

@@ -22,7 +22,11 @@ _PERFORMANCE = "performance.json"
 
 
 def write_files(
-    folder: Path, document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = ()
+    folder: Path,
+    document: Mapping[str, Any],
+    points: Sequence[Mapping[str, Any]] = (),
+    *,
+    seconds: Mapping[str, float] | None = None,
 ) -> tuple[Path, ...]:
     """Write a document in every form, and return the files.
 
@@ -33,6 +37,7 @@ def write_files(
         folder: Where to; made where it is not there.
         document: What ``make_certificate`` gave.
         points: Measurements, which get a file of their own.
+        seconds: Case → how long it took, for the JUnit file; ``Report.seconds`` has it.
 
     Raises:
         OSError: The folder can't be written.
@@ -41,7 +46,7 @@ def write_files(
     kind = document["kind"]
     texts = {
         f"{kind}.json": to_text(document),
-        f"{kind}.xml": to_junit(document),
+        f"{kind}.xml": to_junit(document, seconds),
         f"{kind}.html": to_html(document, points),
         f"{kind}.md": to_markdown(document),
     }

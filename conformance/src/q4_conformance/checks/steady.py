@@ -19,6 +19,7 @@ from q4core import quantize as quantize_ref
 if TYPE_CHECKING:
     from q4_conformance.subject import BackendSubject
     from q4_conformance.table import Case
+    from q4core import PackedWeight
 
 LOST_RESULTS = 1 / 2
 """The share of a result that may stay behind per call."""
@@ -51,6 +52,12 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
     return f"{CALLS} calls, memory grew by {grown} bytes"
 
 
+def _quantising(subject: BackendSubject, wanted: PackedWeight) -> Request:
+    """Return the request that asks a backend to quantise float32 to such a weight."""
+    request = Request.for_weight(wanted, device=subject.device, dtype=torch.float32)
+    return attrs.evolve(request, op="quantize", out_features=wanted.out_features, in_features=wanted.in_features)
+
+
 @check("quantise_calls")
 @one_thread()
 def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
@@ -60,9 +67,7 @@ def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
     kind = case.weight_recipe.format
     dense = torch.randn(4, 4 * kind.block_size, generator=torch.Generator().manual_seed(18)) * 0.1
     wanted = quantize_ref(dense, kind.name)
-    rows, columns = dense.shape
-    request = Request.for_weight(wanted, device=subject.device, dtype=dense.dtype)
-    request = attrs.evolve(request, op="quantize", out_features=rows, in_features=columns)
+    request = _quantising(subject, wanted)
     subject.require_declared(request)
     subject.require_hardware(request)
     quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
@@ -86,8 +91,10 @@ def check_ste_native(case: Case, subject: BackendSubject) -> str:
         raise NotDeclaredError("the op 'quantize' is not declared")
     if subject.device.type == "cpu":
         raise NotTestableError("on the CPU the core quantises masters by the reference; no other device is asked for")
+    kind = case.weight_recipe.format
+    subject.require_declared(_quantising(subject, quantize_ref(torch.ones(1, 2 * kind.block_size), kind.name)))
     with lent(subject.backend):
-        judge_ste(case.weight_recipe.format.name, subject.device)
+        judge_ste(kind.name, subject.device)
     return "y, x, master, bias"
 
 
