@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_um_managed.driver import Driver, Missing
+    from q4_um_managed.prospect import Prospect
     from q4core.memory import Availability
 
 __all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
@@ -51,7 +52,7 @@ class ManagedProvider:
 
     def __init__(
         self,
-        find: Callable[[], Driver | Missing] = find_driver,
+        find: Callable[[], Driver | Prospect | Missing] = find_driver,
         *,
         host: Callable[[], tuple[int, int, str]] = host_memory,
         max_cached_bytes: int = MAX_CACHED_BYTES,
