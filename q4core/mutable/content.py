@@ -329,7 +329,8 @@ class Content:
         if not block.wait and gate.has_writer:
             self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
         if not gate.enter_write(block, block.timeout, check):
-            self.refuse("write()", f"let in within {block.timeout} s", "others", "Wait longer, or hold blocks shorter.")
+            who = "readers" if gate.readers else "another writer"
+            self.refuse("write()", f"let in within {block.timeout} s", who, "Wait longer, or hold blocks shorter.")
         check()
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
