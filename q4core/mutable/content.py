@@ -345,7 +345,8 @@ class Content:
                 return copied(torch.zeros(self.shape, dtype=self.dtype, device=self.device), self.home, self.label)
         elif self.is_in_place:
             return base
-        copy = copied(base if block.source is None else block.source, self.home, self.label)
+        source = base if block.source is None else block.source
+        copy = detached_copy(source) if self.home is None else copied(source, self.home, self.label)
         if mark_of(base) != mark and not block.healing:
             with self.lock:
                 self.refuse_touched(base, self.version)
