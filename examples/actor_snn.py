@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import math
 import multiprocessing
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -95,6 +97,14 @@ class Crew:
         self.hire: Any = server.Process if plan.processes else threading.Thread
         self.workers = [self.start(index) for index in range(plan.actors)]
 
+    def kill_one(self, step: int) -> bool:
+        """Kill somebody at work; return whether that is what ended them."""
+        self.replace_killed(step)
+        worker = random.choice(self.workers)  # noqa: S311  # no secret
+        worker.kill()
+        worker.join()
+        return bool(worker.exitcode == -signal.SIGKILL)
+
     def start(self, index: int) -> Any:
         """Start one actor."""
         worker = self.hire(target=act, args=(index, self.plan, self.masters, self.states), daemon=True)
@@ -118,6 +128,7 @@ class Outcome(NamedTuple):
     spikes: torch.Tensor
     step_seconds: float
     step_bytes: float
+    killed: int
 
     @property
     def digest(self) -> str:
@@ -135,11 +146,11 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
     make = q4.SharedMutableTensor if plan.processes else q4.MutableTensor
     with contextlib.ExitStack() as stack:
         states = {name: stack.enter_context(make(torch.zeros(size), name=name)) for name, size in sizes.items()}
-        crew = Crew(plan, masters, states)
+        crew, killed = Crew(plan, masters, states), 0
         for step in range(1, plan.steps + 1):
             states["pixels"].replace(input_spikes(images, -step)[None])
             if step in fatal:
-                random.choice(crew.workers).kill()  # noqa: S311  # no secret
+                killed += crew.kill_one(step)
             for name, part in zip(SOURCES, trace.split(SIZE, 2), strict=True):
                 while not states[name].wait(step, timeout=0.1):
                     crew.replace_killed(step)
@@ -152,7 +163,7 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
             worker.join()
         copied = states["copied"].snapshot().tensor.item() + states["pixels"].stats().bytes_copied / plan.steps
         last = {name: states[name].snapshot().tensor for name in SOURCES}
-        return Outcome(last, trace[0], trace[1], seconds, copied)
+        return Outcome(last, trace[0], trace[1], seconds, copied, killed)
 
 
 def main() -> None:
@@ -172,6 +183,10 @@ def main() -> None:
         parser.error("--kills needs --processes: threads can't be killed")
     if options.steps <= 1:
         parser.error("--steps must be at least 2")
+    if not 0 <= options.kills < options.steps:
+        parser.error(f"--kills must be 0 … {options.steps - 1}: at most one before each further step")
+    if not 0.0 <= options.jitter < math.inf:
+        parser.error("--jitter must be seconds, 0 or more")
     torch.set_num_threads(1)  # the actors are what runs in parallel
     images, labels, test_images, test_labels = digits()
     masters = train(images, labels, options.epochs)
@@ -181,7 +196,7 @@ def main() -> None:
     spikes = sum(float(state[COUNT].sum()) for state in outcome.states.values()) / plan.steps
     rate = 1 / outcome.step_seconds
     right = float((outcome.states["out"][COUNT].argmax(1) == test_labels).float().mean())
-    print(f"{plan.actors} {'processes' if plan.processes else 'threads'}, {plan.kills} killed on the way")
+    print(f"{plan.actors} {'processes' if plan.processes else 'threads'}, {outcome.killed} killed on the way")
     print(f"{rate:,.0f} steps/s of {len(test_images)} images, {spikes * rate:,.0f} spikes/s")
     print(f"{outcome.step_bytes:,.0f} bytes copied per step")
     print(f"test accuracy {right:.1%} with {FORMAT} synapses; result {outcome.digest}")

@@ -43,7 +43,7 @@ class Diagnostics:
         prepared_bytes: Bytes of the buffers.
         source_bytes: Those of them that are the source, kept because the backend can't export.
         notes: What was assumed while the weight was read.
-        memory: What became of the buffers under the unified-memory policy, one line each.
+        memory: What became of the buffers under the unified-memory policy, one line each; then where the bias lies.
         input_memory: What became of x under it, with how many calls; empty under DISABLED.
     """
 

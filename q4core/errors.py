@@ -80,7 +80,9 @@ class Q4Error(Exception):
         self._arguments = {"name": name, "rule": rule, "where": where, "hint": hint, **data}
         super().__init__(self._compose())
 
-    def _compose(self) -> str:
+    @property
+    def summary(self) -> str:
+        """What failed and why, as the message begins: without the hint."""
         text = self.what
         if self.rule is not None:
             text += f": {self.name or 'value'} must be {self.rule}"
@@ -92,6 +94,10 @@ class Q4Error(Exception):
                 text += f" (got {_shorten(self.value)})"
         if self.where is not None:
             text += f" [{self.where}]"
+        return text
+
+    def _compose(self) -> str:
+        text = self.summary
         if not text.endswith((".", "!", "?")):
             text += "."
         return f"{text} {self.hint}" if self.hint else text

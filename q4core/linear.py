@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
 
 from q4core.codec import dequantize
@@ -10,7 +11,7 @@ from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError
 from q4core.formats import BlockOrder
 from q4core.linear_input import check_index, check_out, fits_as_bias, refuse_bias, refuse_input
-from q4core.memory import apply_input_policy
+from q4core.memory import apply_input_policy, provider_of
 from q4core.packed_module import PackedModule
 from q4core.plan import UNTRACEABLE_PLAN
 from q4core.policy import UnifiedMemoryPolicy
@@ -85,13 +86,22 @@ class Q4Linear(PackedModule):
 
     def diagnostics(self) -> Diagnostics:
         """Return which backend and paths serve, what ran how often, and why not the others."""
-        return diagnose(
+        told = diagnose(
             self._require_ready(),
             layer=self.name,
             calls=self._counts,
             notes=self._origin[2],
             input_memory=self._input_memory,
         )
+        return attrs.evolve(told, memory=(*told.memory, *self._memory_of_bias()))
+
+    def _memory_of_bias(self) -> tuple[str, ...]:
+        """Return what a report says of the bias under a unified-memory policy."""
+        if self.bias is None or not self._managed:
+            return ()
+        provider = provider_of(self.bias)
+        where = "ordinary memory" if provider is None else f"memory of {provider.name}"
+        return (f"left: the bias is its owner's parameter, in {where}",)
 
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""

@@ -98,8 +98,8 @@ def _prepare_layer(
 ) -> PreparedLayer:
     _refuse_inside_trace(weight)
     weight.check_values()
+    _require_memory(weight, config, registry)
     request = layer_request(weight, config, m, dtype)
-    _require_memory(weight, config, registry, request.device)
     source = weight if weight.device == request.device else _moved(weight, request.device, config, registry)
     book = probe_book(registry)
     failures: dict[str, tuple[Reason, ...]] = {}
@@ -197,10 +197,11 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
         )
 
 
-def _require_memory(weight: PackedWeight, config: SessionConfig, registry: Registry, device: torch.device) -> None:
-    """Fail before anything is done where unified memory is required and can't be had."""
+def _require_memory(weight: PackedWeight, config: SessionConfig, registry: Registry) -> None:
+    """Fail before anything is done where unified memory is required and can't be had, for want of the device too."""
     policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
     if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+        device = weight.device if config.device in {None, "auto"} else torch.device(str(config.device))
         providers = registry.memory_providers()
         apply_policy(torch.empty(1), policy, device=device, providers=providers, layer=weight.name)
 

@@ -88,7 +88,15 @@ def test_killed_actors_leave_no_trace(snn: Any, masters: dict[str, torch.Tensor]
     images = _images(snn)
     wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
     got = snn.simulate(masters, images, snn.Plan(STEPS, actors=3, processes=True, kills=5, jitter=0.01))
-    assert got.digest == wanted.digest
+    assert (got.digest, got.killed) == (wanted.digest, 5)
+
+
+def test_every_kill_is_one_that_happened(snn: Any, masters: dict[str, torch.Tensor]) -> None:
+    """As many as the steps allow are killed, one actor alone each time, and the result is the same."""
+    images = _images(snn, 4)
+    wanted = snn.simulate(masters, images, snn.Plan(steps=3, actors=1))
+    got = snn.simulate(masters, images, snn.Plan(3, actors=1, processes=True, kills=2))
+    assert (got.digest, got.killed, wanted.killed) == (wanted.digest, 2, 0)
 
 
 def test_each_step_copies_each_state_once(snn: Any, masters: dict[str, torch.Tensor]) -> None:
@@ -126,7 +134,13 @@ def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [(("--kills", 1), "--kills needs --processes"), (("--steps", 1), "--steps must be at least 2")],
+    [
+        (("--kills", 1), "--kills needs --processes"),
+        (("--steps", 1), "--steps must be at least 2"),
+        (("--processes", "--steps", 3, "--kills", 3), "--kills must be 0 … 2"),
+        (("--processes", "--kills", -3), "--kills must be 0 … 39"),
+        (("--jitter", "nan"), "--jitter must be seconds, 0 or more"),
+    ],
 )
 def test_the_command_refuses(tmp_path: Path, arguments: tuple[object, ...], complaint: str) -> None:
     """Options that mean nothing are refused before anything is trained or written."""

@@ -1,4 +1,4 @@
-"""What ``docs/memory.md`` shows is what happens."""
+"""What ``docs/memory.md`` and the README of um-managed show is what happens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from pathlib import Path
 
 import pytest
 
-SNIPPETS = re.findall(
-    r"^```python\n(.*?)^```",
-    (Path(__file__).parents[1] / "docs" / "memory.md").read_text(encoding="utf-8"),
-    re.DOTALL | re.MULTILINE,
-)
+PAGES = ("docs/memory.md", "plugins/um-managed/README.md")
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in re.findall(
+        r"^```python\n(.*?)^```",
+        (Path(__file__).parents[1] / page).read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+]
 
 
 def test_there_are_snippets() -> None:
-    """The test below has something to run: threads, processes, policies and sides."""
-    assert len(SNIPPETS) >= 4
+    """The test below has something to run: threads, processes, policies and sides, and a layer."""
+    assert len(SNIPPETS) >= 5
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: re.findall(r"\w+\.?\w*\(", snippet)[0].rstrip("("))

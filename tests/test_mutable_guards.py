@@ -302,7 +302,7 @@ class PretendedStreams:
 def on_device(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> tuple[MutableTensor, PretendedStreams]:
     """A mutable tensor that takes itself for one on a device."""
     streams = PretendedStreams()
-    monkeypatch.setattr("q4core.mutable.sides.TorchStreams", lambda device: streams)
+    monkeypatch.setattr("q4core.mutable.sides.TorchStreams", lambda device, keep: streams)
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
     state._content.device = torch.device("cuda", 0)
     state._content.order = Order(state._content)

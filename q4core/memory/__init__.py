@@ -1,11 +1,12 @@
 """The unified-memory contract: what a provider of managed memory offers, and what each policy makes of it.
 
-Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing is registered, kept or logged. Each
-``apply_*`` function returns the tensor to use and a ``MemoryDecision`` that says what was done and why; the caller
-reports it. Only a provider allocates managed memory; the core has none of its own.
+Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing is registered or logged, and nothing is
+kept but a note on the memory itself, whose it is. Each ``apply_*`` function returns the tensor to use and a
+``MemoryDecision`` that says what was done and why; the caller reports it. Only a provider allocates managed memory;
+the core has none of its own.
 """
 
-from q4core.memory.answers import availability
+from q4core.memory.answers import availability, copy_beside
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
     Availability,
@@ -14,6 +15,7 @@ from q4core.memory.contract import (
     MemoryProvider,
     Placement,
 )
+from q4core.memory.homes import keeper_of, note_provider, provider_of
 from q4core.memory.placing import (
     apply_input_policy,
     apply_mutable_policy,
@@ -36,7 +38,11 @@ __all__ = [
     "apply_policy",
     "apply_source_policy",
     "availability",
+    "copy_beside",
     "detached_copy",
+    "keeper_of",
     "managed_empty",
+    "note_provider",
+    "provider_of",
     "release_input",
 ]

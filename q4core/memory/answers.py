@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import PLUGIN_FAULTS, PluginError
+from q4core.errors import PLUGIN_FAULTS, LifecycleError, PluginError, Q4Error, UnifiedMemoryError
 from q4core.memory.contract import Availability
+from q4core.memory.homes import note_provider, shares_memory
 
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["availability", "is_on", "managed_by", "mapped_by", "told"]
+__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "told"]
 
 
 def told(error: BaseException) -> str:
-    """Return an error as decisions quote it."""
-    return f"{type(error).__name__}: {error}"
+    """Return an error as decisions quote it: without its advice and its list of facts, which go elsewhere."""
+    return f"{type(error).__name__}: {error.summary if isinstance(error, Q4Error) else error}"
 
 
 def availability(provider: MemoryProvider, device: torch.device) -> Availability:
@@ -50,6 +51,7 @@ def managed_by(
         raise PluginError("to_managed", name="result", rule=wanted, value=got)
     if not provider.is_managed(managed):
         raise PluginError("to_managed", name="result", rule="in managed memory", value="ordinary memory")
+    note_provider(managed, provider)
     return managed
 
 
@@ -65,4 +67,39 @@ def mapped_by(provider: MemoryProvider, tensor: torch.Tensor, device: torch.devi
     if facts[0] != facts[1] or not is_on(mapped, device):
         value = f"{mapped.dtype} {list(mapped.shape)} on {mapped.device}"
         raise PluginError("map", name="result", rule=f"the same tensor, on {device}", value=value)
+    note_provider(mapped, provider)
     return mapped
+
+
+def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a contiguous copy in the provider's memory on the same device, outside any graph.
+
+    Args:
+        provider: Who allocates.
+        tensor: Any strided tensor.
+        what: Whose copy, for messages.
+
+    Raises:
+        UnifiedMemoryError: The provider can't; with its numbers.
+        LifecycleError: It can't at this time.
+    """
+    if torch.is_inference_mode_enabled():  # what is made there does not count its changes
+        with torch.inference_mode(mode=False):
+            return copy_beside(provider, tensor, what)
+    try:
+        copy = managed_by(provider, tensor.detach(), device=tensor.device, read_mostly=False, prefetch=False)
+        if not is_on(copy, tensor.device) or shares_memory(copy, tensor):
+            value = f"{'the same memory' if shares_memory(copy, tensor) else 'memory'} on {copy.device}"
+            raise PluginError("to_managed", name="result", rule=f"a copy on {tensor.device}", value=value)
+    except LifecycleError:
+        raise
+    except PLUGIN_FAULTS as error:
+        raise UnifiedMemoryError(
+            what,
+            name="copy",
+            rule=f"in memory of {provider.name}, where the tensor lies",
+            value=told(error),
+            hint=(error.hint if isinstance(error, Q4Error) else None) or "Free some of that memory, or take less.",
+            attributes=getattr(error, "attributes", None),
+        ) from error
+    return copy

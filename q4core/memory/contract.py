@@ -69,8 +69,10 @@ class MemoryProvider(Protocol):
     A method that can't do its duty raises; the core turns that into a fallback or an error, as the policy says.
 
     Optional methods: ``map(tensor, *, device) -> Tensor | None``, a tensor on ``device`` over the very bytes of a CPU
-    tensor, which it keeps alive, or None where the device can't read those well; and
-    ``placement_of(tensor) -> Placement | None``, where a tensor of this provider's lies, mapped ones included.
+    tensor, which it keeps alive, or None where the device can't read those well;
+    ``placement_of(tensor) -> Placement | None``, where a tensor of this provider's lies, mapped ones included; and
+    ``record_stream(tensor, stream)``, which keeps CUDA memory, once it comes back, until a stream (its handle) has
+    passed what is queued there by then. Without it the memory must wait for every stream by itself.
     """
 
     name: str
@@ -89,7 +91,7 @@ class MemoryProvider(Protocol):
         """Return the same values, shape and dtype in managed memory that ``device`` reaches.
 
         Args:
-            tensor: Detached, on any device; neither changed nor kept.
+            tensor: Detached, on any device; neither changed nor kept, and no byte of it is in the result.
             device: Who will compute with it.
             read_mostly: Written once, then only read; the driver may keep a copy at each reader.
             prefetch: Move the pages to ``device`` now instead of at the first touch.

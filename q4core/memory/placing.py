@@ -9,6 +9,7 @@ import torch
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.memory.answers import is_on, managed_by, mapped_by, told
+from q4core.memory.homes import note_provider, shares_memory
 from q4core.memory.search import Search
 from q4core.policy import UnifiedMemoryPolicy
 
@@ -99,12 +100,12 @@ def apply_source_policy(
             if mapped is not None:
                 return mapped, search.decide("mapped", "read where it lies", provider, tensor=mapped)
         except PLUGIN_FAULTS as error:
-            search.reasons.append(f"{provider.name}: map: {told(error)}")
+            search.note_refusal(provider, "map", error)
     for provider in search.usable:
         try:
             managed = managed_by(provider, tensor.detach(), device=search.device, read_mostly=True, prefetch=True)
         except PLUGIN_FAULTS as error:
-            search.reasons.append(f"{provider.name}: to_managed: {told(error)}")
+            search.note_refusal(provider, "to_managed", error)
             continue
         reason = f"copied into memory of {provider.name}"
         return managed, search.decide("promoted", reason, provider, tensor.nbytes, tensor=managed)
@@ -123,16 +124,17 @@ def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
     """Place a tensor that will be written again and again, apart from every other holder of it, as the policy says.
 
     Args:
-        tensor: Any shape and dtype; detached, and cloned before anything else is done with it.
+        tensor: Any shape and dtype; neither changed nor, with ``copy``, shared.
         policy: What is asked for.
         device: Who will compute with it.
         providers: Asked in the order of their names; the first that can, does.
-        copy: False for the sole owner of ``tensor``: no clone is made, and where nothing is promoted the result shares
-            its memory.
+        copy: False for the sole owner of ``tensor``: where nothing is promoted the result shares its memory. Else it
+            is cloned there, and only there: one copy is made, whatever is done.
         environment: Taken instead of ``os.environ``.
 
     Returns:
-        The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, and the decision.
+        The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, whose versions stay in that memory; and
+        the decision.
 
     Raises:
         UnifiedMemoryError: Required, and no provider can; carries the device attributes. Nothing was copied.
@@ -140,9 +142,9 @@ def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
         InputError: ``tensor`` is no strided tensor.
     """
     search = Search("mutable tensor", tensor, policy, device, providers, environment)
-    search.refuse_early()
-    own = detached_copy(tensor) if copy else tensor.detach()
-    return _promoted(search, own, read_mostly=False, prefetch=False)
+    with torch.inference_mode(mode=False):  # what is made there does not count its changes
+        placed, decision = _promoted(search, tensor.detach(), read_mostly=False, prefetch=False, is_apart=copy)
+    return (detached_copy(tensor) if copy and decision.action != "promoted" else placed), decision
 
 
 def apply_input_policy(
@@ -178,7 +180,7 @@ def apply_input_policy(
     if search.is_idle:
         return x, search.idle_decision()
     holder = search.holder_of(x)
-    if holder is not None:
+    if holder is not None and (is_on(x, search.device) or policy is UnifiedMemoryPolicy.PREFER_UNIFIED):
         try:
             holder.prefetch(x, search.device)
         except PLUGIN_FAULTS as error:
@@ -240,6 +242,7 @@ def managed_empty(
             try:
                 managed: object = provider.empty(shape, dtype, device)
                 if isinstance(managed, torch.Tensor) and managed.shape == shape and managed.dtype == dtype:
+                    note_provider(managed, provider)
                     return managed
             except PLUGIN_FAULTS:  # told once apply_policy asks the provider to promote what lies elsewhere
                 continue
@@ -249,12 +252,14 @@ def managed_empty(
 
 
 def _promoted(
-    search: Search, tensor: torch.Tensor, *, read_mostly: bool, prefetch: bool
+    search: Search, tensor: torch.Tensor, *, read_mostly: bool, prefetch: bool, is_apart: bool = False
 ) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place a tensor as the policy says; ``is_apart`` if the result may share no memory with it where promoted."""
     if search.is_idle:
         return tensor, search.idle_decision()
     holder = search.holder_of(tensor)
-    if holder is not None:
+    if holder is not None and not is_apart and is_on(tensor, search.device):
+        note_provider(tensor, holder)
         return tensor, search.decide("left", "already managed", holder, tensor=tensor)
     for provider in search.usable:
         promote = functools.partial(
@@ -265,8 +270,10 @@ def _promoted(
                 managed: torch.Tensor = _Promotion.apply(tensor, promote)  # type: ignore[no-untyped-call]  # torch's
             else:
                 managed = promote(tensor.detach())
+                if is_apart and shares_memory(managed, tensor):  # it maps memory instead of copying
+                    managed = promote(detached_copy(tensor))
         except PLUGIN_FAULTS as error:
-            search.reasons.append(f"{provider.name}: to_managed: {told(error)}")
+            search.note_refusal(provider, "to_managed", error)
             continue
         if not search.is_activation:
             managed.requires_grad_(tensor.requires_grad)

@@ -47,6 +47,8 @@ class Search:
         self.usable: list[MemoryProvider] = []
         self.reasons: list[str] = []
         self.attributes: dict[str, Any] = {}
+        self._hints: list[str] = []
+        self._asked = 0
         if self.is_idle:
             return
         if self.is_turned_off:
@@ -56,17 +58,21 @@ class Search:
         self._ask(sorted(providers, key=lambda provider: provider.name))
 
     def _ask(self, providers: Sequence[MemoryProvider]) -> None:
+        self._asked = len(providers)
         if not providers:
             asker = "q4-um-managed asks a CUDA device for managedMemory, concurrentManagedAccess and the others"
             self.reasons.append(f"no provider of unified memory is there ({asker})")
         for provider in providers:
             answer = availability(provider, self.device)
-            prefix = f"{provider.name}." if len(providers) > 1 else ""
-            self.attributes |= {f"{prefix}{key}": value for key, value in answer.attributes.items()}
+            self._note_facts(provider, answer.attributes)
             if answer.is_available:
                 self.usable.append(provider)
             else:
                 self.reasons.append(f"{provider.name}: {answer.reason}")
+
+    def _note_facts(self, provider: MemoryProvider, facts: Mapping[str, Any]) -> None:
+        prefix = f"{provider.name}." if self._asked > 1 else ""
+        self.attributes |= {f"{prefix}{key}": value for key, value in facts.items()}
 
     @property
     def is_idle(self) -> bool:
@@ -121,22 +127,33 @@ class Search:
         name = None if provider is None else provider.name
         return MemoryDecision(self.policy, action, reason, name, attributes, size_bytes, placement)
 
-    def refuse_early(self) -> None:
-        """Raise before anything is copied where it is known already that nobody can."""
-        if self.policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED and not self.usable:
-            raise self.refusal()
+    def note_refusal(self, provider: MemoryProvider, method: str, error: BaseException) -> None:
+        """Take note that a provider could not do what it was asked: why, by which facts, and its advice."""
+        self.reasons.append(f"{provider.name}: {method}: {told(error)}")
+        if isinstance(error, UnifiedMemoryError):
+            self._note_facts(provider, error.attributes)
+            if error.hint and error.hint not in self._hints:
+                self._hints.append(error.hint)
+
+    def _hint(self) -> str:
+        """Return what to do about a refusal."""
+        if self.is_turned_off:
+            return f"Unset {DISABLE_VARIABLE}, or ask for PREFER_UNIFIED."
+        if not self._asked:
+            return "Install a plugin that provides it for this device, or ask for PREFER_UNIFIED."
+        if not self.usable:
+            return "Take a device whose attributes allow it (`q4 doctor` tells each), or ask for PREFER_UNIFIED."
+        return " ".join((*self._hints, "Or ask for PREFER_UNIFIED."))
 
     def refusal(self) -> UnifiedMemoryError:
         """Return the error for managed memory that is required and can't be had."""
         decision = self.decide("refused", self.complaint())
-        unset = f"Unset {DISABLE_VARIABLE}, or ask for PREFER_UNIFIED."
-        install = "Install a plugin that provides it for this device, or ask for PREFER_UNIFIED."
         return UnifiedMemoryError(
             f"{self.what} under REQUIRE_UNIFIED",
             name="memory",
             rule=f"managed memory for device {self.device}",
             value=decision.reason,
-            hint=unset if self.is_turned_off else install,
+            hint=self._hint(),
             attributes=decision.attributes,
             decision=decision,
         )

@@ -42,7 +42,8 @@ def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
     if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
-        raise InputError(label, name="tensor", rule="plain and strided", value=f"{type(tensor).__name__}")
+        value = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+        raise InputError(label, name="tensor", rule="plain and strided", value=value)
     if tensor.device.type not in {"cpu", "cuda"}:
         raise InputError(label, name="tensor", rule="on CPU or CUDA", value=str(tensor.device))
     if copy:

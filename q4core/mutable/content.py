@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
-from q4core.memory import detached_copy
+from q4core.memory import copy_beside, detached_copy, provider_of
 from q4core.mutable.blocks import ReadView
 from q4core.mutable.exclusion import HERE, Exclusion
 from q4core.mutable.records import Snapshot
 
 if TYPE_CHECKING:
+    from q4core.memory import MemoryProvider
     from q4core.mutable.blocks import WriteBlock
     from q4core.mutable.sides import Order
 
-__all__ = ["Content", "cause_of", "mark_of", "refuse_late"]
+__all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
 
 
 def refuse_late(label: str, error: BaseException | None) -> None:
@@ -34,6 +35,11 @@ def refuse_late(label: str, error: BaseException | None) -> None:
 def cause_of(problem: BaseException | None) -> str | None:
     """Return why an update failed."""
     return None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
+
+
+def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
+    """Return a copy in memory of the provider in whose memory a content lies, or in torch's own."""
+    return detached_copy(tensor) if home is None else copy_beside(home, tensor, f"copy for {label}")
 
 
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -54,6 +60,7 @@ class Content:
         "failures",
         "gate",
         "grown",
+        "home",
         "is_closed",
         "is_in_place",
         "is_unsettled",
@@ -75,6 +82,7 @@ class Content:
 
     def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
         self.label = label
+        self.home = provider_of(tensor)
         self.is_in_place = is_in_place
         self.gate = Exclusion(excludes_readers=self.is_in_place)
         self.lock = self.gate.lock
@@ -321,7 +329,8 @@ class Content:
         if not block.wait and gate.has_writer:
             self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
         if not gate.enter_write(block, block.timeout, check):
-            self.refuse("write()", f"let in within {block.timeout} s", "others", "Wait longer, or hold blocks shorter.")
+            who = "readers" if gate.readers else "another writer"
+            self.refuse("write()", f"let in within {block.timeout} s", who, "Wait longer, or hold blocks shorter.")
         check()
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
@@ -333,10 +342,11 @@ class Content:
             if self.is_in_place and base.data_ptr() == mark[1]:
                 return base
             if block.source is None:
-                return detached_copy(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
+                return copied(torch.zeros(self.shape, dtype=self.dtype, device=self.device), self.home, self.label)
         elif self.is_in_place:
             return base
-        copy = detached_copy(base if block.source is None else block.source)
+        source = base if block.source is None else block.source
+        copy = detached_copy(source) if self.home is None else copied(source, self.home, self.label)
         if mark_of(base) != mark and not block.healing:
             with self.lock:
                 self.refuse_touched(base, self.version)

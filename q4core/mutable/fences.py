@@ -6,14 +6,15 @@ stream makes that stream wait for the event, and the CPU goes on at once. Only a
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from q4core.errors import LifecycleError
+from q4core.errors import InputError, LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["Fences", "Streams", "TorchStreams"]
 
@@ -55,10 +56,11 @@ class TorchStreams:
 
     Args:
         device: A CUDA device.
+        keep: Told of each stream that uses a tensor, by its handle; torch's own allocator unless told.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, keep: Callable[[torch.Tensor, int], object] | None = None) -> None:
+        self._device, self._keep = device, keep
 
     def current(self) -> int:
         """Return the current stream's handle."""
@@ -85,7 +87,11 @@ class TorchStreams:
         event.synchronize()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Tell torch's allocator that the current stream uses the memory."""
+        """Tell whoever allocated the memory that the current stream uses it."""
+        if self._keep is not None:
+            with contextlib.suppress(InputError):  # a first version that the provider knows and did not allocate
+                self._keep(tensor, self.current())
+            return
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def synchronise(self) -> None:

@@ -187,7 +187,13 @@ class SharedMutableTensor(MutableTensor):
         self._content.close()
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., MutableTensor], tuple[object, ...]]:  # type: ignore[override]  # it can be pickled
-        """Pickle as a handle: another process that unpickles it attaches to the same tensor."""
+        """Pickle as a handle: another process that unpickles it attaches to the same tensor.
+
+        Raises:
+            LifecycleError: It is closed.
+        """
+        if self.is_closed:
+            self._content.raise_closed()
         form = self._content.segment.form
         return _attached, (type(self), self.segment, self._name, form)
 

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from q4core.errors import ConfigError, WriteConflictError
+from q4core.memory import keeper_of
 from q4core.mutable.fences import Fences, TorchStreams
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Order:
         self.has_sides = sides is not None
         """Whether the memory has two sides."""
         self._home = content.device.type
-        streams = TorchStreams(content.device) if sides is None else sides.streams
+        streams = TorchStreams(content.device, keeper_of(content.tensor)) if sides is None else sides.streams
         self._fences = Fences(streams, content.label, is_in_place=content.is_in_place)
         if not streams.is_capturing():
             self._fences.after(content.tensor, None, is_reading=False)  # whoever made it may still be filling it

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4core.errors import ConfigError, InputError, LifecycleError
-from q4core.memory import detached_copy
+from q4core.memory import provider_of
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
 from q4core.mutable.blocks import ReadView, WriteBlock
-from q4core.mutable.content import Content
+from q4core.mutable.content import Content, copied
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
 from q4core.mutable.records import MutableStats, Snapshot
 from q4core.mutable.sides import Order, to_side
@@ -29,6 +29,10 @@ __all__ = ["MutableTensor"]
 class MutableTensor:
     """A tensor that one thread at a time updates and any number of threads read, whole versions only.
 
+    What lies in a memory provider's memory stays there: the first copy, every later version and what ``reset`` makes
+    are allocated by that provider (and go back to it with their last reader), or the update is refused. Whose memory
+    it is was noted by the policy that placed it, or by the provider; for ordinary memory nothing is asked.
+
     Args:
         tensor: The first content, version 0: strided, on CPU or CUDA, of any dtype and shape. It is detached.
         mode: How an update and its readers are kept apart.
@@ -40,6 +44,7 @@ class MutableTensor:
     Raises:
         InputError: ``tensor`` is none that can be shared so.
         ConfigError: ``mode`` or ``name`` is not legal.
+        UnifiedMemoryError: ``tensor`` lies in a provider's memory, and there is no room for a copy.
     """
 
     _sides: Sides | None = None
@@ -61,9 +66,8 @@ class MutableTensor:
             )
         check_content(label, tensor, copy=copy)
         self._name = name
-        self._content = Content(
-            detached_copy(tensor) if copy else tensor.detach(), label, is_in_place=self._mode is MutableMode.IN_PLACE
-        )
+        content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
+        self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
         if sides is not None or tensor.device.type == "cuda":
             self._content.order = Order(self._content, sides)
 
@@ -216,6 +220,7 @@ class MutableTensor:
                 its thread has ended and its turn was given back.
             PoisonedError: The content is unknown.
             InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
+            UnifiedMemoryError: ``VERSIONED`` in a provider's memory: there is no room for a further version.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
@@ -234,7 +239,7 @@ class MutableTensor:
 
         Raises:
             InputError: Another shape, dtype or device; nothing has changed.
-            WriteConflictError, LifecycleError, PoisonedError, ConfigError: As ``write``.
+            WriteConflictError, LifecycleError, PoisonedError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = self._fitting("replace", tensor)
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
@@ -252,7 +257,7 @@ class MutableTensor:
         Raises:
             LifecycleError: It is closed, or not poisoned (any more).
             InputError: Another shape, dtype or device; it stays poisoned.
-            WriteConflictError, ConfigError: As ``write``.
+            WriteConflictError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = None if tensor is None else self._fitting("reset", tensor)
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 import torch
 
+from q4_um_managed import library
 from q4_um_managed.faults import DriverFaultError
-from q4_um_managed.library import load_library, refusal_of
+from q4_um_managed.prospect import Prospect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -302,24 +302,44 @@ class Missing:
     facts: dict[str, Any]
 
 
-def find_driver(load: Callable[[], Any] = load_library) -> Driver | Missing:
-    """Return CUDA's runtime, or the fact that refuses it. Nothing slow is done where no device could have memory.
+def find_driver(load: Callable[[], Any] = library.load_library) -> Prospect | Missing:
+    """Return what the driver's library tells of this machine, or the fact that refuses it. CuPy is not imported yet.
 
     Args:
         load: Gives the driver's library, or None.
     """
-    library = load()
-    has_cupy = importlib.util.find_spec("cupy") is not None
-    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": library is not None, **UNASKED}
-    if library is None:
-        return Missing("there is no CUDA driver (libcuda.so.1) on this machine", facts)
-    refusal = refusal_of(library)
-    if refusal is not None:
-        return Missing(refusal[0], {**facts, **refusal[1]})
-    if not has_cupy:
-        return Missing("CuPy is not installed (pip install 'q4-um-managed[cuda13]')", facts)
+    found, has_cupy = load(), library.has_cupy()
+    facts: dict[str, Any] = {"cupy": has_cupy, "cuda_driver": found is not None}
+    if found is None:
+        return Missing("there is no CUDA driver (libcuda.so.1) on this machine", {**facts, **UNASKED})
+    try:
+        devices = library.devices_of(found)
+    except library.LibraryRefusesError as error:
+        return Missing(str(error), {**facts, error.call: error.status, **UNASKED})
+    facts["cuda_device_count"] = len(devices)
+    if not devices:
+        return Missing("there is no CUDA device (cuDeviceGetCount gave 0)", {**facts, **UNASKED})
+    version, wanted = library.version_of(found), library.cupy_cuda() if has_cupy else None
+    facts |= {"cuda_driver_version": version, "cupy_cuda": wanted}
+    reason = None
+    if all(device["managedMemory"] == 0 for device in devices):
+        reason = "no device has managed memory (managedMemory=0)"
+    elif not has_cupy:
+        reason = "CuPy is not installed (pip install 'q4-um-managed[cuda13]')"
+    elif wanted is not None and (version or 0) // 1000 < wanted:
+        reason = f"CuPy was built for CUDA {wanted}, and the driver is for {_version_text(version)}"
+    if reason is not None:
+        return Missing(reason, {**facts, **devices[0]})
+    return Prospect(devices, facts, _load_runtime, TorchSide().has_cuda)
+
+
+def _version_text(version: int | None) -> str:
+    return "none that it tells" if version is None else f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _load_runtime() -> Driver | Missing:
     try:
         from cupy.cuda import runtime  # noqa: PLC0415  # takes most of a second, and may be missing
     except Exception as error:  # noqa: BLE001  # a broken CuPy must not take the plugin with it; it is told
-        return Missing(f"CuPy can't be imported: {type(error).__name__}: {error}", facts)
+        return Missing(f"CuPy can't be imported: {type(error).__name__}: {error}", {"cupy": True, "cuda_driver": True})
     return Driver(runtime)

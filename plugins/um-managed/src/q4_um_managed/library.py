@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["NUMBERS", "load_library", "refusal_of"]
+__all__ = [
+    "NUMBERS",
+    "LibraryRefusesError",
+    "cupy_cuda",
+    "devices_of",
+    "has_cupy",
+    "load_library",
+    "version_of",
+    "wheel_cuda",
+]
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
 
@@ -25,6 +34,14 @@ NUMBERS = {
 """The driver's numbers of the attributes that decide."""
 
 
+class LibraryRefusesError(Exception):
+    """The driver gave an error: ``call`` and ``status``."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"the CUDA driver refuses: {call} gave error {status}")
+        self.call, self.status = call, status
+
+
 def load_library() -> Any:
     """Return the driver's library, or None where there is none."""
     for name in _LIBRARIES:
@@ -35,26 +52,58 @@ def load_library() -> Any:
     return None
 
 
-def refusal_of(library: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """Return why no device of this machine can have managed memory, and by which facts; None where one may.
+def devices_of(library: Any) -> tuple[dict[str, int | None], ...]:
+    """Return each device's attributes, None for what the library can't tell.
 
     Args:
         library: The driver's library.
+
+    Raises:
+        LibraryRefusesError: The driver gives an error.
     """
     count, value = ctypes.c_int(0), ctypes.c_int(0)
     for name, arguments in (("cuInit", (0,)), ("cuDeviceGetCount", (ctypes.byref(count),))):
         status = int(getattr(library, name)(*arguments))
         if status:
-            return f"the CUDA driver refuses: {name} gave error {status}", {name: status}
-    if not count.value:
-        return "there is no CUDA device (cuDeviceGetCount gave 0)", {"cuda_device_count": 0}
-    first: dict[str, Any] = {}
+            raise LibraryRefusesError(name, status)
+    devices = []
     for device in range(count.value):
-        found: dict[str, Any] = {}
+        found: dict[str, int | None] = {}
         for name, number in NUMBERS.items():
             status = int(library.cuDeviceGetAttribute(ctypes.byref(value), number, device))
             found[name] = None if status else value.value
-        if found["managedMemory"] != 0:
-            return None
-        first = first or found
-    return "no device has managed memory (managedMemory=0)", {"cuda_device_count": count.value, **first}
+        devices.append(found)
+    return tuple(devices)
+
+
+def version_of(library: Any) -> int | None:
+    """Return the CUDA version that the driver is for, as 1000 × major + 10 × minor; None where it tells none."""
+    version = ctypes.c_int(0)
+    try:
+        status = int(library.cuDriverGetVersion(ctypes.byref(version)))
+    except AttributeError:  # ctypes finds no such function
+        return None
+    return None if status else version.value
+
+
+def has_cupy() -> bool:
+    """Return whether CuPy is installed; it is not imported."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+def cupy_cuda() -> int | None:
+    """Return the major version of the CUDA that CuPy was built for; None where that shows only on import."""
+    spec = importlib.util.find_spec("cupy")
+    return None if spec is None or spec.origin is None else wheel_cuda(Path(spec.origin))
+
+
+def wheel_cuda(origin: Path) -> int | None:
+    """Return what the name of CuPy's wheel tells, which lies beside the package; the lowest, if there are several.
+
+    Args:
+        origin: CuPy's ``__init__.py``.
+    """
+    names = (
+        re.fullmatch(r"cupy_cuda(\d+)x-.*", path.stem) for path in origin.parent.parent.glob("cupy_cuda*.dist-info")
+    )
+    return min((int(name[1]) for name in names if name), default=None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from q4_um_managed.driver import UNASKED, Driver, Missing
 from q4_um_managed.placing import choose
+from q4_um_managed.prospect import Prospect
 from q4core import UnifiedMemoryError
 from q4core.memory import Availability
 
@@ -23,14 +24,15 @@ class Machine:
     """CUDA's runtime and its devices. Nothing is loaded or asked until the first question; answers are remembered.
 
     Args:
-        find: Finds CUDA's runtime, or says what is missing.
+        find: Finds CUDA's runtime or what promises it, or says what is missing.
     """
 
-    def __init__(self, find: Callable[[], Driver | Missing]) -> None:
+    def __init__(self, find: Callable[[], Driver | Prospect | Missing]) -> None:
         self._find = find
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._found: Driver | Missing | None = None
+        self._found: Driver | Prospect | Missing | None = None
+        self._told: tuple[dict[str, int | None], ...] = ()  # by the driver's library, of each device
         self._facts: dict[int, dict[str, int]] = {}
         self._answers: dict[tuple[str, int | None], Availability] = {}
 
@@ -50,7 +52,7 @@ class Machine:
             UnifiedMemoryError: There is none; the facts are in its attributes.
         """
         with self._lock:
-            if os.getpid() != self._process and isinstance(self._found, Driver):
+            if os.getpid() != self._process and isinstance(self._found, Driver | Prospect):
                 raise UnifiedMemoryError(
                     "unified memory",
                     name="process",
@@ -59,12 +61,26 @@ class Machine:
                     hint="Start processes by spawn.",
                     attributes={"is_fork": True},
                 )
-            if self._found is None:
-                self._found = self._find()
-                self._process = os.getpid()
-        if isinstance(self._found, Missing):
-            raise UnifiedMemoryError(self._found.reason, attributes=self._found.facts)
+            found = self._look()
+            if isinstance(found, Prospect):
+                found = self._found = found.load()
+        if isinstance(found, Missing):
+            raise UnifiedMemoryError(found.reason, attributes=found.facts)
+        return found
+
+    def _look(self) -> Driver | Prospect | Missing:
+        """Return what there is, looked for once; the lock is held. CUDA's runtime is not loaded for it."""
+        if self._found is None:
+            self._found = self._find()
+            self._process = os.getpid()
+            if isinstance(self._found, Prospect):
+                self._told = self._found.devices
         return self._found
+
+    def _values(self, index: int | None) -> Mapping[str, int | None]:
+        """Return what the driver's library told of a device, where CUDA's runtime tells nothing."""
+        known = self._told[index or 0 : (index or 0) + 1]
+        return known[0] if known else UNASKED
 
     def index(self, device: torch.device) -> int:
         """Return the number of a CUDA device; of any other, and of one without a number, the current one's."""
@@ -103,20 +119,21 @@ class Machine:
                 reason=f"managed memory is for CPU and CUDA devices, not for {device}",
                 attributes={"device_type": device.type},
             )
+        early = self._foreseen(device)
+        if early is not None:
+            return early
         try:
             driver = self.driver()
             index, count = self.index(device), driver.device_count()
             if index >= count:
-                return Availability(
-                    is_available=False,
-                    reason=f"there is no device cuda:{index}: there are {count}",
-                    attributes={"cuda_device_count": count, **UNASKED},
-                )
+                return _no_device(index, count)
             attributes = self.attributes(index)
         except UnifiedMemoryError as error:
-            facts = error.attributes or {"cuda_error": str(error.details.get("status", "unknown")), **UNASKED}
+            values = self._values(device.index if device.type == "cuda" else None)
+            known = error.attributes or {"cuda_error": str(error.details.get("status", "unknown"))}
+            facts = {**values, **known}
             return Availability(is_available=False, reason=_told(error), attributes=facts)
-        refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors())
+        refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors)
         if refusal is not None:
             return Availability(is_available=False, reason=refusal, attributes=attributes)
         decided = choose(attributes, wish="managed").decided_by
@@ -124,8 +141,36 @@ class Machine:
             is_available=True, reason=f"cuda:{index} has managed memory ({decided})", attributes=attributes
         )
 
+    def _foreseen(self, device: torch.device) -> Availability | None:
+        """Return the refusal that the driver's library and torch suffice for, so that CuPy need not be loaded."""
+        with self._lock:
+            prospect = self._look()
+        if not isinstance(prospect, Prospect):
+            return None
+        index: int | None = device.index if device.type == "cuda" else None  # torch says that it is never None
+        asked, count = prospect.of(index), len(prospect.devices)
+        if not asked:
+            return _no_device(index, count)
+        refusals = [_refusal(_hoped(item), device, has_cuda=prospect.has_cuda) for item in asked]
+        if refusals[0] is None or None in refusals:
+            return None
+        return Availability(is_available=False, reason=refusals[0], attributes=asked[0])
 
-def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: bool) -> str | None:
+
+def _no_device(index: int | None, count: int) -> Availability:
+    return Availability(
+        is_available=False,
+        reason=f"there is no device cuda:{index}: there are {count}",
+        attributes={"cuda_device_count": count, **UNASKED},
+    )
+
+
+def _hoped(attributes: Mapping[str, int | None]) -> dict[str, int]:
+    """Return attributes with what nobody told taken for granted: CUDA's runtime will tell."""
+    return {name: 1 if value is None else value for name, value in attributes.items()}
+
+
+def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: Callable[[], bool]) -> str | None:
     if not attributes["managedMemory"]:
         return "the device has no managed memory (managedMemory=0)"
     if device.type == "cpu" and not attributes["concurrentManagedAccess"]:
@@ -133,7 +178,7 @@ def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: b
             "the CPU may not touch managed memory while a kernel runs (concurrentManagedAccess=0); "
             "a dual view hands out its side in turns"
         )
-    if device.type == "cuda" and not has_cuda:
+    if device.type == "cuda" and not has_cuda():
         return "this torch makes no CUDA tensors (torch.cuda.is_available() is False)"
     return None
 

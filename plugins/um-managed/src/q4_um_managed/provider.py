@@ -19,12 +19,13 @@ from q4_um_managed.places import address_of, is_readable_in_place, span_of, stor
 from q4_um_managed.placing import choose, reads_system_memory
 from q4_um_managed.pool import Pool
 from q4core import ConfigError, InputError, UnifiedMemoryError
-from q4core.memory import Placement
+from q4core.memory import Placement, note_provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_um_managed.driver import Driver, Missing
+    from q4_um_managed.prospect import Prospect
     from q4core.memory import Availability
 
 __all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
@@ -51,7 +52,7 @@ class ManagedProvider:
 
     def __init__(
         self,
-        find: Callable[[], Driver | Missing] = find_driver,
+        find: Callable[[], Driver | Prospect | Missing] = find_driver,
         *,
         host: Callable[[], tuple[int, int, str]] = host_memory,
         max_cached_bytes: int = MAX_CACHED_BYTES,
@@ -261,6 +262,7 @@ class ManagedProvider:
 
         def typed(raw: torch.Tensor) -> torch.Tensor:
             self._owners[storage_of(raw)] = lease
+            note_provider(raw, self)
             return raw.view(tensor.dtype).view(tensor.shape)
 
         is_concurrent = block.is_pinned or bool(attributes["concurrentManagedAccess"])
@@ -311,6 +313,7 @@ class ManagedProvider:
             address = driver.device_address(block.address) if block.is_pinned else block.address
             raw = driver.cuda_bytes(lease, address, max(1, size), index)
         self._owners[storage_of(raw)] = lease
+        note_provider(raw, self)
         return raw[:size].view(dtype).view(shape)
 
     def _filled(self, managed: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
