@@ -24,7 +24,7 @@ import attrs
 from q4_conformance.outcome import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["Child", "Ended", "Limits", "resident_bytes"]
 
@@ -102,6 +102,28 @@ def _family(pid: int) -> Iterator[int]:
                 yield from _family(int(child))
 
 
+def _bred_by(pid: int) -> list[int]:
+    return list(_family(pid))[1:]
+
+
+def _end(pids: Iterable[int]) -> None:
+    """End processes that are not our children, and wait a while until they are gone."""
+    left = set(pids)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    by = time.monotonic() + _LINGER
+    while (left := {pid for pid in left if _is_running(pid)}) and time.monotonic() < by:
+        time.sleep(_TICK / 10)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return bool((_PROC / str(pid) / "cmdline").read_bytes())  # one that ended and was not fetched has none
+    except OSError:
+        return False
+
+
 def _owned(token: str) -> Iterator[int]:
     """Yield the processes that a run left behind, whatever parent or session they have by now."""
     wanted = f"{_OWNER}={token}".encode()
@@ -138,6 +160,7 @@ class Child:
         self._owner = secrets.token_hex(16)
         self._tail = bytearray()
         self._is_closed = False
+        self._bred: set[int] = set()
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
             [sys.executable, "-c", _START.format(module=module)],
@@ -233,14 +256,12 @@ class Child:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        family = list(_family(self._process.pid))[1:]
+        self._bred.update(_bred_by(self._process.pid))
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        for pid in (*family, *_owned(self._owner)):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        _end({*self._bred, *_owned(self._owner)})
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_LINGER)
             if not reader.is_alive() and stream is not None:
@@ -248,6 +269,7 @@ class Child:
 
     def finish(self) -> None:
         """Let a process that has told everything end by itself, then make sure of it."""
+        self._bred.update(_bred_by(self._process.pid))  # once it has ended, nobody knows whose they were
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
