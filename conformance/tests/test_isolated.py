@@ -17,7 +17,11 @@ from q4_conformance.query import Query
 from q4_conformance.writing import write_files
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
-ONLY = [STRUCK, "TC-09/bias"]
+BIAS, LEADING = (
+    [f"TC-09/{part}/nf4-plain-high_first-48x256b64-s0/{dtype}/exact" for dtype in ("float32", "bfloat16", "float16")]
+    for part in ("bias", "leading")
+)
+ONLY = [STRUCK, *BIAS]
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +158,7 @@ def test_a_subject_that_cannot_be_had_has_results(name: str, outcome: Outcome, w
 @pytest.mark.slow
 def test_a_group_of_crashes_is_given_up() -> None:
     """After some crashes the rest is not begun; it counts as crashed and says why."""
-    report = _judge("always_crashes", "TC-09/bias", "TC-09/leading", deaths=2)
+    report = _judge("always_crashes", *BIAS, *LEADING, deaths=2)
     assert report.missing == ()
     assert report.counts[Outcome.CRASH] == 6
     assert sum("not begun: 2 processes" in result.message for result in report.results) == 4
@@ -164,7 +168,7 @@ def test_a_group_of_crashes_is_given_up() -> None:
 @pytest.mark.parametrize("target", ["dequant-fallback", "q4_conformance.zoo:talking"])
 def test_right_subjects_pass(target: str) -> None:
     """An installed backend is judged by its name, and one that prints while it computes does no harm."""
-    report = run_isolated(target, ["nf4"], only=["TC-09/bias"])
+    report = run_isolated(target, ["nf4"], only=BIAS)
     assert report.passed, report
     assert report.passed_by_fallback == (3 if target == "dequant-fallback" else 0)
     assert all(result.paths for result in report.results)
