@@ -68,7 +68,7 @@ def test_each_case_is_a_test_and_counts_under_its_own_name(
     )
     done.stdout.fnmatch_lines(["*conformance of mine on cpu*", "mine: passed; * not_declared", "*no certificate"])
     outcomes = counts(done)
-    assert outcomes["passed"] == 2
+    assert outcomes["passed"] == 3
     assert outcomes["not declared"] > 1
     assert "skipped" not in outcomes
     suite = ET.parse(junit).getroot()[0]  # noqa: S314  # written by pytest a moment ago
@@ -79,7 +79,7 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
     """The message is the case's own."""
     done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
     assert done.ret == 1
-    assert counts(done)["failed"] == 3
+    assert counts(done)["failed"] == 4
     done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
     done.stdout.no_fnmatch_line("*Traceback*")
     done.stdout.no_fnmatch_line("*pytest_q4_conformance.py*")
@@ -148,8 +148,8 @@ def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> Non
     assert done.ret == 1
     outcomes = counts(done)
     assert outcomes.pop("deselected") > 0
-    assert outcomes == {"not declared": 3}
-    done.stdout.fnmatch_lines(["mine: NOT PASSED; 3 cases: 3 not_declared"])
+    assert outcomes == {"not declared": 5}
+    done.stdout.fnmatch_lines(["mine: NOT PASSED; 5 cases: 5 not_declared"])
 
 
 def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -> None:

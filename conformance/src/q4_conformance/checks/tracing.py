@@ -75,10 +75,10 @@ def check_compile(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
-    _load_compiler()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses old parts of torch
+            _load_compiler()
             _compare(case, layer, weight, has_gradients=has_gradients)
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:  # noqa: SLF001  # torch's only name for it
         raise FailureError(f"torch.compile(fullgraph=True): {type(error).__name__}: {error}") from error

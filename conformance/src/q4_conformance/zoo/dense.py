@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-_ROWS = 64
+_ROWS = 16
+"""So few that what is made of them at a time is far below every limit."""
 _MANY = 64
 _VERY_MANY = 200
 _CALLS = 10

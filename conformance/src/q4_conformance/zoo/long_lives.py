@@ -39,7 +39,7 @@ LIFE_FAULTS: tuple[Fault, ...] = tuple(
             {"says": "torch.bfloat16 to torch.float32"},
         ),
         ("drops-gradients", lives.DropsGradients, "nf4", f"EX-05/gradient/{_NF4}float32", {"says": "all_zero"}),
-        ("reads-one-block-past-the-end", lives.ReadsPastEnd, "nf4", f"EX-08/last-page/{_NF4}float32", _ENDS),
+        ("reads-one-block-past-the-end", lives.ReadsPastEnd, "nf4", f"EX-08/last-page/{_NF4}float32/exact", _ENDS),
         ("pads-with-neighbours", lives.PadsWithNeighbours, "nf4", "TC-11/strided", {"says": "non_finite"}),
         ("lies-about-alignment", lives.LiesAboutAlignment, "nf4", "TC-11/strided", {"says": "M = 1"}),
         ("hidden-fallback", lives.HiddenFallback, "nf4", "EX-14/kind", {"says": "elements were made"}),
