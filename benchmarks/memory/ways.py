@@ -134,6 +134,12 @@ class SharedInPlace(Shared):
     mode = q4.MutableMode.IN_PLACE
 
 
+class SharedNativeInPlace(SharedNative):
+    """The same by the atomics of a plugin, in place."""
+
+    mode = q4.MutableMode.IN_PLACE
+
+
 class Locked(Way):
     """A tensor in shared memory, which a lock guards for as long as it is updated or read."""
 
@@ -205,7 +211,7 @@ class Queued(Way):
 
 
 def ways() -> dict[str, type[Way]]:
-    """Return all that need nothing but torch, and q4-shared-native for the one named so, by name."""
+    """Return all that need nothing but torch, and q4-shared-native for those named so, by name."""
     return {
         "q4core VERSIONED, threads": Mutable,
         "q4core IN_PLACE, threads": MutableInPlace,
@@ -213,6 +219,7 @@ def ways() -> dict[str, type[Way]]:
         "q4core VERSIONED": Shared,
         NATIVE: SharedNative,
         "q4core IN_PLACE": SharedInPlace,
+        "q4core IN_PLACE, native": SharedNativeInPlace,
         "share_memory_ + Lock": Locked,
         "share_memory_ + Lock, clone": LockedClone,
         "Queue of tensors": Queued,
