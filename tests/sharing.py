@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -80,3 +82,18 @@ class Held:
     def __exit__(self, *error: object) -> None:
         """Let the block end."""
         self.release()
+
+
+def fork_by_c() -> int:
+    """Fork as C does, so that Python is not told, and return what ``fork`` returns.
+
+    A thread that has just asked for the interpreter's lock would be waited for in the child, where it does not exist:
+    so all threads are made to wait for long before they ask.
+    """
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(0.5)
+    try:
+        time.sleep(0.02)  # who has asked, gets it, and asks no more for half a second
+        return int(ctypes.PyDLL(None).fork())
+    finally:
+        sys.setswitchinterval(usual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 import types
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from processes import processes
-from sharing import LONG, content_of, until
+from sharing import LONG, content_of, fork_by_c, until
 
 import q4core as q4
 from q4core.mutable import SharedMutableTensor, native, native_rows, pauses, process_locks, segment, shared
@@ -116,7 +115,7 @@ def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
     """A child made by C's fork takes a row of its own, and leaves its parent's row, turn and blocks alone."""
     block = state.write()
     block.__enter__()
-    child = ctypes.PyDLL(None).fork()
+    child = fork_by_c()
     if not child:  # pragma: no cover  # in a process of its own
         code = 1
         try:
@@ -133,7 +132,7 @@ def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
     block.__exit__(ValueError, ValueError(), None)
     assert state.version == 0
     with state.read() as view:
-        child = ctypes.PyDLL(None).fork()
+        child = fork_by_c()
         if not child:  # pragma: no cover  # in a process of its own
             code = 1
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from processes import processes
-from sharing import LONG, content_of, until
+from sharing import LONG, content_of, fork_by_c, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, SharedMutableTensor, pauses, process_locks
@@ -136,7 +135,7 @@ def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
     """A child made by C's fork takes a row of its own, and leaves its parent's row, turn and blocks alone."""
     block = state.write()
     block.__enter__().fill_(1.0)
-    child = ctypes.PyDLL(None).fork()
+    child = fork_by_c()
     if not child:  # pragma: no cover  # in a process of its own
         code = 1
         try:
@@ -151,7 +150,7 @@ def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     block.__exit__(None, None, None)
     with state.read() as view:
-        child = ctypes.PyDLL(None).fork()
+        child = fork_by_c()
         if not child:  # pragma: no cover  # in a process of its own
             code = 1
             try:
