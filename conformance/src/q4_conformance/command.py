@@ -118,8 +118,9 @@ def conform(  # noqa: PLR0913  # one argument per option
 def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)  # before minutes are spent
-    with _progress(query.name) as (announce, watch):
-        run = run_target(query, announce=announce, watch=watch, measure_seconds=_PERF_SECONDS if is_perf else 0.0)
+    with _progress(query.name, is_at_once=not query.only) as (announce, watch):
+        seconds = _PERF_SECONDS if is_perf else 0.0
+        run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds, is_command=True)
     document = make_certificate(run, _command(query, folder, is_perf=is_perf))
     files: Sequence[Path] = ()
     if folder is not None:
@@ -140,8 +141,11 @@ def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
-    """Show on stderr how far a run has come, where that is a terminal."""
+def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
+    """Show on stderr how far a run has come, where that is a terminal: at once, or when the first process is there.
+
+    What is shown has a thread of its own, which that process, where it is a copy of this one, could not be made beside.
+    """
     console = _console(to_stderr=True)
     if not console.is_terminal:
         yield (lambda _: None), (lambda _: None)
@@ -158,10 +162,13 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
     )
     lock, bad = threading.Lock(), []
 
-    with bar:
-        task = bar.add_task(label, total=None, bad="", case="starting")
+    task = bar.add_task(label, total=None, bad="", case="starting")
+    try:
+        if is_at_once:
+            bar.start()
 
         def announce(total: int) -> None:
+            bar.start()
             bar.update(task, total=total)
 
         def watch(result: CaseResult) -> None:
@@ -172,6 +179,8 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
                 bar.update(task, advance=1, case=result.case, bad=text)
 
         yield announce, watch
+    finally:
+        bar.stop()
 
 
 def _lines(text: str) -> list[str]:

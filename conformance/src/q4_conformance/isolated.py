@@ -60,13 +60,14 @@ def _chosen(cases: tuple[Case, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
     return select_cases(cases, only)
 
 
-def run_target(
+def run_target(  # noqa: PLR0913  # the facts of one run
     query: Query,
     *,
     watch: Callable[[CaseResult], object] | None = None,
     announce: Callable[[int], object] | None = None,
     measure_seconds: float = 0.0,
     is_over: Callable[[], bool] = lambda: False,
+    is_command: bool = False,
 ) -> Run:
     """Judge a target in processes of its own. Whatever it does there, every case gets a result.
 
@@ -76,6 +77,8 @@ def run_target(
         announce: Called with the number of cases before the first.
         measure_seconds: How long to measure each point after the cases; 0 measures nothing.
         is_over: Says when to end, within a case as well; the report then says that results are missing.
+        is_command: Whether this process is there for this run alone. Where a few cases are asked for, the first process
+            then is a copy of it, which is there at once; all processes of a whole run are new ones, and so alike.
 
     Raises:
         UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
@@ -86,7 +89,7 @@ def run_target(
     child: Child | None = None
     with contextlib.suppress(TimeoutError):
         try:
-            child = runner.open(survey=True)
+            child = runner.open(survey=True, as_copy=is_command and bool(query.only))
         except Ended as ended:
             runner.fault = ended
     target = runner.target or _stand_in(query)

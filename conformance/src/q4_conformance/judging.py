@@ -81,8 +81,13 @@ class Judging:
         """Let no further case begin."""
         self._stopped.set()
 
-    def open(self, *, survey: bool = False, threads: int = _THREADS) -> Child:
+    def open(self, *, survey: bool = False, threads: int = _THREADS, as_copy: bool = False) -> Child:
         """Start a process and let it find the target.
+
+        Args:
+            survey: Whether it is asked for facts and manifest as well.
+            threads: How many threads its libraries may use.
+            as_copy: As ``Child`` takes it.
 
         Raises:
             Ended: It did not come so far.
@@ -90,7 +95,7 @@ class Judging:
             MissingReferenceError: The reference is not, beside which it would be judged.
         """
         query = self.query
-        child = Child(_MODULE, query.limits, threads=threads)
+        child = Child(_MODULE, query.limits, threads=threads, as_copy=as_copy)
         try:
             child.send(
                 {

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 
+from q4_conformance.copied import Copied, is_copyable, label_of
 from q4_conformance.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -126,12 +127,13 @@ def _is_running(pid: int) -> bool:
 
 def _owned(token: str) -> Iterator[int]:
     """Yield the processes that a run left behind, whatever parent or session they have by now."""
-    wanted = f"{_OWNER}={token}".encode()
+    wanted, mapped = f"{_OWNER}={token}".encode(), label_of(token).encode()
     with contextlib.suppress(OSError):
         for entry in _PROC.iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    begun_with = (entry / "environ").read_bytes().split(b"\0")
+                    if wanted in begun_with or mapped in (entry / "maps").read_bytes():
                         yield int(entry.name)
 
 
@@ -152,9 +154,10 @@ class Child:
         module: Its ``main`` is what the process runs.
         limits: What it may take.
         threads: How many threads its libraries may use.
+        as_copy: Begin as a copy of this process where that is as good, which is quicker.
     """
 
-    def __init__(self, module: str, limits: Limits, *, threads: int) -> None:
+    def __init__(self, module: str, limits: Limits, *, threads: int, as_copy: bool = False) -> None:
         self.limits = limits
         self._mark = secrets.token_hex(16)
         self._owner = secrets.token_hex(16)
@@ -162,14 +165,19 @@ class Child:
         self._is_closed = False
         self._bred: set[int] = set()
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
-            [sys.executable, "-c", _START.format(module=module)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self._environment(threads),
-            start_new_session=True,
-        )
+        environment = self._environment(threads)
+        self._process: subprocess.Popen[bytes] | Copied
+        if as_copy and is_copyable():
+            self._process = Copied(module, environment, owner=self._owner, threads=threads)
+        else:
+            self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
+                [sys.executable, "-c", _START.format(module=module)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
         self._readers = [
             threading.Thread(target=target, args=(stream,), daemon=True)
             for target, stream in (

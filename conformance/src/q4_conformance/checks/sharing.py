@@ -21,6 +21,7 @@ from q4core import MutableMode
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
     from q4_conformance.table import Case
 
@@ -82,6 +83,18 @@ def _act(index: int, states: tuple[Any, ...], start: Any, counts: tuple[Any, Any
         answers.send(f"{type(error).__name__}: {error}")
 
 
+def _context() -> ForkServerContext | SpawnContext:
+    """Return what starts processes that share nothing with this one but what they are given.
+
+    Where the system can, one new process loads torch, and all others begin as copies of it.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
 def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
     """Let writers and readers in processes of their own race on a tensor in each mode; return the number of reads.
 
@@ -92,7 +105,7 @@ def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
         FailureError: No one order explains what was seen; or an update was lost, or a process did not come to its end.
     """
     states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in _MODES)
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     start, counts = context.Barrier(_WRITERS + _READERS), (context.Value("i", 0), context.Value("i", 0))
     pipes = [context.Pipe(duplex=False) for _ in range(_WRITERS + _READERS)]
     actors = [

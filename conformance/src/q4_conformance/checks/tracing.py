@@ -56,6 +56,7 @@ def check_op(case: Case, subject: BackendSubject) -> str:
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
     x = draw(case, layer, weight, max(case.rows), case.seeds[0])
+    _load_compiler()
     with _Calls() as calls, torch.no_grad():
         layer(x)
     expect(calls.seen, "the layer called no registered op under a dispatch mode")

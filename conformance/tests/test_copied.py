@@ -1,0 +1,116 @@
+"""The first process of a command that asks for a few cases is a copy of the command's, and as good as a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import q4core
+from q4_conformance.copied import is_copyable
+
+STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
+BIAS = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
+JUDGE = """
+import json, sys
+from q4_conformance import copied
+from q4_conformance.isolated import run_target
+from q4_conformance.process import Limits
+from q4_conformance.query import Query
+
+begun = []
+real = copied.Copied.__init__
+def begin(self, *given, **named):
+    begun.append(given[0])
+    real(self, *given, **named)
+copied.Copied.__init__ = begin
+name, *only = sys.argv[1:]
+limits = Limits(case_seconds=8.0, memory_bytes=2 << 30)
+query = Query(name=name, formats=() if name == "q4core" else ("nf4",), only=tuple(only), limits=limits)
+run = run_target(query, is_command=True)
+results = {item.case: (item.outcome.value, item.message) for item in run.report.results}
+print(json.dumps({"copies": len(begun), "results": results}))
+"""
+
+
+def _judge(name: str, *only: str, before: str = "") -> dict[str, Any]:
+    """Judge in a process that has done nothing else, and return what came of it."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", before + JUDGE, name, *only],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        timeout=240,
+        check=False,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "outcome", "words"),
+    [
+        ("hostile:wrong", "fail", ""),
+        ("hostile:crashes", "crash", "SIGSEGV"),
+        ("hostile:leaves", "crash", "exit code 0"),
+        ("hostile:forks", "crash", "SIGABRT"),
+        ("hostile:eats", "crash", "the limit is 2.0 GiB"),
+        ("hostile:shouts", "pass", ""),
+        ("hostile:breeds", "pass", ""),
+        ("hostile:hides", "pass", ""),
+        ("q4_conformance.zoo:hanging", "timeout", "no answer for 8 s"),
+    ],
+)
+def test_a_copy_ends_as_a_new_process_would(name: str, outcome: str, words: str) -> None:
+    """Whatever a subject does to a copy is a result with the same reason, the next case passes, and nothing stays."""
+    told = _judge(name, STRUCK, BIAS)
+    assert told["copies"] == 1
+    ended, message = told["results"][STRUCK]
+    assert (ended, words in message) == (outcome, True), message
+    assert told["results"][BIAS][0] == "pass"
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"q4-hostile-child" in _words_of(path)]
+    assert left == []
+
+
+def _words_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["TC-13/processes", "EX-01"])
+def test_a_copy_may_start_processes(case: str) -> None:
+    """What a case starts from a copy looks neither for the command's program nor for its pipes."""
+    told = _judge("q4core" if case.startswith("TC-13") else "dequant-fallback", case)
+    assert told["copies"] == 1
+    assert {ended for ended, _ in told["results"].values()} <= {"pass", "not_declared"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+        "import q4core; q4core.default_registry().records()\n",
+    ],
+)
+def test_no_copy_is_made_of_a_process_that_is_used(before: str) -> None:
+    """Beside another thread, and once plugins are loaded, the first process is a new one, and the result the same."""
+    told = _judge("dequant-fallback", BIAS, before=before)
+    assert told == {"copies": 0, "results": {BIAS: ["pass", told["results"][BIAS][1]]}}
+
+
+def test_what_may_be_copied() -> None:
+    """This very process has plugins loaded."""
+    q4core.default_registry().records()
+    assert not is_copyable()
