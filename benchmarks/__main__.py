@@ -1,13 +1,13 @@
 """Run every benchmark, or those named, with options last.
 
-There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory]``.
+There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory] [certify]``.
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import cpu, generate, memory, overhead, threads
+from benchmarks import certify, cpu, generate, memory, overhead, threads
 
 BENCHMARKS = {
     "overhead": overhead.main,
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "generate": generate.main,
     "threads": threads.main,
     "memory": memory.main,
+    "certify": certify.main,
 }
 
 

@@ -17,6 +17,8 @@ from q4_conformance.table import check, expect
 from q4core import Feature
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from q4_conformance.subject import BackendLayer, BackendSubject
     from q4_conformance.table import Case
     from q4core import PackedWeight
@@ -36,14 +38,18 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _load_compiler() -> None:
-    """Load torch's compiler at once, and look for no garbage among what it is made of."""
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """Have torch's compiler loaded, and look for no garbage among what it is made of, and makes, until the end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for name in ("torch._dynamo", "torch._inductor.compile_fx"):
-            with contextlib.suppress(ImportError):  # whoever needs it will say so
-                importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it uses old parts of torch
+            for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+                with contextlib.suppress(ImportError):  # whoever needs it will say so
+                    importlib.import_module(name)
+            yield
     finally:
         if was_enabled:
             gc.enable()
@@ -56,17 +62,17 @@ def check_op(case: Case, subject: BackendSubject) -> str:
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
     x = draw(case, layer, weight, max(case.rows), case.seeds[0])
-    _load_compiler()
-    with _Calls() as calls, torch.no_grad():
-        layer(x)
-    expect(calls.seen, "the layer called no registered op under a dispatch mode")
-    for func, arguments in calls.seen:
-        for requires_grad in {False, has_gradients}:
-            own = (arguments[0].detach().clone().requires_grad_(requires_grad), *arguments[1:])
-            try:
-                torch.library.opcheck(func, own)
-            except Exception as error:
-                raise FailureError(f"opcheck of {func} (requires_grad={requires_grad}): {error}") from error
+    with _compiler():
+        with _Calls() as calls, torch.no_grad():
+            layer(x)
+        expect(calls.seen, "the layer called no registered op under a dispatch mode")
+        for func, arguments in calls.seen:
+            for requires_grad in {False, has_gradients}:
+                own = (arguments[0].detach().clone().requires_grad_(requires_grad), *arguments[1:])
+                try:
+                    torch.library.opcheck(func, own)
+                except Exception as error:
+                    raise FailureError(f"opcheck of {func} (requires_grad={requires_grad}): {error}") from error
     return ", ".join(str(func) for func, _ in calls.seen)
 
 
@@ -77,9 +83,7 @@ def check_compile(case: Case, subject: BackendSubject) -> str:
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler uses old parts of torch
-            _load_compiler()
+        with _compiler():
             _compare(case, layer, weight, has_gradients=has_gradients)
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:  # noqa: SLF001  # torch's only name for it
         raise FailureError(f"torch.compile(fullgraph=True): {type(error).__name__}: {error}") from error

@@ -1,0 +1,77 @@
+"""How long ``q4 conform`` takes for one case by its id, the whole command: one case of each part, in turns.
+
+``import torch`` is timed beside them in each round: it is most of what a command does before its case begins, and tells
+how fast the machine was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks import record
+from q4_conformance.profiles import Target, cases_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUBJECTS = (Target("core", "q4core", (), "cpu"), Target("kernel", "cpu-native", ("nf4",), "cpu"))
+LIMIT_SECONDS = 5.0
+ROUNDS = 3
+TORCH = "import torch"
+
+
+def _cases(target: Target) -> list[str]:
+    """Return one case of each part: at exact precision where it has one, and then that of the shortest id."""
+    parts: dict[str, str] = {}
+    for case in cases_for(target):
+        part = "/".join(case.id.split("/")[:2])
+        parts[part] = min(parts.get(part, case.id), case.id, key=_plainness)
+    return sorted(parts.values())
+
+
+def _plainness(name: str) -> tuple[bool, int, str]:
+    return not name.endswith("/exact"), len(name), name
+
+
+def _commands() -> dict[str, list[str]]:
+    """Return what is timed, by name."""
+    commands = {TORCH: [sys.executable, "-c", TORCH]}
+    for target in SUBJECTS:
+        chosen = [word for name in target.formats for word in ("--format", name)]
+        for case in _cases(target):
+            words = [sys.executable, "-m", "q4core.cli", "conform", target.name, *chosen, "--case", case]
+            commands[f"{target.name} {case}"] = words
+    return commands
+
+
+def _seconds(words: Sequence[str]) -> float:
+    started = time.perf_counter()
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return seconds
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Time the commands and write what was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks certify", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args(arguments)
+    commands = _commands()
+    samples: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(options.rounds):
+        for name, words in commands.items():
+            samples[name].append(_seconds(words))
+    rows = {name: record.summary(taken) for name, taken in samples.items()}
+    slow = sorted(name for name, row in rows.items() if row["median"] > LIMIT_SECONDS)
+    folder = record.RESULTS if options.rounds >= ROUNDS else record.BUILD
+    path = record.write("certify", {"limit_seconds": LIMIT_SECONDS, "over_limit": slow, "seconds": rows}, folder=folder)
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["median"])[:12]:
+        print(f"{row['median']:5.2f} s ({row['p10']:.2f} to {row['p90']:.2f})  {name}")
+    print(f"{len(rows) - 1} cases; {len(slow)} took over {LIMIT_SECONDS:g} s; {TORCH}: {rows[TORCH]['median']:.2f} s")
+    print(f"wrote {path}")
