@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from q4_conformance.zoo import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
-from q4_conformance.zoo.dialects import ToyDialect
+from q4_conformance.zoo.toy_dialect import ToyDialect
 from q4core import DialectError
 
 if TYPE_CHECKING:

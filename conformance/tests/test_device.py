@@ -16,8 +16,8 @@ from q4_conformance.plain_cases import memory_cases
 from q4_conformance.subject import BackendSubject
 from q4_conformance.zoo import ToyKernel
 from q4_conformance.zoo.devices import FourBits
-from q4_conformance.zoo.providers import ToyProvider
 from q4_conformance.zoo.quantisers import ToyQuantiser
+from q4_conformance.zoo.toy_provider import ToyProvider
 
 FORMAT = "nvfp4"
 

@@ -1,4 +1,4 @@
-"""A right toy dialect of MXFP4, and the faults planted in it."""
+"""The faults planted in the toy dialect."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import attrs
 import torch
 
 from q4_conformance.zoo.fault import DialectFault
+from q4_conformance.zoo.toy_dialect import CODES, SCALES, ToyDialect
 from q4core import (
-    BUILTIN_FORMATS,
     Catalogue,
     Dialect,
     LayerSchema,
     PackedWeight,
     Packing,
     Problem,
-    ScaleKind,
     WrittenLayer,
     dialects,
 )
@@ -26,70 +25,7 @@ from q4core import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["DIALECT_FAULTS", "ToyDialect"]
-
-_CODES, _SCALES = "toy_codes", "toy_exponents"
-_BLOCK = 32
-_MATRIX = 2
-
-
-class ToyDialect(Dialect):
-    """``<module>.toy_codes`` uint8 [N, K / 2], low nibble first, and ``<module>.toy_exponents`` uint8 [N, K / 32]."""
-
-    name: ClassVar[str] = "toy-mxfp4"
-    formats: ClassVar[frozenset[str]] = frozenset({"mxfp4"})
-
-    def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module that has one of the two."""
-        for module in catalogue.modules_with(_CODES, _SCALES):
-            yield self.layer(catalogue, module)
-
-    def layer(self, catalogue: Catalogue, module: str) -> LayerSchema:
-        """Return one layer, with what is wrong with its keys."""
-        codes = catalogue.get(f"{module}.{_CODES}")
-        known = codes is not None and len(codes.shape) == _MATRIX
-        return LayerSchema(
-            module=module,
-            dialect=self.name,
-            format="mxfp4",
-            keys={"qdata": f"{module}.{_CODES}", "scale": f"{module}.{_SCALES}"},
-            shape=(codes.shape[0], 2 * codes.shape[1]) if known and codes is not None else None,
-            block_size=_BLOCK,
-            problems=self.unknown(catalogue, module),
-        )
-
-    def unknown(self, catalogue: Catalogue, module: str) -> tuple[Problem, ...]:
-        """Return a problem for each scale-like key that is none of ours."""
-        return catalogue.unknown_scales(module, (_CODES, _SCALES, "bias"))
-
-    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
-        """Yield every problem of dtype and shape."""
-        yield from self.expect(catalogue, layer.keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
-        blocks = (None, None) if layer.shape is None else (layer.shape[0], layer.shape[1] // _BLOCK)
-        yield from self.expect(catalogue, layer.keys["scale"], dtypes={torch.uint8}, shape=blocks)
-
-    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
-        """Return the weight."""
-        codes, scale = load(layer.keys["qdata"]), load(layer.keys["scale"])
-        return PackedWeight(
-            format=BUILTIN_FORMATS["mxfp4"],
-            qdata=codes,
-            scale=scale.view(torch.float8_e8m0fnu),
-            out_features=codes.shape[0],
-            in_features=2 * codes.shape[1],
-            block_size=_BLOCK,
-            scale_kind=ScaleKind.E8M0,
-            packing=Packing.LOW_FIRST,
-            name=layer.module,
-            dialect=self.name,
-        )
-
-    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
-        """Return the two tensors."""
-        self.check_writable(module, weight)
-        scale = weight.scale if weight.scale.dtype is torch.uint8 else weight.scale.view(torch.uint8)
-        codes = self.row_bytes(weight, Packing.LOW_FIRST)
-        return WrittenLayer(tensors={f"{module}.{_CODES}": codes, f"{module}.{_SCALES}": scale})
+__all__ = ["DIALECT_FAULTS"]
 
 
 class SwapsNibbles(ToyDialect):
@@ -100,7 +36,7 @@ class SwapsNibbles(ToyDialect):
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         layer = super().write(module, weight)
         codes = self.row_bytes(weight, Packing.HIGH_FIRST)
-        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_CODES}": codes})
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{CODES}": codes})
 
 
 class ClampsScales(ToyDialect):
@@ -110,8 +46,8 @@ class ClampsScales(ToyDialect):
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         layer = super().write(module, weight)
-        scale = layer.tensors[f"{module}.{_SCALES}"].clamp(min=122)
-        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_SCALES}": scale})
+        scale = layer.tensors[f"{module}.{SCALES}"].clamp(min=122)
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{SCALES}": scale})
 
 
 class WritesItsProcess(ToyDialect):
@@ -195,7 +131,7 @@ class ReadsShapesBlindly(ToyDialect):
     name: ClassVar[str] = "fault-reads-shapes-blindly"
 
     def layer(self, catalogue: Catalogue, module: str) -> LayerSchema:
-        info = catalogue.tensors.get(f"{module}.{_CODES}")
+        info = catalogue.tensors.get(f"{module}.{CODES}")
         shape = None if info is None else (info.shape[0], 2 * info.shape[1])
         return attrs.evolve(super().layer(catalogue, module), shape=shape)
 
@@ -231,8 +167,8 @@ class SwapsForeign(ToyDialect):
         layer = super().write(module, weight)
         if weight.dialect in {None, "", self.name}:
             return layer
-        codes = layer.tensors[f"{module}.{_CODES}"]
-        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{_CODES}": (codes << 4) | (codes >> 4)})
+        codes = layer.tensors[f"{module}.{CODES}"]
+        return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{CODES}": (codes << 4) | (codes >> 4)})
 
 
 class RightTrio(Dialect):

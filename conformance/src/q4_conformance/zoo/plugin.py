@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from q4_conformance.zoo.catalogue import FAULTS
 from q4_conformance.zoo.devices import DEVICE_FAULTS
-from q4_conformance.zoo.dialects import DIALECT_FAULTS, ToyDialect
-from q4_conformance.zoo.providers import PROVIDER_FAULTS, ToyProvider
+from q4_conformance.zoo.dialects import DIALECT_FAULTS
+from q4_conformance.zoo.providers import PROVIDER_FAULTS
 from q4_conformance.zoo.toy import ToyKernel
+from q4_conformance.zoo.toy_dialect import ToyDialect
+from q4_conformance.zoo.toy_provider import ToyProvider
 from q4_conformance.zoo.unusual import UNUSUAL
 from q4core import hookimpl
 
