@@ -25,6 +25,8 @@ class Cells(Protocol):
     """Read blocks that were left."""
     is_shut: bool
     """Whether ``read`` must ask before it lets anybody in."""
+    file: int
+    """What is mapped, open once more. A block begins with a look at its size: memory that is gone ends a process."""
 
     @property
     def open(self) -> int:
@@ -81,7 +83,7 @@ class Cells(Protocol):
         """Take the turn and a free slot, and copy the newest version there if that is asked for.
 
         Returns:
-            The slot, or a negative number if something is in the way.
+            The slot, or a negative number if something is in the way, −4 if the file was cut short.
         """
 
     def try_turn(self) -> bool:
@@ -157,7 +159,8 @@ class Cells(Protocol):
         """Take the turn and the slot, and mark it as being written.
 
         Returns:
-            0; or a negative number if something is in the way, −2 if that is readers, and then new ones are kept out.
+            0; or a negative number if something is in the way: −2 for readers, and then new ones are kept out; −4 if
+            the file was cut short.
         """
 
     def end_in_place(self) -> int:
@@ -207,7 +210,9 @@ class SharedCells(Protocol):
     """Which layout of segments it speaks."""
     rows: int
 
-    def make(self, memory: mmap.mmap, slots: list[torch.Tensor], here: object, content_bytes: int, /) -> Cells:
+    def make(
+        self, memory: mmap.mmap, slots: list[torch.Tensor], here: object, content_bytes: int, file: int, /
+    ) -> Cells:
         """Return a process's part in a segment; ``here.thread`` is a reference to the calling thread's life."""
 
 

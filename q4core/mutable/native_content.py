@@ -1,4 +1,4 @@
-"""The protocol between processes by atomics, ``VERSIONED``: without a system call where nobody waits.
+"""The protocol between processes by atomics, ``VERSIONED``: without a lock of the system's where nobody waits.
 
 ``docs/memory.md`` states it. What readers do is the plugin's; what a writer does is here, and in the plugin.
 """
@@ -51,7 +51,7 @@ class NativeContent(NativeRows):
             return -1
         slot = cells.begin_write(block.source is None, self.process)
         if slot < 0:
-            self._drop_write(block)
+            self._step_back(block, slot)
         else:
             self.claimed, self.has_turn = slot, True
         return slot

@@ -1,4 +1,4 @@
-"""The protocol between processes by atomics, ``IN_PLACE``: without a system call where nobody waits.
+"""The protocol between processes by atomics, ``IN_PLACE``: without a lock of the system's where nobody waits.
 
 ``docs/memory.md`` states it. A read that need not wait is the plugin's, and an update mostly; whoever must wait does so
 here: in turn among the threads of this process, as by locks, and then among the processes.
@@ -253,7 +253,7 @@ class NativeInPlace(NativeRows):
         if found == READERS_INSIDE:
             self.has_turn = True  # and new readers are kept out
         elif found < 0:
-            self._drop_write(block)
+            self._step_back(block, found)
             return LOOK
         else:
             self.claimed, self.has_turn = 0, True

@@ -18,12 +18,15 @@ from q4core.mutable.segment import CURRENT, ROWS
 from q4core.mutable.shared_content import SharedContent
 
 if TYPE_CHECKING:
+    from q4core.mutable.blocks import WriteBlock
     from q4core.mutable.exclusion import Thread
     from q4core.mutable.native import SharedCells
     from q4core.mutable.segment import Segment
 
 __all__ = ["NativeRows"]
 
+CUT = -4
+"""What the plugin says of an update of a segment whose file was cut short."""
 LONGEST_SLEEP_S = 0.01
 """Who waits for a version is woken; if the process that would wake it is killed just before, it looks by itself."""
 
@@ -32,7 +35,7 @@ class NativeRows(SharedContent):
     """What one process has of a segment that is shared by atomics."""
 
     def __init__(self, segment: Segment, label: str, cells: SharedCells) -> None:
-        self.cells = cells.make(segment.memory, segment.slots, HERE, segment.form.content_bytes)
+        self.cells = cells.make(segment.memory, segment.slots, HERE, segment.form.content_bytes, segment.locks.file)
         super().__init__(segment, label)
         segment.close_first(self.cells)
         self._take_row()
@@ -51,6 +54,7 @@ class NativeRows(SharedContent):
         """Begin anew in a child: what its parent's threads hold is the parent's."""
         self.cells.after_fork()
         super().after_fork()
+        self.cells.file = self.locks.file
         if not self.is_disposed and not self.is_closed:
             try:
                 self._take_row()
@@ -141,6 +145,7 @@ class NativeRows(SharedContent):
         pauses = Pauses(timeout, shortest=LONGEST_SLEEP_S, longest=LONGEST_SLEEP_S)
         while True:
             with self.lock:
+                self.check_size()
                 known = self.words[CURRENT] if not self.is_disposed else 0
                 self.check_waiting()
                 if self.version >= version:
@@ -160,6 +165,14 @@ class NativeRows(SharedContent):
                     self.waiting -= 1
 
     # -- the turn to write
+
+    def _step_back(self, block: WriteBlock, found: int) -> None:
+        """Take back an attempt to write at once, and raise if the file was cut short."""
+        if found == CUT:
+            self.gate.drop(block)
+            self.check_size()
+        else:
+            self._drop_write(block)
 
     def _take_turn(self) -> bool:
         cells = self.cells

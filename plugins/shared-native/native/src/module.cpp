@@ -1,5 +1,6 @@
 // The Python face: what one process holds of a segment, and the block in which a thread reads. The GIL guards all of it.
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <utility>
@@ -12,7 +13,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr int64_t kCopiedHere = 1 << 16;  // bytes; larger contents are copied by torch, without the GIL
-enum Obstacle { kTaken = -1, kFull = -2, kLook = -3 };
+enum Obstacle { kTaken = -1, kFull = -2, kLook = -3, kCut = -4 };
 
 class View;
 
@@ -30,8 +31,8 @@ int64_t changes_of(const nb::object& tensor) {
 // What one process holds of a segment.
 class Core {
   public:
-    Core(const nb::object& memory, const nb::list& slots, nb::object here, int64_t content_bytes)
-        : is_in_place(nb::len(slots) == 1), here_(std::move(here)), content_bytes_(content_bytes), cells_(nullptr, 0) {
+    Core(const nb::object& memory, const nb::list& slots, nb::object here, int64_t content_bytes, int file)
+        : is_in_place(nb::len(slots) == 1), file(file), here_(std::move(here)), content_bytes_(content_bytes), cells_(nullptr, 0) {
         if (PyObject_GetBuffer(memory.ptr(), &buffer_, PyBUF_WRITABLE) != 0) throw nb::python_error();
         for (nb::handle slot : slots) slots_.push_back({nb::borrow(slot), -1, 0, 0});
         cells_ = q4::Cells(static_cast<char*>(buffer_.buf), static_cast<int>(slots_.size()));
@@ -42,12 +43,16 @@ class Core {
 
     void close() {
         if (is_closed_) return;
+        const bool is_there = is_whole();
         is_closed_ = is_shut = true;
         put_all_out();
-        cells_.leave();
+        if (is_there) cells_.leave();
         slots_.clear();
         release();
     }
+
+    // Whether the file still has all that is mapped; a look at what was cut off would end the process.
+    bool is_whole() const { return is_closed_ || file < 0 || lseek(file, 0, SEEK_END) >= buffer_.len; }
 
     void wait(int64_t known, double seconds) { wait_for(q4::kCurrent, q4::kAwaited, known, seconds); }
 
@@ -89,6 +94,7 @@ class Core {
     // -- writing
 
     int begin_write(bool copies, int64_t process) {
+        if (!is_whole()) return kCut;
         if (!checked_cells().try_turn()) return kTaken;
         cells_.set(q4::kWriterProcess, process);
         const int64_t word = cells_.word(q4::kCurrent), version = word >> 8;
@@ -106,6 +112,7 @@ class Core {
 
     // As above where there is one slot; the word says from then on that it is written.
     int begin_in_place(int64_t process) {
+        if (!is_whole()) return kCut;
         if (!try_turn()) return kTaken;
         const int64_t word = cells_.word(q4::kCurrent), version = word >> 8;
         if (is_shut || cells_.word(q4::kClosed) || (word & 255) != q4::kHealthy || version >= q4::kMaxVersion) return kLook;
@@ -220,6 +227,7 @@ class Core {
     int64_t reads = 0;
     bool is_shut = false;
     const bool is_in_place;
+    int file;  // what is mapped, open once more
     bool is_held = false;  // by blocks that the caller counts
     bool is_marked = false;  // by this process's update
     bool has_published = false;  // since it last tried to get the turn
@@ -276,7 +284,7 @@ class View {
             return;
         }
         for (;;) {
-            if (core_.is_shut || !core_.cells().is_own()) look();
+            if (core_.is_shut || !core_.cells().is_own() || !core_.is_whole()) look();
             take();
             const auto& cells = core_.cells();
             if (cells.word(q4::kClosed) || cells.word(q4::kTainted) == version_ + 1) {
@@ -347,7 +355,7 @@ class View {
 
     // Where there is one slot: take it, if nobody writes or waits to, and there is nothing to complain about.
     bool enter_at_once() {
-        if (core_.is_shut || !core_.cells().is_own()) return false;
+        if (core_.is_shut || !core_.cells().is_own() || !core_.is_whole()) return false;
         if (!core_.is_reading(thread_) && (is_somebody_writing() || !core_.hold_fast())) return false;
         slot_ = 0;
         core_.link(*this);
@@ -477,6 +485,7 @@ NB_MODULE(_native, module) {
     module.attr("ROWS") = q4::kRows;
     module.attr("TAKEN") = static_cast<int>(kTaken);
     module.attr("FULL") = static_cast<int>(kFull);
+    module.attr("CUT") = static_cast<int>(kCut);
     nb::class_<View>(module, "View")
         .def("__enter__", [](nb::object self) { nb::cast<View&>(self).enter(); return self; })
         .def("__exit__", [](View& self, nb::handle, nb::handle error, nb::handle) { self.exit(error); },
@@ -485,7 +494,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("base", &View::base)
         .def_prop_ro("version", &View::version);
     nb::class_<Core>(module, "Core")
-        .def(nb::init<const nb::object&, const nb::list&, nb::object, int64_t>())
+        .def(nb::init<const nb::object&, const nb::list&, nb::object, int64_t, int>())
         .def("read", [](nb::object self, nb::object content, nb::object timeout) {
                  return new View(std::move(content), self, nb::cast<Core&>(self), std::move(timeout));
              }, nb::arg("content"), nb::arg("timeout").none() = nb::none(), nb::rv_policy::take_ownership)
@@ -521,7 +530,7 @@ NB_MODULE(_native, module) {
         .def("token", [](Core& self, int row) { return self.checked_cells().token(row); })
         .def("reads_any", [](Core& self, int row) { return self.checked_cells().reads(row); })
         .def("clear", [](Core& self, int row) { self.checked_cells().clear(row); })
-        .def("wake", [](Core& self) { self.checked_cells().wake(q4::kCurrent, q4::kAwaited); })
+        .def("wake", [](Core& self) { if (self.is_whole()) self.checked_cells().wake(q4::kCurrent, q4::kAwaited); })
         .def("wait_turn", &Core::wait_turn)
         .def("wait", &Core::wait)
         .def_prop_ro("copies_here", &Core::copies_here)
@@ -536,6 +545,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("open", &Core::open)
         .def_prop_ro("is_own", [](Core& self) { return self.cells().is_own(); })
         .def_prop_ro("row", [](Core& self) { return self.cells().row(); })
+        .def_rw("file", &Core::file)
         .def_rw("reads", &Core::reads)
         .def_rw("is_shut", &Core::is_shut);
 }

@@ -1,4 +1,4 @@
-"""Atomics for the tensors of q4core that processes share: reads and updates without a system call."""
+"""Atomics for the tensors of q4core that processes share: reads and updates without a lock of the system's."""
 
 from __future__ import annotations
 
