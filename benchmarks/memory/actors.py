@@ -34,7 +34,10 @@ class Scene:
 
 @attrs.frozen
 class _Signals:
-    """What starts and stops actors, and where they tell what they did; of threads or of processes."""
+    """What starts and stops actors, and where they tell what they did; of threads or of processes.
+
+    ``stop.value`` is a byte that all see: an event between processes would let them wait for one another in each look.
+    """
 
     start: Any
     stop: Any
@@ -59,12 +62,12 @@ def _rates(way: Way, reader: int | None, pause_s: float, signals: _Signals) -> d
     signals.start.wait(START_S)
     count, longest, times = 0, 0.0, []
     began = ended = time.perf_counter()
-    while not signals.stop.is_set():
+    while not signals.stop.value:
         started = time.perf_counter()
         try:
             way.update() if reader is None else way.read(reader)
         except (queue.Empty, queue.Full, OSError, EOFError):  # the others have stopped
-            if not signals.stop.is_set():
+            if not signals.stop.value:
                 raise
             break
         ended = time.perf_counter()
@@ -93,7 +96,8 @@ def sample(make: type[Way], scene: Scene, seconds: float) -> dict[str, float]:
     way, readers = make(scene.elements, scene.readers), scene.readers
     is_apart = way.kind == PROCESSES
     kit: Any = CONTEXT if is_apart else threading
-    signals = _Signals(kit.Barrier(readers + 2), kit.Event(), CONTEXT.Queue() if is_apart else queue.Queue())
+    stop, told = CONTEXT.RawValue("b", 0), CONTEXT.Queue() if is_apart else queue.Queue()
+    signals = _Signals(kit.Barrier(readers + 2), stop, told)
     hire: Any = CONTEXT.Process if is_apart else threading.Thread
     workers = [
         hire(target=_work, args=(way, who, scene.pause_s, signals), daemon=True) for who in (None, *range(readers))
@@ -104,8 +108,8 @@ def sample(make: type[Way], scene: Scene, seconds: float) -> dict[str, float]:
         with contextlib.suppress(threading.BrokenBarrierError):  # who broke it tells why
             signals.start.wait(START_S)
             time.sleep(seconds)
-        signals.stop.set()
-        found = dict(signals.told.get(timeout=END_S) for _ in workers)
+        stop.value = 1
+        found = dict(told.get(timeout=END_S) for _ in workers)
         errors = [facts for facts in found.values() if isinstance(facts, Exception)]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))

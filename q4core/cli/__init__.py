@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when all went well, 1 when nothing here can serve, 2 for bad input or usage, 70 for a fault of the program,
         130 after Ctrl-C, 141 when the reader of the output went away.
     """
+    if arguments is None:
+        gc.freeze()  # what torch is made of ends with the process: a look through it for garbage takes half a second
     missing = [name for name in ("typer", "rich") if not _has(name)]
     if missing:
         sys.stderr.write(_MISSING.format(names=" and ".join(missing), verb="is" if len(missing) == 1 else "are"))

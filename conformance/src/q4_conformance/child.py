@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import os
@@ -56,6 +57,7 @@ class _Pipes:
         """Return the next message; the process ends where nobody is left to send one."""
         line = self._in.readline()
         if not line:
+            gc.freeze()  # what is left ends with the process: it need not be looked through for garbage
             raise SystemExit(0)
         message: dict[str, Any] = json.loads(line)
         return message
