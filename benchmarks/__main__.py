@@ -6,10 +6,14 @@ There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory]
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from benchmarks import certify, cpu, generate, memory, overhead, threads
 
-BENCHMARKS = {
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "overhead": overhead.main,
     "cpu": cpu.main,
     "generate": generate.main,

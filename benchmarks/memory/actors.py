@@ -96,7 +96,8 @@ def sample(make: type[Way], scene: Scene, seconds: float) -> dict[str, float]:
     way, readers = make(scene.elements, scene.readers), scene.readers
     is_apart = way.kind == PROCESSES
     kit: Any = CONTEXT if is_apart else threading
-    stop, told = CONTEXT.RawValue("b", 0), CONTEXT.Queue() if is_apart else queue.Queue()
+    stop = CONTEXT.RawValue("b", 0)
+    told: Any = CONTEXT.Queue() if is_apart else queue.Queue()
     signals = _Signals(kit.Barrier(readers + 2), stop, told)
     hire: Any = CONTEXT.Process if is_apart else threading.Thread
     workers = [

@@ -12,6 +12,7 @@ what else the machine does falls on all alike.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import multiprocessing
@@ -68,28 +69,33 @@ def shared(kind: str, slots: int = 4) -> q4.SharedMutableTensor:
     return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
 
 
-def alone(kind: str) -> dict[str, float]:
-    """Return what one read and one update take, µs."""
-    found = {}
-    with shared(kind) as state:
+def alone() -> dict[str, dict[str, float]]:
+    """Return what one read and one update take, µs; the kinds take turns, block by block."""
+    with contextlib.ExitStack() as stack:
+        uses: dict[tuple[str, str], Callable[[], None]] = {}
+        for kind in KINDS[1:]:
+            state = stack.enter_context(shared(kind))
 
-        def read() -> None:
-            with state.read() as view:
-                _ = view.tensor
+            def read(state: q4.SharedMutableTensor = state) -> None:
+                with state.read() as view:
+                    _ = view.tensor
 
-        def write() -> None:
-            with state.write():
-                pass
+            def write(state: q4.SharedMutableTensor = state) -> None:
+                with state.write():
+                    pass
 
-        for use in (read, write):
-            rounds = []
-            for _ in range(300):
+            uses[kind, "read"], uses[kind, "write"] = read, write
+        blocks: dict[tuple[str, str], list[float]] = {name: [] for name in uses}
+        for _ in range(300):
+            for name, use in uses.items():
                 start = time.perf_counter()
                 for _ in range(100):
                     use()
-                rounds.append((time.perf_counter() - start) * 1e4)
-            found[f"{use.__name__}_least_us"] = round(min(rounds), 2)
-            found[f"{use.__name__}_median_us"] = round(statistics.median(rounds), 2)
+                blocks[name].append((time.perf_counter() - start) * 1e4)
+    found: dict[str, dict[str, float]] = {kind: {} for kind in KINDS[1:]}
+    for (kind, what), taken in blocks.items():
+        found[kind][f"{what}_least_us"] = round(min(taken), 2)
+        found[kind][f"{what}_median_us"] = round(statistics.median(taken), 2)
     return found
 
 
@@ -186,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_before": round(os.getloadavg()[0], 2),
-        "alone": {kind: alone(kind) for kind in KINDS[1:]},
+        "alone": alone(),
         "together": [],
     }
     for race in RACES:
