@@ -9,7 +9,7 @@ import test_shared
 import test_shared_threads
 import torch
 
-from q4core.mutable import MutableMode, SharedMutableTensor
+from q4core.mutable import MutableMode, SharedMutableTensor, process_locks
 from q4core.mutable.native_rows import NativeRows
 
 DIFFERENT = {
@@ -37,6 +37,26 @@ def test_atomics_are_what_is_tested(mode: MutableMode) -> None:
     with SharedMutableTensor(torch.zeros(4), mode=mode) as made, SharedMutableTensor.attach(made.segment) as joined:
         assert isinstance(made._content, NativeRows)
         assert isinstance(joined._content, NativeRows)
+
+
+def test_nobody_asks_for_a_lock(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads, snapshots and updates that have nobody to wait for take no lock of the system's."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a lock was asked for")
+
+    made = SharedMutableTensor(torch.zeros(4), mode=mode)
+    with made as state, SharedMutableTensor.attach(state.segment) as other:
+        for method in ("try_shared", "try_exclusive", "release", "is_taken"):
+            monkeypatch.setattr(process_locks.ProcessLocks, method, refuse)
+        for value in range(1, 6):
+            for one in (state, other):
+                with one.write() as tensor:
+                    tensor.fill_(value)
+                one.replace(torch.full((4,), float(value)))
+                assert sharing.content_of(other) == one.snapshot().tensor.tolist() == [value] * 4
+        monkeypatch.undo()
+        assert (other.version, other.stats().reads, other.stats().snapshots) == (20, 10, 5)
 
 
 def test_all_that_is_left_out_exists() -> None:

@@ -12,7 +12,7 @@ from processes import processes
 from sharing import LONG, content_of, fork_by_c, until
 
 import q4core as q4
-from q4core.mutable import MutableMode, SharedMutableTensor, pauses, process_locks
+from q4core.mutable import MutableMode, SharedMutableTensor, pauses
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -27,25 +27,6 @@ def state() -> Iterator[SharedMutableTensor]:
     """Return a tensor of four zeros."""
     with SharedMutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane", native=True) as state:
         yield state
-
-
-def test_nobody_asks_the_system(state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads, snapshots and updates that have nobody to wait for take no lock of the system's."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a lock was asked for")
-
-    with SharedMutableTensor.attach(state.segment) as other:
-        for method in ("try_shared", "try_exclusive", "release", "is_taken"):
-            monkeypatch.setattr(process_locks.ProcessLocks, method, refuse)
-        for value in range(1, 6):
-            for one in (state, other):
-                with one.write() as tensor:
-                    tensor.fill_(value)
-                one.replace(torch.full((4,), float(value)))
-                assert content_of(other) == one.snapshot().tensor.tolist() == [value] * 4
-        monkeypatch.undo()
-        assert (other.version, other.stats().reads, other.stats().snapshots) == (20, 10, 5)
 
 
 def test_reader_that_is_kept_out_is_woken(
