@@ -17,7 +17,7 @@ from q4_conformance.copied import is_copyable
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 BIAS = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
 JUDGE = """
-import json, sys
+import json, os, sys
 from q4_conformance import copied
 from q4_conformance.isolated import run_target
 from q4_conformance.process import Limits
@@ -32,18 +32,60 @@ copied.Copied.__init__ = begin
 name, *only = sys.argv[1:]
 limits = Limits(case_seconds=8.0, memory_bytes=2 << 30)
 query = Query(name=name, formats=() if name == "q4core" else ("nf4",), only=tuple(only), limits=limits)
-run = run_target(query, is_command=True)
+run = run_target(query, is_command=os.environ.get("NEW") is None)
 results = {item.case: (item.outcome.value, item.message) for item in run.report.results}
 print(json.dumps({"copies": len(begun), "results": results}))
 """
+FACTS = """
+import json, os, signal, sys, warnings
+import torch
+from q4_conformance.zoo import talking
+
+def make():
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE")
+    facts = {
+        "argv": sys.argv,
+        "path": list(dict.fromkeys(sys.path)),
+        "main": sorted(vars(sys.modules["__main__"]).keys() & {"__file__", "FACTS", "JUDGE", "begun"}),
+        "signals": {name: repr(signal.getsignal(getattr(signal, name))) for name in names},
+        "filters": [repr(item) for item in warnings.filters],
+        "descriptors": sorted(name for name in os.listdir("/proc/self/fd") if int(name) <= 2 or int(name) > 8),
+        "leads": os.getsid(0) == os.getpid(),
+        "empty": os.read(0, 1) == b"",
+        "streams": [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "threads": torch.get_num_threads(),
+        "environment": sorted(set(os.environ) - {"NEW", "LC_CTYPE"}),
+    }
+    with open("facts.json", "w") as file:
+        json.dump(facts, file)
+    return talking()
+"""
 
 
-def _judge(name: str, *only: str, before: str = "") -> dict[str, Any]:
-    """Judge in a process that has done nothing else, and return what came of it."""
+def _judge(
+    name: str, *only: str, before: str = "", folder: Path | None = None, streams: str = "", **variables: str
+) -> dict[str, Any]:
+    """Judge in a process that has done nothing else, and return what came of it.
+
+    Args:
+        name: Who.
+        only: Which cases.
+        before: What the process does before.
+        folder: Where it works; its program lies in another folder then.
+        streams: What a shell redirects for it.
+        variables: Of its environment.
+    """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    start = ["-c", before + JUDGE]
+    if folder is not None:
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin/judge.py").write_text(before + JUDGE, encoding="utf-8")
+        start = [str(folder / "bin/judge.py")]
+    words = [sys.executable, *start, name, *only]
     done = subprocess.run(
-        [sys.executable, "-c", before + JUDGE, name, *only],
-        env={**os.environ, "PYTHONPATH": path},
+        ["/bin/sh", "-c", f'exec "$0" "$@" {streams}', *words],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        cwd=folder,
         capture_output=True,
         timeout=240,
         check=False,
@@ -108,6 +150,35 @@ def test_no_copy_is_made_of_a_process_that_is_used(before: str) -> None:
     """Beside another thread, and once plugins are loaded, the first process is a new one, and the result the same."""
     told = _judge("dequant-fallback", BIAS, before=before)
     assert told == {"copies": 0, "results": {BIAS: ["pass", told["results"][BIAS][1]]}}
+
+
+@pytest.mark.slow
+def test_a_copy_is_like_a_new_process(tmp_path: Path) -> None:
+    """A module of the working directory is found, and finds all that a process has as a new one has it."""
+    (tmp_path / "mine.py").write_text(FACTS, encoding="utf-8")
+    facts = {}
+    for kind, variables in (("copy", {}), ("new", {"NEW": "1"})):
+        told = _judge("mine:make", BIAS, folder=tmp_path, streams="8</dev/null 9</dev/null", **variables)
+        assert (told["copies"], told["results"][BIAS][0]) == (int(kind == "copy"), "pass"), told
+        facts[kind] = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))
+    assert facts["copy"] == facts["new"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["<&-", "2>&-", "<&- 2>&-"])
+def test_a_command_may_be_given_closed_streams(streams: str) -> None:
+    """What is closed for the command is a pipe for the copy, as for a new process."""
+    told = _judge("dequant-fallback", BIAS, streams=streams)
+    assert (told["copies"], told["results"][BIAS][0]) == (1, "pass"), told
+
+
+@pytest.mark.slow
+def test_processes_share_under_a_folder_of_a_long_name(tmp_path: Path) -> None:
+    """Where a socket's name has no room, the processes of the case are started in another way."""
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    told = _judge("q4core", "TC-13/processes", TMPDIR=str(folder))
+    assert [ended for ended, _ in told["results"].values()] == ["pass"], told
 
 
 def test_what_may_be_copied() -> None:

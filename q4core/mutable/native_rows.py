@@ -55,7 +55,7 @@ class NativeRows(SharedContent):
         self.cells.after_fork()
         super().after_fork()
         self.cells.file = self.locks.file
-        if not self.is_disposed and not self.is_closed:
+        if not self.is_disposed and not self.is_closed and not self.is_cut:
             try:
                 self._take_row()
             except (OSError, LifecycleError):
@@ -73,6 +73,7 @@ class NativeRows(SharedContent):
     def _notice_fork(self) -> None:
         """Begin anew in a child that was not forked by Python, which would have told."""
         if not self.cells.is_own and not self.is_closed:
+            self.check_size()
             self.after_fork()
 
     def tell_of_a_change(self, slot: int, version: int) -> NoReturn:
@@ -197,11 +198,12 @@ class NativeRows(SharedContent):
             self.locks.release(place)
         return True
 
-    def release_claim(self) -> None:
-        """Let other processes write."""
+    def release_claim(self, *, is_cut: bool = False) -> None:
+        """Let other processes write; where the file was cut short, there is nothing to let them have."""
         self.claimed = None
         if self.has_turn:
-            self.cells.end_turn()
+            if not is_cut:
+                self.cells.end_turn()
             self.has_turn = False
         if self.is_let_go:
             self.dispose()

@@ -368,7 +368,7 @@ class SharedContent(SharedState):
     def _release_all(self) -> None:
         """Let go whatever only a writer has, also what it was just taking."""
         self.has_turn = not self.is_disposed
-        self.release_claim()
+        self.release_claim(is_cut=self.is_cut)
         self.release_unheld()
 
     def fail_write(self, block: WriteBlock, fault: BaseException) -> None:

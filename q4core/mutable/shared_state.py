@@ -105,8 +105,13 @@ class SharedState(Content):
 
     # -- a look at the header
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has cut the file short, so that a look at what is gone would end the process."""
+        return not self.is_disposed and self.locks.size() < self.total
+
     def check_size(self) -> None:
-        """Raise if somebody has cut the file short, since a look at what is gone would end the process."""
+        """Raise if somebody has cut the file short."""
         if not self.is_closed and (size := self.locks.size()) < self.total:
             hint = "Somebody has truncated it. Make a new one."
             rule = f"{self.total} bytes"
@@ -210,13 +215,13 @@ class SharedState(Content):
                 if not holders and slot != self.claimed:
                     self.locks.release(FIRST_SLOT + slot)
 
-    def release_claim(self) -> None:
-        """Let other processes write."""
+    def release_claim(self, *, is_cut: bool = False) -> None:
+        """Let other processes write; where the file was cut short, without a look at it."""
         if self.claimed is not None:
             self.locks.release(FIRST_SLOT + self.claimed)
             self.claimed = None
         if self.has_turn:
-            if self.words[WRITER_WAITS]:
+            if not is_cut and self.words[WRITER_WAITS]:
                 self.words[WRITER_WAITS] = 0
             self.locks.release(WRITER)
             self.has_turn = False

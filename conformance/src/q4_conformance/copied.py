@@ -14,15 +14,19 @@ import importlib.metadata
 import mmap
 import multiprocessing
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import types
 import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+if sys.platform == "linux":
+    import fcntl
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Copied", "is_copyable", "label_of"]
 
 _GROUP = "q4core.plugins"
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_STDERR = 2
 _held: list[mmap.mmap] = []
 """What a copy keeps mapped, for as long as it or a copy of it lives."""
 
@@ -64,9 +68,9 @@ class Copied:
     """
 
     def __init__(self, module: str, environment: Mapping[str, str], *, owner: str, threads: int) -> None:
-        ends = [os.pipe() for _ in range(3)]
+        ends = [tuple(_beyond_the_standard(end) for end in os.pipe()) for _ in range(3)]
         ours, theirs = [ends[0][1], ends[1][0], ends[2][0]], [ends[0][0], ends[1][1], ends[2][1]]
-        arguments = (module, dict(environment), owner, threads, theirs, ours)
+        arguments = (module, dict(environment), owner, threads, theirs, list(warnings.filters))
         self._process = multiprocessing.get_context("fork").Process(target=_begin, args=arguments, daemon=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which is_copyable knows of
@@ -106,23 +110,40 @@ class Copied:
             self._process.kill()
 
 
+def _beyond_the_standard(end: int) -> int:
+    """Return a descriptor of the same pipe that is none of 0, 1 and 2, which the command may have been given closed."""
+    if end > _STDERR:
+        return end
+    try:
+        return fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+    finally:
+        os.close(end)
+
+
 def _begin(  # noqa: PLR0913  # what a new process is told by its command line, environment and pipes
-    module: str, environment: dict[str, str], owner: str, threads: int, own: list[int], others: list[int]
+    module: str, environment: dict[str, str], owner: str, threads: int, ends: list[int], filters: list[Any]
 ) -> NoReturn:
     """Become as much of a new process as a copy can."""
     gc.freeze()
-    sys.modules["__main__"] = types.ModuleType("__main__")  # else what it spawns would look for this program's
     os.setsid()
-    for name in _SIGNALS:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    for number, end in enumerate(own):
+    for number, end in enumerate(ends):
         os.dup2(end, number)
-    for end in (*own, *others):
-        os.close(end)
+    for entry in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
+        if entry > _STDERR:
+            with contextlib.suppress(OSError):  # the one that the list itself was read by
+                os.close(entry)
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         stream = os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    # As ``python -c`` has them: modules of the working directory are found, and no program's main is looked for.
+    sys.argv, sys.modules["__main__"] = ["-c"], types.ModuleType("__main__")
+    sys.path.insert(0, "")
+    warnings.resetwarnings()
+    warnings.filters[:] = filters  # type: ignore[index]  # a list, as documented
     if os.environ.get("OMP_NUM_THREADS") is None:  # else it was loaded with as many
         torch.set_num_threads(threads)
     os.environ.update(environment)

@@ -6,6 +6,7 @@ The clock of the records is the system's, so that the operations of different pr
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ _TOTAL = _WRITERS * _UPDATES
 _SHAPE = (4096,)
 _SECONDS = 90.0
 _SHOWN = 3
+_LONGEST_FOLDER = 60
+"""A socket's path has 107 bytes, and multiprocessing adds a folder and a file."""
 _MODES = tuple(MutableMode)
 
 
@@ -88,7 +91,8 @@ def _context() -> ForkServerContext | SpawnContext:
 
     Where the system can, one new process loads torch, and all others begin as copies of it.
     """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    has_room = len(tempfile.gettempdir()) < _LONGEST_FOLDER  # for the name of a socket there
+    if "forkserver" not in multiprocessing.get_all_start_methods() or not has_room:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -225,7 +225,7 @@ class Core {
     bool is_holding() { return !is_closed_ && (is_held || slots_[0].readers > 0); }
 
     void link(View& view);
-    void unlink(View& view);
+    void unlink(View& view, bool is_there = true);
     int64_t reads = 0;
     bool is_shut = false;
     const bool is_in_place;

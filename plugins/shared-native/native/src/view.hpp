@@ -13,7 +13,7 @@ class View {
     View(const View&) = delete;
     View& operator=(const View&) = delete;
     ~View() {
-        if (stage_ == kInside) core_.unlink(*this);
+        if (stage_ == kInside) core_.unlink(*this, core_.is_whole());
     }
 
     void enter() {
@@ -171,11 +171,11 @@ inline void Core::link(View& view) {
     ++open_, ++slot(view.slot_).readers;
 }
 
-inline void Core::unlink(View& view) {
+inline void Core::unlink(View& view, bool is_there) {
     (view.before != nullptr ? view.before->after : first_) = view.after;
     if (view.after != nullptr) view.after->before = view.before;
     --open_;
-    if (--slot(view.slot_).readers != 0) return;
+    if (--slot(view.slot_).readers != 0 || !is_there) return;
     if (!is_in_place) {
         cells_.let_go(view.slot_);
     } else if (!is_held) {
@@ -207,10 +207,11 @@ inline bool Core::is_reading(nb::handle thread) const {
 // Put out readers whose thread has ended.
 inline int Core::reclaim() {
     int count = 0;
+    const bool is_there = is_whole();
     for (View *view = first_, *next; view != nullptr; view = next) {
         next = view->after;
         if (view->is_abandoned()) {
-            unlink(*view);
+            unlink(*view, is_there);
             view->put_out();
             ++count;
         }
