@@ -63,7 +63,13 @@ def make():
 
 
 def _judge(
-    name: str, *only: str, before: str = "", folder: Path | None = None, streams: str = "", **variables: str
+    name: str,
+    *only: str,
+    before: str = "",
+    folder: Path | None = None,
+    streams: str = "",
+    trap: str = "",
+    **variables: str,
 ) -> dict[str, Any]:
     """Judge in a process that has done nothing else, and return what came of it.
 
@@ -73,6 +79,7 @@ def _judge(
         before: What the process does before.
         folder: Where it works; its program lies in another folder then.
         streams: What a shell redirects for it.
+        trap: What the shell does with signals before.
         variables: Of its environment.
     """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
@@ -83,7 +90,7 @@ def _judge(
         start = [str(folder / "bin/judge.py")]
     words = [sys.executable, *start, name, *only]
     done = subprocess.run(
-        ["/bin/sh", "-c", f'exec "$0" "$@" {streams}', *words],
+        ["/bin/sh", "-c", f'{trap}exec "$0" "$@" {streams}', *words],
         env={**os.environ, "PYTHONPATH": path, **variables},
         cwd=folder,
         capture_output=True,
@@ -153,12 +160,13 @@ def test_no_copy_is_made_of_a_process_that_is_used(before: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_is_like_a_new_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", "trap '' INT HUP; "])
+def test_a_copy_is_like_a_new_process(before: str, tmp_path: Path) -> None:
     """A module of the working directory is found, and finds all that a process has as a new one has it."""
     (tmp_path / "mine.py").write_text(FACTS, encoding="utf-8")
     facts = {}
     for kind, variables in (("copy", {}), ("new", {"NEW": "1"})):
-        told = _judge("mine:make", BIAS, folder=tmp_path, streams="8</dev/null 9</dev/null", **variables)
+        told = _judge("mine:make", BIAS, folder=tmp_path, streams="8</dev/null 9</dev/null", trap=before, **variables)
         assert (told["copies"], told["results"][BIAS][0]) == (int(kind == "copy"), "pass"), told
         facts[kind] = json.loads((tmp_path / "facts.json").read_text(encoding="utf-8"))
     assert facts["copy"] == facts["new"]

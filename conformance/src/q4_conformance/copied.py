@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Copied", "is_copyable", "label_of"]
 
 _GROUP = "q4core.plugins"
+_HANDLERS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+if sys.platform != "win32":
+    _HANDLERS[signal.SIGHUP] = signal.SIG_DFL
+"""Signals that a command may catch, and what a new process does with them."""
 _STDERR = 2
 _held: list[mmap.mmap] = []
 """What a copy keeps mapped, for as long as it or a copy of it lives."""
@@ -126,9 +130,9 @@ def _begin(  # noqa: PLR0913  # what a new process is told by its command line, 
     """Become as much of a new process as a copy can."""
     gc.freeze()
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("SIGTERM", "SIGHUP"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for caught, begun_with in _HANDLERS.items():
+        if signal.getsignal(caught) is not signal.SIG_IGN:  # which a new process would be given, too
+            signal.signal(caught, begun_with)
     for number, end in enumerate(ends):
         os.dup2(end, number)
     for entry in [int(path.name) for path in pathlib.Path("/proc/self/fd").iterdir()]:
