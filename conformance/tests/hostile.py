@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -102,6 +103,11 @@ def breeds() -> ToyKernel:
             subprocess.Popen(command, start_new_session=alone, close_fds=False)
 
     return _at_seven(action)
+
+
+def lingers() -> ToyKernel:
+    """Leave a thread behind for which the process would wait when it ends."""
+    return _at_seven(lambda: threading.Thread(target=time.sleep, args=(600,)).start())
 
 
 def hides() -> ToyKernel:

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-import q4core
-from q4_conformance.copied import is_copyable
-
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 BIAS = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
 JUDGE = """
@@ -94,7 +91,7 @@ def _judge(
         env={**os.environ, "PYTHONPATH": path, **variables},
         cwd=folder,
         capture_output=True,
-        timeout=240,
+        timeout=60,
         check=False,
         encoding="utf-8",
     )
@@ -115,6 +112,7 @@ def _judge(
         ("hostile:shouts", "pass", ""),
         ("hostile:breeds", "pass", ""),
         ("hostile:hides", "pass", ""),
+        ("hostile:lingers", "pass", ""),
         ("q4_conformance.zoo:hanging", "timeout", "no answer for 8 s"),
     ],
 )
@@ -187,9 +185,3 @@ def test_processes_share_under_a_folder_of_a_long_name(tmp_path: Path) -> None:
     folder.mkdir()
     told = _judge("q4core", "TC-13/processes", TMPDIR=str(folder))
     assert [ended for ended, _ in told["results"].values()] == ["pass"], told
-
-
-def test_what_may_be_copied() -> None:
-    """This very process has plugins loaded."""
-    q4core.default_registry().records()
-    assert not is_copyable()

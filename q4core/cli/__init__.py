@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 when the reader of the output went away.
     """
     if arguments is None:
-        gc.freeze()  # what torch is made of ends with the process: a look through it for garbage takes half a second
+        gc.freeze()  # what torch is made of ends with the process: a look through it for garbage takes long
     missing = [name for name in ("typer", "rich") if not _has(name)]
     if missing:
         sys.stderr.write(_MISSING.format(names=" and ".join(missing), verb="is" if len(missing) == 1 else "are"))

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.metadata
+import math
 import mmap
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,6 +41,7 @@ if sys.platform != "win32":
     _HANDLERS[signal.SIGHUP] = signal.SIG_DFL
 """Signals that a command may catch, and what a new process does with them."""
 _STDERR = 2
+_TICK = 0.002
 _held: list[mmap.mmap] = []
 """What a copy keeps mapped, for as long as it or a copy of it lives."""
 
@@ -102,10 +105,11 @@ class Copied:
         Raises:
             subprocess.TimeoutExpired: It still runs.
         """
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            raise subprocess.TimeoutExpired(str(self._process.name), timeout or 0.0)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:  # join() would wait for a pipe that the copy has closed, and then for ever
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self._process.name), timeout or 0.0)
+            time.sleep(_TICK)
         return code
 
     def kill(self) -> None:

@@ -125,7 +125,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _owned(token: str) -> Iterator[int]:
+def _owned(token: str, *, is_copied: bool) -> Iterator[int]:
     """Yield the processes that a run left behind, whatever parent or session they have by now."""
     wanted, mapped = f"{_OWNER}={token}".encode(), label_of(token).encode()
     with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _owned(token: str) -> Iterator[int]:
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     begun_with = (entry / "environ").read_bytes().split(b"\0")
-                    if wanted in begun_with or mapped in (entry / "maps").read_bytes():
+                    if wanted in begun_with or (is_copied and mapped in (entry / "maps").read_bytes()):
                         yield int(entry.name)
 
 
@@ -269,7 +269,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        _end({*self._bred, *_owned(self._owner)})
+        _end({*self._bred, *_owned(self._owner, is_copied=isinstance(self._process, Copied))})
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_LINGER)
             if not reader.is_alive() and stream is not None:
