@@ -61,14 +61,16 @@ def test_each_case_is_a_test_and_counts_under_its_own_name(
     """What is not declared is neither passed nor called skipped, and JUnit counts it as no pass either."""
     junit = tmp_path / "junit.xml"
     report = tmp_path / "report"
-    done = run(RIGHT, "-k", "TC-09 and values and fp4 or EX-03", f"--junitxml={junit}", f"--q4-report={report}")
+    done = run(
+        RIGHT, "-k", "TC-09 and values and fp4 or EX-03 and repeat", f"--junitxml={junit}", f"--q4-report={report}"
+    )
     assert done.ret == 0
     done.stdout.fnmatch_lines(
         ["*Partial report (no certificate): what ran passed;*", f"written: {report / 'report.json'}"]
     )
     done.stdout.fnmatch_lines(["*conformance of mine on cpu*", "mine: passed; * not_declared", "*no certificate"])
     outcomes = counts(done)
-    assert outcomes["passed"] == 3
+    assert outcomes["passed"] == 6
     assert outcomes["not declared"] > 1
     assert "skipped" not in outcomes
     suite = ET.parse(junit).getroot()[0]  # noqa: S314  # written by pytest a moment ago
@@ -79,7 +81,7 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
     """The message is the case's own."""
     done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
     assert done.ret == 1
-    assert counts(done)["failed"] == 4
+    assert counts(done)["failed"] == 6
     done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
     done.stdout.no_fnmatch_line("*Traceback*")
     done.stdout.no_fnmatch_line("*pytest_q4_conformance.py*")
@@ -138,7 +140,9 @@ def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult],
 
 def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunResult]) -> None:
     """The process that died was not pytest's."""
-    done = run('conduct.Crashes("mine", formats={"q8_0"})', "-k", "float32 and exact and (EX-01 and rows or EX-03)")
+    done = run(
+        'conduct.Crashes("mine", formats={"q8_0"})', "-k", "float32 and exact and (EX-01 and rows or EX-03 and repeat)"
+    )
     assert done.ret == 1
     assert (counts(done)["failed"], counts(done)["passed"]) == (1, 1)
     done.stdout.fnmatch_lines(["CRASH *EX-01/rows*"])
@@ -150,8 +154,8 @@ def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> Non
     assert done.ret == 1
     outcomes = counts(done)
     assert outcomes.pop("deselected") > 0
-    assert outcomes == {"not declared": 5}
-    done.stdout.fnmatch_lines(["mine: NOT PASSED; 5 cases: 5 not_declared"])
+    assert outcomes == {"not declared": 9}
+    done.stdout.fnmatch_lines(["mine: NOT PASSED; 9 cases: 9 not_declared"])
 
 
 def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -> None:

@@ -32,6 +32,7 @@ NEEDS_MORE = {
     "compile": "as gradient",
     "elsewhere": "as state",
     "copies": "a module's .to() sets the data of its buffers, which a pretended tensor does not have",
+    "inference": "in inference mode torch makes the memory of a conversion itself, where no pretence is asked",
     "last_page": "its memory is no page of the CPU's",
 }
 """Checks that need a real device."""

@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 0)
+_SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 257, 515, 0)
+"""Both sides of usual tiles, and rows beyond several of them that no tile divides."""
 _P = ActivationPrecision
 _COARSE = (_P.INT8, _P.FP4)
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
@@ -38,6 +39,8 @@ _ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
 """Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
 _LONG = 14336
 """In-features of large models' widest layers; the bound grows with them as docs/tolerances.md says."""
+_WIDE = 65801
+"""More out-features than 16 bits count, as vocabularies have; no tile divides them."""
 _SLOW = frozenset({"calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
 """Checks of thousands of calls, of a compiler and of another process, which take seconds on an idle machine."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
@@ -124,10 +127,10 @@ def _in_each_dtype(case: Case) -> Iterator[Case]:
 
 
 def _and_coarse(*cases: Case) -> Iterator[Case]:
-    """Yield cases, and the first of them once more for each coarser precision of the activations."""
+    """Yield cases, and each of them once more for each coarser precision of the activations."""
     yield from cases
-    for wish in _COARSE:
-        yield attrs.evolve(cases[0], precision=wish)
+    for case, wish in itertools.product(cases, _COARSE):
+        yield attrs.evolve(case, precision=wish)
 
 
 def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
@@ -144,8 +147,7 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
         for recipe in weight_recipes(kind):
             coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
             case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
-            yield case
-            yield attrs.evolve(case, dtype=torch.bfloat16)
+            yield from _in_each_dtype(case)
     if kind.name in {"nvfp4", "mxfp4"}:
         text = "a static activation scale holds for FP4 activations, and changes no other path"
         for scale, wish in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
@@ -171,21 +173,21 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     long = attrs.evolve(base, n=8, k=_LONG)
     text = "right where rows are as long as in large models"
     case = Case(contract="EX-01", part="long", text=text, check="values", recipe=long, rows=(1, 17), seeds=(11,))
-    yield from _and_coarse(case)
-    for wish in (_P.EXACT, *_COARSE):
-        sweep = Case(
-            contract="EX-01", part="rows", text="right for every M", check="values", recipe=base, rows=_SWEEP,
-            precision=wish,
-        )  # fmt: skip
-        yield sweep
-        yield attrs.evolve(sweep, dtype=torch.bfloat16)
-        text = "the error of free-range activations is what the precision's quantiser makes"
-        yield Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, precision=wish, rows=(1, 40))
+    yield from _and_coarse(*_in_each_dtype(case))
+    wide = attrs.evolve(base, n=_WIDE, k=kind.block_size)
+    text = "right where there are as many out-features as a vocabulary has words"
+    yield Case(contract="EX-01", part="wide", text=text, check="values", recipe=wide, rows=(1, 3), seeds=(11,))
+    sweep = Case(contract="EX-01", part="rows", text="right for every M", check="values", recipe=base, rows=_SWEEP)
+    yield from _and_coarse(*_in_each_dtype(sweep))
+    text = "the error of free-range activations is what the precision's quantiser makes"
+    noise = Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, rows=(1, 40))
+    yield from _and_coarse(noise)
     drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
     text = "shapes drawn by chance are refused with a reason or computed right"
     yield Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
     for contract, part, name, text in (
         ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
+        ("EX-03", "inference", "inference", "without autograd, or in inference mode, the bits are the same"),
         ("EX-04", "threads", "threads", "threads that share a session and its layers get the bits that one alone gets"),
         ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
         ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
@@ -194,15 +196,17 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     ):
         rows = (3, 40) if name == "non_finite" else (1, 3, 17)
         case = Case(contract=contract, part=part, text=text, check=name, recipe=base, rows=rows)
-        both = (attrs.evolve(case, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-        yield from both if name == "gradient" else _and_coarse(*both)
+        each = _in_each_dtype(case)
+        yield from each if name == "gradient" else _and_coarse(*each)
+    counted = attrs.evolve(base, n=67)
+    text = "right for every number of threads that torch is told to use"
+    case = Case(contract="EX-04", part="counts", text=text, check="thread_counts", recipe=counted, rows=(1, 3, 67))
+    yield from _and_coarse(*_in_each_dtype(case))
     for scale_kind in _kinds(kind):
         edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
         text = "zero blocks, negative zero, tiny and large scales"
         case = Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges)
-        yield from _in_each_dtype(case)
-        for wish in _COARSE:
-            yield attrs.evolve(case, precision=wish)
+        yield from _and_coarse(*_in_each_dtype(case))
 
 
 def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:

@@ -26,11 +26,11 @@ FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
 NOT_SERVED = frozenset(
     {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
 )
-ONCE = {"threads", "kind"}
-"""Checks of what all formats share, run for one of them: an interpreted kernel takes a second."""
-MANY = {"calls", "train_through", "dispose", "elsewhere"}
-"""Checks of thousands of calls, or of other processes, which an interpreter does not get through."""
-CASES = [case for case in (*linear_cases(FORMATS), *backend_cases(FORMATS)) if case.check not in MANY]
+ONCE = {"threads", "counts", "kind", "long"}
+"""Parts that judge what all formats share, run for one of them: an interpreted kernel takes a second."""
+MANY = {"calls", "frozen", "dispose", "elsewhere", "wide"}
+"""Parts of thousands of calls or rows, or of other processes, which an interpreter does not get through."""
+CASES = [case for case in (*linear_cases(FORMATS), *backend_cases(FORMATS)) if case.part not in MANY]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def _expected(case: Case) -> Outcome:
 
 def _is_common(case: Case) -> bool:
     """Say whether each run takes a case; what is left out differs from one that is taken in x's dtype alone."""
-    if case.check in ONCE:
+    if case.part in ONCE:
         return case.weight_recipe.format.name == "nf4" and case.dtype is torch.bfloat16
     return case.dtype is torch.bfloat16 or case.profile == "backend" or _expected(case) is Outcome.NOT_DECLARED
 

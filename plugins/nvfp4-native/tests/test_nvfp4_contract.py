@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
+import torch
 from nvfp4_emulation import emulated_backend, emulated_library
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
@@ -20,6 +21,14 @@ DUTIES = [
     if case.precision is ActivationPrecision.EXACT
     and case.check in {"repeat", "threads", "unmodified", "non_finite", "leading", "out", "bias", "strided", "gradient"}
     and (duty := attrs.evolve(case, precision=ActivationPrecision.FP4)).id not in _ASKED
+]
+LONG = {"long", "threads", "counts"}
+"""Parts that take an emulator ten seconds and more: in each run by float32, in the others by the marker ``every``."""
+PARAMETERS = [
+    pytest.param(
+        case, id=case.id, marks=pytest.mark.every if case.part in LONG and case.dtype is not torch.float32 else ()
+    )
+    for case in CASES
 ]
 LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
 
@@ -44,7 +53,7 @@ def _run(case: Case, subject: BackendSubject) -> None:
     assert not result.is_fallback
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_case(case: Case, by_driver: BackendSubject) -> None:
     """The case passes by our kernels; other codebooks and float scales are declared not to be served."""
     _run(case, by_driver)
