@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.plan import raise_broken_call
-from q4core.torch_modes import dispatch_modes, function_modes, innermost_transform
+from q4core.torch_modes import casts, dispatch_modes, function_modes, innermost_transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
     names = [segment.path.name for segment in plan.segments]
     serves_one = plan.segments[0].low == 1
     segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
-    modes, overrides, transform = dispatch_modes, function_modes, innermost_transform
+    modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
 
     def fast(  # noqa: C901, PLR0911, PLR0912  # as above
         x: torch.Tensor, out: torch.Tensor | None
@@ -89,6 +89,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
             or modes()
             or overrides()
             or transform() is not None
+            or autocast()
             or forward_ad._current_level >= 0  # noqa: SLF001  # is_forward_mode, without the call
             or not x.is_contiguous()
         ):

@@ -17,6 +17,7 @@ from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError, LifecycleError
 from q4core.plan import plan_by_key, raise_broken_call
 from q4core.runtime import on_device
+from q4core.torch_modes import without_casts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -99,11 +100,12 @@ def run_plan(
     else:
         target = torch.empty((rows, plan.out_features), dtype=out.dtype, device=out.device)
     try:
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
+        with without_casts(x.device.type):
+            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+            else:
                 plan.backend.linear(prepared, flat, target, bias=bias, path=path)
-        else:
-            plan.backend.linear(prepared, flat, target, bias=bias, path=path)
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, plan.backend, path)
     if target.data_ptr() != out.data_ptr():
@@ -142,7 +144,7 @@ def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.T
     out = torch.empty((grad.shape[0], plan.in_features), dtype=plan.dtype, device=grad.device)
     backend: Any = plan.backend  # ``input_gradient`` is declared by its op
     try:
-        with on_device(grad.device):
+        with on_device(grad.device), without_casts(grad.device.type):
             backend.input_gradient(plan.prepared(buffers), grad, out, path=path)
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, plan.backend, path, "input_gradient")

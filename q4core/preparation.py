@@ -22,6 +22,7 @@ from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
 from q4core.runtime import on_device
 from q4core.selecting import layer_request, select_for
+from q4core.torch_modes import without_casts
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, Request
@@ -83,7 +84,8 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
         BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve.
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
-    with muted() if config.diagnostics is False else contextlib.nullcontext():
+    heard = muted() if config.diagnostics is False else contextlib.nullcontext()
+    with heard, without_casts("cpu"), without_casts("cuda"):
         # The name goes with the weight, because everything below tells of it.
         told = weight if name is None else attrs.evolve(weight, name=name)
         return _prepare_layer(told, config, registry, m, dtype)

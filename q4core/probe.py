@@ -92,7 +92,7 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
     """
     generator = torch.Generator().manual_seed(0x51 + 7919 * seed + rows)
     if precision is Precision.W4A4:
-        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
         values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
         block, peak, unit = 16, 6.0, _fp4_unit(activation_scale)
     else:
@@ -102,7 +102,7 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
         values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
     starts = torch.arange(0, columns, block)
     lengths = torch.clamp(columns - starts, max=block)
-    shifts = (torch.rand((rows, starts.numel()), generator=generator) * lengths).to(torch.int64)
+    shifts = (torch.rand((rows, starts.numel()), dtype=torch.float32, generator=generator) * lengths).to(torch.int64)
     values.scatter_(1, starts + shifts, peak)
     signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
     scaled: torch.Tensor = values * signs * unit
@@ -117,7 +117,7 @@ def sampled(total: int) -> torch.Tensor:
     """Return which of ``total`` rows or columns are compared."""
     if total <= _ALL_ROWS:
         return torch.arange(total)
-    middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS).to(torch.int64)
+    middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS, dtype=torch.float64).to(torch.int64)
     ends = (torch.arange(_END_ROWS), torch.arange(total - _END_ROWS, total))
     chosen: torch.Tensor = torch.unique(torch.cat((ends[0], middle, ends[1])))
     return chosen
@@ -228,7 +228,7 @@ def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: K
     """Decode the sampled rows once, chunk by chunk, and judge every run with them."""
     weight = source
     if path.codebook is not None:
-        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, device=source.device))
+        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
     step = max(1, CHUNK_ELEMENTS // source.in_features)
     for start in range(0, rows.numel(), step):
         dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")

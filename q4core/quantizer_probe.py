@@ -100,7 +100,7 @@ def _sample(request: Request) -> torch.Tensor:
     columns = block * (round_ + request.in_features // block % round_) + request.in_features % block
     rows = _ROWS + request.out_features % 32
     generator = torch.Generator().manual_seed(4)
-    sample = torch.randn((rows, columns), generator=generator)
+    sample = torch.randn((rows, columns), dtype=torch.float32, generator=generator)
     sample[0] = 0.0
     sample[1] = torch.randint(-24, 25, (columns,), generator=generator) / 4
     sample[2] *= 2.0**-8

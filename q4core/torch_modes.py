@@ -5,19 +5,28 @@ There are no public ways to ask, so every private name of torch that tells it st
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.autograd import forward_ad
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
 __all__ = [
     "below_autograd",
+    "casts",
     "dispatch_modes",
     "function_modes",
     "innermost_transform",
     "is_forward_mode",
     "is_transformed",
+    "without_casts",
 ]
 
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
+casts = torch._C._is_any_autocast_enabled  # noqa: SLF001
 dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
@@ -31,3 +40,12 @@ def is_forward_mode() -> bool:
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform is being run."""
     return innermost_transform() is not None
+
+
+def without_casts(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which a backend computes as it was written to, whether or not its caller's autocast is on.
+
+    Args:
+        device_type: Of the device on which it computes.
+    """
+    return torch.autocast(device_type, enabled=False) if casts() else contextlib.nullcontext()

@@ -430,3 +430,18 @@ def test_a_spawned_process_gets_the_same_bits() -> None:
         y, backend = pool.apply(_serve, (layer, x, torch.get_num_threads()))
     assert torch.equal(y, layer(x))
     assert backend == "dequant-fallback"
+
+
+@pytest.mark.parametrize("rows", [1, 19])
+def test_autocast_changes_no_number_of_a_backend(rows: int) -> None:
+    """A backend that multiplies by torch is prepared, proven and called as if autocast were off."""
+    weight = q4.quantize(torch.randn(40, 448, generator=torch.Generator().manual_seed(3)), "nf4")
+    x = torch.randn(rows, 448, generator=torch.Generator().manual_seed(4))
+    q4.reset_registry()
+    config = q4.SessionConfig(backend="dequant-fallback", compute_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), q4.Session(config) as session:
+        there = session.linear(weight)(x)
+        assert torch.is_autocast_enabled("cpu")
+    with q4.Session(config) as session:
+        assert there.dtype is torch.float32
+        assert torch.equal(there, session.linear(weight)(x))

@@ -130,7 +130,16 @@ def test_a_subject_that_writes_to_its_weight_does_not_move_its_target() -> None:
 def test_what_takes_long_has_a_longer_limit() -> None:
     """Cases of thousands of calls, of layers by the megabyte, of compilers and other processes are marked as slow."""
     slow = {case.check for case in EVERY if case.is_slow and case.profile == "backend"}
-    assert slow == {"calls", "quantise_calls", "train_through", "stochastic", "compile", "dispose", "elsewhere"}
+    assert slow == {
+        "calls",
+        "varied_calls",
+        "quantise_calls",
+        "train_through",
+        "stochastic",
+        "compile",
+        "dispose",
+        "elsewhere",
+    }
     assert not [case.id for case in linear_cases() if case.is_slow]
 
 

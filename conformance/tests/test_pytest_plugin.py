@@ -62,7 +62,11 @@ def test_each_case_is_a_test_and_counts_under_its_own_name(
     junit = tmp_path / "junit.xml"
     report = tmp_path / "report"
     done = run(
-        RIGHT, "-k", "TC-09 and values and fp4 or EX-03 and repeat", f"--junitxml={junit}", f"--q4-report={report}"
+        RIGHT,
+        "-k",
+        "TC-09 and values and fp4 or EX-03 and repeat and 48x256",
+        f"--junitxml={junit}",
+        f"--q4-report={report}",
     )
     assert done.ret == 0
     done.stdout.fnmatch_lines(
@@ -81,7 +85,7 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
     """The message is the case's own."""
     done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
     assert done.ret == 1
-    assert counts(done)["failed"] == 6
+    assert counts(done)["failed"] == 12
     done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
     done.stdout.no_fnmatch_line("*Traceback*")
     done.stdout.no_fnmatch_line("*pytest_q4_conformance.py*")
@@ -141,7 +145,9 @@ def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult],
 def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunResult]) -> None:
     """The process that died was not pytest's."""
     done = run(
-        'conduct.Crashes("mine", formats={"q8_0"})', "-k", "float32 and exact and (EX-01 and rows or EX-03 and repeat)"
+        'conduct.Crashes("mine", formats={"q8_0"})',
+        "-k",
+        "float32 and exact and (EX-01 and rows or EX-03 and repeat and 48x256)",
     )
     assert done.ret == 1
     assert (counts(done)["failed"], counts(done)["passed"]) == (1, 1)
@@ -154,8 +160,8 @@ def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> Non
     assert done.ret == 1
     outcomes = counts(done)
     assert outcomes.pop("deselected") > 0
-    assert outcomes == {"not declared": 9}
-    done.stdout.fnmatch_lines(["mine: NOT PASSED; 9 cases: 9 not_declared"])
+    assert outcomes == {"not declared": 18}
+    done.stdout.fnmatch_lines(["mine: NOT PASSED; 18 cases: 18 not_declared"])
 
 
 def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -> None:

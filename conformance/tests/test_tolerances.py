@@ -12,7 +12,7 @@ import torch
 from q4_conformance import heap, oracle, weighing
 from q4_conformance.checks import rounding
 from q4_conformance.checks.lifetime import LOST_LAYERS
-from q4_conformance.checks.steady import LOST_RESULTS
+from q4_conformance.checks.steady import LOST_PER_THREAD, LOST_RESULTS
 
 judge = importlib.import_module("q4_conformance.judge")  # the package exports the function of that name
 PAGE = Path(__file__).parents[2] / "docs" / "tolerances.md"
@@ -38,6 +38,7 @@ IN_CODE = {
     "all means": rounding._MOST_ALL,
     "least variance": rounding._NORMAL,
     "lost results": LOST_RESULTS,
+    "lost per thread": LOST_PER_THREAD,
     "lost layers": LOST_LAYERS,
     "dense elements": weighing.DENSE_ELEMENTS,
     "dense bytes": weighing.DENSE_BYTES,

@@ -88,10 +88,10 @@ def require_right(layer: Q4Linear, weight: PackedWeight, path: KernelPath, rows:
     with torch.no_grad():
         y = layer(x.to(layer.device)).to("cpu", torch.float64)
     count = min(weight.out_features, _CHECKED_ROWS)
-    chosen = torch.linspace(0, weight.out_features - 1, count).round().to(torch.int64).unique()
+    chosen = torch.linspace(0, weight.out_features - 1, count, dtype=torch.float64).round().to(torch.int64).unique()
     source = weight
     if path.codebook is not None:
-        source = attrs.evolve(weight, codebook=torch.tensor(path.codebook, device=weight.device))
+        source = attrs.evolve(weight, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=weight.device))
     dense = _decode(source, chosen)
     exact = x.to(torch.float64)
     reference = exact @ dense.T

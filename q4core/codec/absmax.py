@@ -36,7 +36,7 @@ def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
 
 def code_of_zero(form: Format) -> int:
     """Return the code that pads the last byte of an odd number of codes."""
-    return int(_nearest(torch.zeros(1), form))
+    return int(_nearest(torch.zeros(1, dtype=torch.float32), form))
 
 
 def absmax_rule(form: Format) -> Rule:

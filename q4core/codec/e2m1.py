@@ -38,7 +38,7 @@ def _codes(values: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 
     At a midpoint the even code wins: bucketize gives the lower one, so midpoints above an odd code are lowered a hair.
     """
-    midpoints = torch.tensor(_MIDPOINTS, device=values.device)
+    midpoints = torch.tensor(_MIDPOINTS, dtype=torch.float32, device=values.device)
     midpoints[1::2] = torch.nextafter(midpoints[1::2], midpoints.new_zeros(()))
     codes = torch.bucketize(values.abs(), midpoints, out_int32=True).to(torch.uint8)
     return codes | (negative.to(torch.uint8) * _SIGN)

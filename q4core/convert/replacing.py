@@ -128,7 +128,7 @@ def _check_call(
     kind = find_format(format)
     is_legal = isinstance(block_size, int) and block_size in kind.block_sizes
     columns = block_size if is_legal and block_size is not None else kind.block_size
-    sample = quantize(torch.zeros(1, columns), format, block_size=block_size)
+    sample = quantize(torch.zeros(1, columns, dtype=torch.float32), format, block_size=block_size)
     config = resolve_config(owner.config)
     asked = layer_request(sample, config, (1, None))
     requests = dict.fromkeys(

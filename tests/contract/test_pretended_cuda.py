@@ -33,6 +33,8 @@ NEEDS_MORE = {
     "elsewhere": "as state",
     "copies": "a module's .to() sets the data of its buffers, which a pretended tensor does not have",
     "inference": "in inference mode torch makes the memory of a conversion itself, where no pretence is asked",
+    "modes": "torch knows no autocast for it",
+    "forked": "a process that is forked can't use a CUDA device",
     "last_page": "its memory is no page of the CPU's",
 }
 """Checks that need a real device."""

@@ -77,7 +77,7 @@ EXPLANATIONS = (
     ),
     Explanation(
         subject=_INT4,
-        groups=("TC-09/bias", "EX-08/last-page", "EX-08/unmodified"),
+        groups=("TC-09/bias", "TC-11/cut", "EX-03", "EX-08", "EX-10/zeros"),
         dtypes=("bfloat16", "float16"),
         text="The bias is added to a product that is already rounded to x's dtype, so that a sum is rounded twice.",
     ),

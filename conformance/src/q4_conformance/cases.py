@@ -30,18 +30,19 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SWEEP = (1, 2, 7, 16, 17, 127, 128, 129, 257, 515, 0)
-"""Both sides of usual tiles, and rows beyond several of them that no tile divides."""
+_SWEEP = (1, 2, 7, 16, 17, 33, 50, 65, 82, 100, 127, 128, 129, 200, 257, 400, 515, 0)
+"""Both sides of usual tiles, each number of 16 rows that kernels have code for, and rows that no tile divides."""
 _P = ActivationPrecision
 _COARSE = (_P.INT8, _P.FP4)
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
 _ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
 """Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""
-_LONG = 14336
-"""In-features of large models' widest layers; the bound grows with them as docs/tolerances.md says."""
+_LONG, _LONGEST = 14400, 33344
+"""In-features as in large models' widest layers, an odd number of blocks, and more than 15 bits count. The bound grows
+with them as docs/tolerances.md says, until it hides whole elements."""
 _WIDE = 65801
 """More out-features than 16 bits count, as vocabularies have; no tile divides them."""
-_SLOW = frozenset({"calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
+_SLOW = frozenset({"calls", "varied_calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
 """Checks of thousands of calls, of a compiler and of another process, which take seconds on an idle machine."""
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
@@ -66,6 +67,9 @@ def weight_recipes(kind: Format) -> list[WeightRecipe]:
     """Return the weights that a format is judged on: every scale kind, packing, block size and feature of it."""
     base = _base(kind)
     recipes = [attrs.evolve(base, scale_kind=item) for item in _kinds(kind)]
+    if ScaleKind.PLAIN in kind.scale_kinds:
+        plain = attrs.evolve(base, scale_kind=ScaleKind.PLAIN)
+        recipes += [attrs.evolve(plain, scale_dtype=item) for item in _DTYPES if item != plain.scale_dtype]
     recipes += [attrs.evolve(base, packing=item) for item in _packings(kind) if item != base.packing]
     if kind.name in _GGML:
         block = base.block_size
@@ -74,6 +78,8 @@ def weight_recipes(kind: Format) -> list[WeightRecipe]:
     sizes = set(kind.block_sizes or {32, 64, 128, base.k})
     sizes = {item for item in sizes if item <= base.k} - {base.block_size}
     recipes += [attrs.evolve(base, block_size=item) for item in sorted(sizes)]
+    large = (item for item in sorted(kind.block_sizes) if item > base.k)
+    recipes += [attrs.evolve(base, block_size=item, n=5, k=2 * item) for item in large]
     recipes += [attrs.evolve(base, features=item) for item in _features(kind)]
     if ScaleKind.DOUBLE_QUANT in kind.scale_kinds:
         # More blocks than one entry of the second level holds.
@@ -121,6 +127,11 @@ def _awkward(kind: Format) -> Iterator[WeightRecipe]:
             yield attrs.evolve(base, n=n, k=k, features={Feature.FLAT_BLOCKS})
 
 
+def _tailed(recipe: WeightRecipe) -> WeightRecipe:
+    """Return a weight whose sizes no vector and no tile divides."""
+    return attrs.evolve(recipe, n=67, k=3 * recipe.block_size)
+
+
 def _in_each_dtype(case: Case) -> Iterator[Case]:
     for dtype in _DTYPES:
         yield attrs.evolve(case, dtype=dtype)
@@ -163,21 +174,45 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
     ):
         case = Case(contract=contract, part=part, text=text, check=part, recipe=base)
         yield from _and_coarse(*_in_each_dtype(case))
+        if part == "bias":
+            yield from _and_coarse(*_in_each_dtype(attrs.evolve(case, recipe=_tailed(base))))
     for recipe in _awkward(kind):
         text = "odd sizes and places are refused with a reason or computed right"
-        yield from _and_coarse(Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe))
-    yield from _extended_cases(base, kind)
-
-
-def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
-    long = attrs.evolve(base, n=8, k=_LONG)
-    text = "right where rows are as long as in large models"
-    case = Case(contract="EX-01", part="long", text=text, check="values", recipe=long, rows=(1, 17), seeds=(11,))
+        case = Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe, rows=(1, 5, 131))
+        yield from _and_coarse(*_in_each_dtype(case))
+    text = "a part of a larger weight, cut out as a view, is computed right"
+    case = Case(contract="TC-11", part="cut", text=text, check="cut", recipe=base)
     yield from _and_coarse(*_in_each_dtype(case))
-    wide = attrs.evolve(base, n=_WIDE, k=kind.block_size)
-    text = "right where there are as many out-features as a vocabulary has words"
-    yield Case(contract="EX-01", part="wide", text=text, check="values", recipe=wide, rows=(1, 3), seeds=(11,))
-    sweep = Case(contract="EX-01", part="rows", text="right for every M", check="values", recipe=base, rows=_SWEEP)
+    yield from _sized_cases(base, kind)
+    yield from _called_cases(base)
+    yield from _content_cases(base, kind)
+
+
+def _sized_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
+    """Yield the cases of how many rows, out-features and in-features there are."""
+    text = "right where rows are as long as in large models"
+    long = attrs.evolve(base, n=8, k=_LONG)
+    case = Case(contract="EX-01", part="long", text=text, check="values", recipe=long, rows=(1, 17, 129), seeds=(11,))
+    yield from _and_coarse(*_in_each_dtype(case))
+    longest = attrs.evolve(base, n=2, k=_LONGEST)
+    yield from _and_coarse(attrs.evolve(case, recipe=longest, rows=(1, 17)))
+    sizes: tuple[tuple[str, int, int, tuple[int, ...], str], ...] = (
+        ("wide", _WIDE, 64, (1, 3), "right where there are as many out-features as a vocabulary has words"),
+        ("many", 48, base.k, (4099,), "right where there are as many rows as in a long prompt"),
+        ("tiles", 515, base.k, (131, 257), "right where there are several tiles of rows and of out-features"),
+    )
+    for part, n, k, rows, text in sizes:
+        sized = attrs.evolve(base, n=n, k=k)
+        case = Case(contract="EX-01", part=part, text=text, check="values", recipe=sized, rows=rows, seeds=(11,))
+        yield from _and_coarse(*_in_each_dtype(case))
+    sweep = Case(
+        contract="EX-01",
+        part="rows",
+        text="right for few rows and many, each sixteen up to 128",
+        check="values",
+        recipe=base,
+        rows=_SWEEP,
+    )
     yield from _and_coarse(*_in_each_dtype(sweep))
     text = "the error of free-range activations is what the precision's quantiser makes"
     noise = Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, rows=(1, 40))
@@ -185,23 +220,46 @@ def _extended_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
     text = "shapes drawn by chance are refused with a reason or computed right"
     yield Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
+
+
+def _called_cases(base: WeightRecipe) -> Iterator[Case]:
+    """Yield the cases of how, where and beside what a layer is called."""
     for contract, part, name, text in (
         ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
         ("EX-03", "inference", "inference", "without autograd, or in inference mode, the bits are the same"),
         ("EX-04", "threads", "threads", "threads that share a session and its layers get the bits that one alone gets"),
         ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
+        ("EX-03", "changed", "changed", "what x and the bias hold counts, not what stood there before"),
+        ("EX-04", "neighbours", "neighbours", "layers of other sizes change nothing of one another"),
         ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
         ("EX-08", "last-page", "last_page", "nothing is read past the end of a buffer"),
+        ("EX-10", "zeros", "zero_inputs", "rows and blocks of zeros in x"),
         ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
     ):
-        rows = (3, 40) if name == "non_finite" else (1, 3, 17)
-        case = Case(contract=contract, part=part, text=text, check=name, recipe=base, rows=rows)
+        usual: tuple[int, ...] = (1, 3, 17)
+        rows = {"non_finite": (3, 40), "gradient": (*usual, 129)}.get(name, usual)
+        recipe = _tailed(base) if name in {"gradient", "unmodified", "last_page"} else base
+        case = Case(contract=contract, part=part, text=text, check=name, recipe=recipe, rows=rows)
         each = _in_each_dtype(case)
         yield from each if name == "gradient" else _and_coarse(*each)
+    for part, name, text in (
+        ("repeat", "repeat", "the same input gives the same bits"),
+        ("non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
+    ):
+        contract = "EX-03" if name == "repeat" else "EX-10"
+        long = attrs.evolve(base, n=8, k=_LONG)
+        yield from _and_coarse(Case(contract=contract, part=part, text=text, check=name, recipe=long, rows=(2, 129)))
     counted = attrs.evolve(base, n=67)
     text = "right for every number of threads that torch is told to use"
     case = Case(contract="EX-04", part="counts", text=text, check="thread_counts", recipe=counted, rows=(1, 3, 67))
     yield from _and_coarse(*_in_each_dtype(case))
+
+
+def _content_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
+    """Yield the cases of activations and scales that are unusually large, small or zero."""
+    for part, shift, text in (("large", 20, "activations far above 65,504"), ("small", -30, "activations near 2^-40")):
+        case = Case(contract="EX-10", part=part, text=text, check="values", recipe=base, shift=shift)
+        yield from _and_coarse(case, attrs.evolve(case, dtype=torch.bfloat16))
     for scale_kind in _kinds(kind):
         edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
         text = "zero blocks, negative zero, tiny and large scales"
@@ -228,6 +286,10 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-19", "ranges", "ranges", "layers for few, all and some rows are right wherever they serve"),
         ("TC-09", "prepare", "prepare_again", "preparing again gives the same layout and bits"),
         ("TC-18", "calls", "calls", "10,000 calls: the same bits, memory flat"),
+        ("TC-18", "varied", "varied_calls", "600 numbers of rows and 300 threads: memory flat"),
+        ("EX-03", "modes", "modes", "autocast and default dtypes change no bits"),
+        ("EX-08", "settings", "settings", "what torch and numpy hold for everybody is left alone"),
+        ("EX-15", "forked", "forked", "a process forked after a call gets the bits of its parent"),
         ("TC-18", "quantiser", "quantise_calls", "10,000 quantiser calls: the reference's bytes, memory flat"),
         ("TC-19", "native", "ste_native", "linear_ste by the native quantiser has the analytic gradients"),
         ("TC-20", "frozen", "train_through", "1,000 steps through a frozen layer: falling loss, memory flat"),

@@ -107,7 +107,8 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
         rows += [row for row in beside if row["why"] != _NOT_DECLARED]  # no gap: most dialects hold one format
     if subject["profile"] == "kernel":
         capabilities = manifest.get("capabilities", {})
-        rows += _formats_left(subject["formats"], set(capabilities.get("formats", ())))
+        declared = set(capabilities.get("formats", ()))
+        rows += _formats_left(subject["formats"], declared, is_told="formats" in capabilities)
         here = subject["device"].partition(":")[0]
         for name in sorted(set(capabilities.get("devices", ())) - {here}):
             why = f"declared; --device {name} judges it, on a machine that has it"
@@ -150,9 +151,9 @@ def _precision(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _formats_left(judged: Sequence[str], declared: set[str]) -> Iterator[dict[str, Any]]:
+def _formats_left(judged: Sequence[str], declared: set[str], *, is_told: bool = True) -> Iterator[dict[str, Any]]:
     """Yield the formats that a subject was not judged on, whether or not it declares them."""
-    everything = EVERY_FORMAT in declared or not declared
+    everything = EVERY_FORMAT in declared or not is_told
     for name in BUILTIN_FORMATS:
         if name not in judged:
             is_asked = everything or name in declared

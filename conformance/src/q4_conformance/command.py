@@ -81,7 +81,9 @@ def conform(  # noqa: PLR0913  # one argument per option
     limit: Annotated[
         float,
         typer.Option(
-            min=0.1, max=_MOST_SECONDS, help="Seconds that one case may take; loading a plugin half as much again."
+            min=0.1,
+            max=_MOST_SECONDS,
+            help="Seconds that one case may take; loading a plugin half as much again, 10 at least.",
         ),
     ] = Limits().case_seconds,
     verify: Annotated[

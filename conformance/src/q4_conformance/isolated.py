@@ -55,7 +55,7 @@ def _chosen(cases: tuple[Case, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
             close = difflib.get_close_matches(text, [case.id for case in cases], n=1, cutoff=0.3)
             contracts = ", ".join(dict.fromkeys(case.contract for case in cases))
             hint = f"Did you mean {close[0]}? " if close else ""
-            hint += f"There are {contracts}."
+            hint += f"There are {contracts}." if contracts else "There are none: no format that has cases is declared."
             raise ConfigError("q4 conform", name="--case", rule="the beginning of a case's id", value=text, hint=hint)
     return select_cases(cases, only)
 

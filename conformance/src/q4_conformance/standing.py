@@ -105,8 +105,16 @@ def _by_overrides(document: Mapping[str, Any]) -> str:
 
 def sentence_of(document: Mapping[str, Any], standing: str) -> str:
     """Return what a document of a standing says in a sentence, with what it owes to overrides."""
-    told = _by_overrides(document)
+    told = "; ".join(filter(None, [_by_overrides(document), _nothing_shown(document)]))
     return f"{_SENTENCES[standing]}; {told}" if told else _SENTENCES[standing]
+
+
+def _nothing_shown(document: Mapping[str, Any]) -> str:
+    """Return why nothing was shown, though no case ended badly, or nothing."""
+    counts = document["counts"]
+    if counts["pass"] or any(counts[outcome.value] for outcome in BAD):
+        return ""
+    return "no case passed" if counts["cases"] else "nothing that is declared has a case"
 
 
 def seal_of(document: Mapping[str, Any]) -> Seal:

@@ -41,6 +41,7 @@ class Case:
         rows: Values of M.
         meets_paths: Whether a layer's further paths are met as well, where they begin and a little above.
         seeds: Seeds of the draws; further ones follow where an element was not seen.
+        shift: Activations are two to this larger.
         format: Name of the format, where a case concerns one and has no weight of its own.
         is_slow: Whether it takes more than a few seconds.
     """
@@ -56,6 +57,7 @@ class Case:
     rows: tuple[int, ...] = (1, 5)
     meets_paths: bool = True
     seeds: tuple[int, ...] = (11, 12, 13)
+    shift: int = 0
     format: str = ""
     is_slow: bool = False
 

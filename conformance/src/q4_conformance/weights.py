@@ -27,6 +27,10 @@ _GGML_HEADER_BYTES = {"q4_0": 2, "q4_1": 4, "q8_0": 2, "mxfp4": 1, "nvfp4": 4}
 _SCALE_DTYPES = {"q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16, "int4": torch.bfloat16}
 
 
+def _usual_scale_dtype(kind: Format) -> torch.dtype:
+    return _SCALE_DTYPES.get(kind.name, torch.float32)
+
+
 def _to_format(value: str | Format) -> Format:
     return BUILTIN_FORMATS[value] if isinstance(value, str) else value
 
@@ -54,6 +58,8 @@ class WeightRecipe:
         has_coarse_channels: Input channel scales are powers of two, so that activations on a grid exist.
         is_misaligned: The codes start at an odd byte of their storage.
         activation_scale: The checkpoint's static activation scale; None for none.
+        scale_dtype: dtype in which plain scales, offsets and float zero points are stored; the format's usual one
+            unless told.
     """
 
     format: Format = attrs.field(converter=_to_format)
@@ -69,6 +75,9 @@ class WeightRecipe:
     has_coarse_channels: bool = False
     is_misaligned: bool = False
     activation_scale: float | None = None
+    scale_dtype: torch.dtype = attrs.field(
+        default=attrs.Factory(lambda self: _usual_scale_dtype(self.format), takes_self=True)
+    )
 
     @property
     def label(self) -> str:
@@ -80,6 +89,8 @@ class WeightRecipe:
         words += [flag.split("_", 1)[1] for flag in flags if getattr(self, flag)]
         if self.activation_scale is not None:
             words.append(f"activation{self.activation_scale:.3g}")
+        if self.scale_dtype != _usual_scale_dtype(self.format):
+            words.append(f"scale_{str(self.scale_dtype).removeprefix('torch.')}")
         return "-".join([*words, f"s{self.seed}"])
 
     @property
@@ -110,11 +121,6 @@ class WeightRecipe:
             name=self.label,
             **fields,
         )
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """dtype in which plain scales, offsets and float zero points are stored."""
-        return _SCALE_DTYPES.get(self.format.name, torch.float32)
 
     def _codes(self, random: np.random.Generator) -> torch.Tensor:
         per_byte = self.packing.codes_per_byte

@@ -16,7 +16,7 @@ NOT_SERVED = frozenset(
 
 
 ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
-CHOSEN = ("nf4", "nvfp4", "q4_1")
+CHOSEN = ("nf4", "int4")
 """Of the instruction sets above the baseline, in every run; the one that serves here is certified on all formats."""
 PAIRS = [
     pytest.param(

@@ -26,9 +26,9 @@ FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
 NOT_SERVED = frozenset(
     {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
 )
-ONCE = {"threads", "counts", "kind", "long"}
+ONCE = {"threads", "counts", "kind", "long", "tiles", "neighbours", "rows", "awkward"}
 """Parts that judge what all formats share, run for one of them: an interpreted kernel takes a second."""
-MANY = {"calls", "frozen", "dispose", "elsewhere", "wide"}
+MANY = {"calls", "varied", "frozen", "dispose", "elsewhere", "wide", "many"}
 """Parts of thousands of calls or rows, or of other processes, which an interpreter does not get through."""
 CASES = [case for case in (*linear_cases(FORMATS), *backend_cases(FORMATS)) if case.part not in MANY]
 

@@ -22,14 +22,20 @@ DUTIES = [
     and case.check in {"repeat", "threads", "unmodified", "non_finite", "leading", "out", "bias", "strided", "gradient"}
     and (duty := attrs.evolve(case, precision=ActivationPrecision.FP4)).id not in _ASKED
 ]
-LONG = {"long", "threads", "counts"}
-"""Parts that take an emulator ten seconds and more: in each run by float32, in the others by the marker ``every``."""
-PARAMETERS = [
-    pytest.param(
-        case, id=case.id, marks=pytest.mark.every if case.part in LONG and case.dtype is not torch.float32 else ()
-    )
-    for case in CASES
-]
+LONG = {"long", "threads", "counts", "rows", "tiles", "neighbours", "awkward"}
+"""Parts that take an emulator seconds: in each run by float32, in the others by the marker ``every``."""
+MANY = {"wide", "many"}
+"""Parts that take it minutes."""
+USUAL_K = 10_000
+"""Rows beyond take it half a minute: the part that is about them is in each run."""
+
+
+def _marked(case: Case) -> object:
+    is_long = case.weight_recipe.k > USUAL_K and (case.part != "long" or case.weight_recipe.k > 2 * USUAL_K)
+    is_rare = is_long or case.part in MANY or (case.part in LONG and case.dtype is not torch.float32)
+    return pytest.param(case, id=case.id, marks=pytest.mark.every if is_rare else ())
+
+
 LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
 
 
@@ -53,13 +59,13 @@ def _run(case: Case, subject: BackendSubject) -> None:
     assert not result.is_fallback
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_case(case: Case, by_driver: BackendSubject) -> None:
     """The case passes by our kernels; other codebooks and float scales are declared not to be served."""
     _run(case, by_driver)
 
 
-@pytest.mark.parametrize("case", LIBRARY_CASES, ids=[case.id for case in LIBRARY_CASES])
+@pytest.mark.parametrize("case", [_marked(case) for case in LIBRARY_CASES])
 def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
     """The case passes by the functions of an external library."""
     _run(case, by_library)

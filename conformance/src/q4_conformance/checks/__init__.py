@@ -21,6 +21,7 @@ from q4_conformance.checks import (
     shapes,
     sharing,
     steady,
+    surroundings,
     tracing,
     values,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "shapes",
     "sharing",
     "steady",
+    "surroundings",
     "tracing",
     "values",
 ]

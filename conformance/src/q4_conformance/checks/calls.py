@@ -11,7 +11,7 @@ import torch
 
 from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
 from q4_conformance.oracle import as_given, judge_by
-from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.outcome import NotDeclaredError, NotTestableError
 from q4_conformance.pages import on_last_page
 from q4_conformance.subject import BackendLayer
 from q4_conformance.table import check, expect
@@ -77,7 +77,7 @@ def check_strided(case: Case, subject: Subject) -> str:
 
 @check("out")
 def check_out(case: Case, subject: Subject) -> str:
-    """``out=`` is written completely and returned, contiguous or not."""
+    """``out=`` is written completely and returned, contiguous or not, wherever it begins."""
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     if not getattr(subject, "has_out", True):
@@ -87,11 +87,12 @@ def check_out(case: Case, subject: Subject) -> str:
         shape = (rows, weight.out_features)
         plain = torch.full(shape, torch.nan, dtype=case.dtype, device=layer.device)
         sideways = torch.full(shape[::-1], torch.nan, dtype=case.dtype, device=layer.device).T
-        for out in (plain, sideways):
+        odd = torch.full((plain.numel() + 1,), torch.nan, dtype=case.dtype, device=layer.device)[1:].view(shape)
+        for out in (plain, sideways, odd):
             y = layer(x, out=out)
             expect(y is out, "the result is not the tensor given as out=")
             judge_call(layer, weight, x, out)
-    return "contiguous and transposed"
+    return "contiguous, transposed and at an odd place"
 
 
 @check("repeat")
@@ -107,67 +108,6 @@ def check_repeat(case: Case, subject: Subject) -> str:
             expect(torch.equal(layer(x), y), f"M = {x.shape[0]}: other bits from {name}")
             judge_call(layer, weight, x, y)
     return f"{3 * len(draws)} repetitions"
-
-
-@check("inference")
-def check_inference(case: Case, subject: Subject) -> str:
-    """Under ``no_grad`` and in inference mode a layer with a bias gives the bits that it gives without.
-
-    So does a layer that was made there.
-    """
-    weight = case.weight()
-    bias = make_bias(case, weight)
-    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    modes = {"torch.no_grad()": torch.no_grad, "torch.inference_mode()": torch.inference_mode}
-    made: dict[str, Layer] = {}
-    for name, mode in modes.items():
-        with mode():
-            made[name] = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        plain = layer(x)
-        judge_call(layer, weight, x, plain, bias)
-        for name, mode in modes.items():
-            with mode():
-                results = {
-                    "x from outside": layer(x),
-                    "x made in it": layer(x.clone()),
-                    "a layer made in it": made[name](x),
-                }
-            for told, y in results.items():
-                expect(torch.equal(y, plain), f"M = {rows}: other bits in {name}, {told}")
-            expect(torch.equal(made[name](x), plain), f"M = {rows}: other bits outside {name}, a layer made in it")
-    return f"{' and '.join(modes)}, with a bias"
-
-
-_COUNTS = (1, 2, 3, 4, 7, 16)
-"""Numbers of threads: more than there are rows or columns for each, and some that divide neither."""
-
-
-@check("thread_counts")
-def check_thread_counts(case: Case, subject: Subject) -> str:
-    """Whatever number of threads torch is told to use, before the layer is made or after, every element is right."""
-    weight = case.weight()
-    before = torch.get_num_threads()
-    earlier = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    try:
-        for count in _COUNTS:
-            torch.set_num_threads(count)
-            made = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-            for told, layer in (("made with as many", made), ("made earlier", earlier)):
-                try:
-                    _judge_rows(case, layer, weight)
-                except FailureError as error:
-                    raise FailureError(f"{count} threads, a layer {told}: {error}") from error
-    finally:
-        torch.set_num_threads(before)
-    return f"{', '.join(map(str, _COUNTS))} threads"
-
-
-def _judge_rows(case: Case, layer: Layer, weight: PackedWeight) -> None:
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        judge_call(layer, weight, x, layer(x))
 
 
 _THREADS, _LAYERS = 4, 3

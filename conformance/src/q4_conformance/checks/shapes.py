@@ -1,4 +1,4 @@
-"""Check of shapes that nobody chose: sizes drawn from a fixed seed, each refused with a reason or computed right."""
+"""Checks of shapes that nobody chose: sizes drawn from a fixed seed, and parts cut from larger weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from q4_conformance.checks.values import check_awkward
+from q4_conformance.checks.values import check_awkward, draw, judge_call, make_bias, rows_of
+from q4_conformance.oracle import as_given, judge_by
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.table import check
 from q4core import Feature, Form
@@ -56,3 +57,19 @@ def check_shapes(case: Case, subject: Subject) -> str:
         raise NotDeclaredError(missing)
     refused = sum(outcome.startswith("refused") for outcome in told)
     return f"seed {case.seeds[0]}: {len(told) - refused} shapes right, {refused} refused"
+
+
+@check("cut")
+def check_cut(case: Case, subject: Subject) -> str:
+    """The latter half of a weight's in-features, a view into the whole as tensor parallelism cuts it, is right."""
+    recipe = case.weight_recipe
+    whole = attrs.evolve(case, recipe=attrs.evolve(recipe, k=2 * recipe.k)).weight()
+    weight = whole.narrow(1, recipe.k, recipe.k)
+    judge_by(weight, as_given(whole).narrow(1, recipe.k, recipe.k))
+    bias = make_bias(case, weight)
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    for rows in rows_of(case, layer):
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        judge_call(layer, weight, x, layer(x), bias)
+    strided = [name for name, tensor in weight.tensors() if not tensor.is_contiguous()]
+    return f"with gaps between rows: {', '.join(strided)}"

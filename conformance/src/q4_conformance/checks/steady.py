@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,12 +18,17 @@ from q4core import Feature, Request
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_conformance.subject import BackendSubject
     from q4_conformance.table import Case
     from q4core import PackedWeight
 
 LOST_RESULTS = 1 / 2
 """The share of a result that may stay behind per call."""
+LOST_PER_THREAD = 1 << 14
+"""Bytes that may stay behind per thread: what the system and the interpreter keep of one that has ended."""
+_MOST_ROWS, _STRETCHES, _THREADS = 601, 3, 300
 _WARM = 10
 """One call in so many warms up, before memory is looked at."""
 _CALL_LOOKS, _STEP_LOOKS = (tuple(range(total // _WARM, total, 3 * total // _WARM)) for total in (CALLS, STEPS))
@@ -50,6 +56,41 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
     limit = least * (CALLS - CALLS // _WARM) * LOST_RESULTS
     expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
     return f"{CALLS} calls, memory grew by {grown} bytes"
+
+
+@check("varied_calls")
+@one_thread()
+def check_varied_calls(case: Case, subject: BackendSubject) -> str:
+    """Numbers of rows that differ, and threads that come and go, leave nothing behind."""
+    weight = case.weight()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    x = draw(case, layer, weight, _MOST_ROWS, case.seeds[0])
+    y = layer(x)
+    judge_call(layer, weight, x, y)
+    growth = Growth(subject.device)
+    for stretch in range(_STRETCHES):
+        growth.look()
+        for rows in range(_MOST_ROWS - stretch - 1, 0, -_STRETCHES):
+            layer(x[:rows])
+    growth.look()
+    limit = LOST_RESULTS * sum(y[:rows].nbytes for rows in range(1, _MOST_ROWS))
+    told = f"memory grew by {growth.bytes} bytes in calls of {_MOST_ROWS - 1} numbers of rows"
+    expect(growth.bytes < limit, f"{told}, {limit:.0f} at most")
+    growth = Growth(subject.device)
+    for _ in range(_STRETCHES):
+        growth.look()
+        for _ in range(_THREADS // _STRETCHES):
+            _in_thread(lambda: layer(x[:17]))
+    growth.look()
+    limit = _THREADS * LOST_PER_THREAD
+    expect(growth.bytes < limit, f"memory grew by {growth.bytes} bytes in {_THREADS} threads, {limit} at most")
+    return f"{told}, by {growth.bytes} in {_THREADS} threads"
+
+
+def _in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def _quantising(subject: BackendSubject, wanted: PackedWeight) -> Request:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "judge_call", "make_bias", "rows_of"]
 
-_MOST_DRAWS = 8
+_MOST_DRAWS = 16
 _ABOVE = 17
 """How far above the first M of a path it is met again: past any whole tile of 16 rows, by one."""
 _MOST_ROWS = 4096
@@ -56,7 +56,7 @@ def rows_of(case: Case, layer: Layer) -> tuple[int, ...]:
 
 def draw(case: Case, layer: Layer, weight: PackedWeight, rows: int, seed: int) -> torch.Tensor:
     """Return activations [rows, K] on the grid of the path that serves that many rows, on the layer's device."""
-    shift = _HALF_SHIFT if case.dtype is torch.float16 and case.weight_recipe.has_edges else 0
+    shift = _HALF_SHIFT if case.dtype is torch.float16 and case.weight_recipe.has_edges else case.shift
     x = draw_on_grid(
         layer.precision(rows), rows, weight.in_features, dtype=case.dtype, seed=seed, weight=weight, shift=shift
     )
@@ -109,10 +109,33 @@ def check_values(case: Case, subject: Subject) -> str:
 
 @check("bias")
 def check_bias(case: Case, subject: Subject) -> str:
-    """The same with a bias, which is added before the one rounding."""
+    """The same with a bias, wherever it begins, which is added before the one rounding."""
     weight = case.weight()
     bias = make_bias(case, weight)
-    return _sweep(case, subject.layer(weight, bias, dtype=case.dtype, precision=case.precision), weight, bias)
+    odd = torch.cat((bias.new_full((1,), torch.nan), bias))[1:]
+    told = ""
+    for placed in (bias, odd):
+        layer = subject.layer(weight, placed, dtype=case.dtype, precision=case.precision)
+        told = _sweep(case, layer, weight, bias)
+    return told
+
+
+@check("zero_inputs")
+def check_zero_inputs(case: Case, subject: Subject) -> str:
+    """A row of zeros, and blocks of zeros in a row, give what the bias and the other blocks say."""
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    half = weight.in_features // 2
+    for rows in rows_of(case, layer):
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        x[-1] = 0
+        x[: rows // 2, half:] = 0
+        if getattr(subject, "has_out", True):
+            out = torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
+            judge_call(layer, weight, x, layer(x, out=out), bias)
+        judge_call(layer, weight, x, layer(x), bias)
+    return "rows and blocks of zeros"
 
 
 _SHAPE_REASONS = frozenset({ReasonCode.SHAPE, ReasonCode.ALIGNMENT, ReasonCode.POLICY})
@@ -184,10 +207,12 @@ def check_non_finite(case: Case, subject: Subject) -> str:
     """NaN or infinity in one row of x makes that row non-finite, and leaves the others right."""
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    for value in (float("nan"), float("inf"), float("-inf")):
-        for rows in filter(lambda rows: rows > 1, rows_of(case, layer)):  # one row has none beside it
+    places = (weight.in_features // 2, weight.in_features - 1, 0)
+    for index, value in enumerate((float("nan"), float("inf"), float("-inf"))):
+        # One row has none beside it.
+        for turn, rows in enumerate(filter(lambda rows: rows > 1, rows_of(case, layer))):
             x = draw(case, layer, weight, rows, case.seeds[0])
-            x[1, weight.in_features // 2] = value
+            x[1, places[(index + turn) % len(places)]] = value
             y = layer(x)
             finite = int(torch.isfinite(y[1]).sum())
             expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")

@@ -13,6 +13,7 @@ from q4_conformance.zoo import boundary, conduct, numbers
 from q4_conformance.zoo.densities import DENSE_FAULTS
 from q4_conformance.zoo.fault import Fault
 from q4_conformance.zoo.long_lives import LIFE_FAULTS
+from q4_conformance.zoo.slips import SLIP_FAULTS
 from q4_conformance.zoo.ways import WAY_FAULTS
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
             "wrong-gradient",
             boundary.WrongExportLater,
             "q4_0",
-            "EX-05/gradient/q4_0-plain-half_split32-48x256b32-s0/float32/exact",
+            "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact",
             {"says": "gradient: ", **_WITH_CORE},
         ),
         (
@@ -201,7 +202,7 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
             "wrong-own-gradient-later",
             boundary.WrongOwnGradientLater,
             "q4_0",
-            "EX-05/gradient/q4_0-plain-half_split32-48x256b32-s0/float32/exact",
+            "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact",
             {"says": "gradient: ", **_WITH_CORE},
         ),
         ("wrong-export", boundary.WrongExport, "q4_0", "EX-16/export", {**_SEEN_BY_PROBE, **_WITH_CORE}),
@@ -327,4 +328,4 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
     )
 )
 
-FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *WAY_FAULTS, *DENSE_FAULTS, *LIFE_FAULTS)
+FAULTS: tuple[Fault, ...] = (*_IN_ONE_CALL, *WAY_FAULTS, *SLIP_FAULTS, *DENSE_FAULTS, *LIFE_FAULTS)

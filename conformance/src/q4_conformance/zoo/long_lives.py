@@ -11,6 +11,7 @@ from q4_conformance.zoo.fault import Fault
 __all__ = ["LIFE_FAULTS"]
 
 _NF4 = "nf4-plain-high_first-48x256b64-s0/"
+_TAIL = "nf4-plain-high_first-67x192b64-s0/"
 _ENDS: dict[str, Any] = {"ends": Outcome.CRASH, "says": "ended by SIGSEGV"}
 
 LIFE_FAULTS: tuple[Fault, ...] = tuple(
@@ -38,8 +39,8 @@ LIFE_FAULTS: tuple[Fault, ...] = tuple(
             f"EX-02/dtypes/{_NF4}bfloat16",
             {"says": "torch.bfloat16 to torch.float32"},
         ),
-        ("drops-gradients", lives.DropsGradients, "nf4", f"EX-05/gradient/{_NF4}float32", {"says": "all_zero"}),
-        ("reads-one-block-past-the-end", lives.ReadsPastEnd, "nf4", f"EX-08/last-page/{_NF4}float32/exact", _ENDS),
+        ("drops-gradients", lives.DropsGradients, "nf4", f"EX-05/gradient/{_TAIL}float32", {"says": "all_zero"}),
+        ("reads-one-block-past-the-end", lives.ReadsPastEnd, "nf4", f"EX-08/last-page/{_TAIL}float32/exact", _ENDS),
         ("pads-with-neighbours", lives.PadsWithNeighbours, "nf4", "TC-11/strided", {"says": "non_finite"}),
         ("lies-about-alignment", lives.LiesAboutAlignment, "nf4", "TC-11/strided", {"says": "M = 1"}),
         ("hidden-fallback", lives.HiddenFallback, "nf4", "EX-14/kind", {"says": "elements were made"}),

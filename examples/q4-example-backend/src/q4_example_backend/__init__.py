@@ -37,7 +37,7 @@ class ExampleBackend:
         """Copy codes and scales, the first code of each pair in the high nibble, whatever the checkpoint's order."""
         del request
         codes = weight.repack(q4.Packing.HIGH_FIRST).qdata
-        codebook = torch.tensor(weight.format.codebook)
+        codebook = torch.tensor(weight.format.codebook, dtype=torch.float32)
         tensors = [context.keep(codes), context.keep(weight.scale, dtype=torch.float32), context.keep(codebook)]
         return q4.Prepared(tensors, (q4.WeightSpec.of(weight), weight.scale.dtype))
 

@@ -189,7 +189,7 @@ def divided_levels(dialect: Dialect, module: str, weight: PackedWeight) -> tuple
         DialectError: The weight's levels are not of that kind, and can't be turned into it without rounding.
     """
     if weight.scale_kind is ScaleKind.E4M3:
-        return as_float8(weight.scale), torch.ones(1)
+        return as_float8(weight.scale), torch.ones(1, dtype=torch.float32)
     if weight.scale_kind is ScaleKind.E4M3_DIV and weight.global_scale is not None:
         return as_float8(weight.scale), weight.global_scale.to(torch.float32)
     if weight.scale_kind is ScaleKind.E4M3_MUL and weight.global_scale is not None:

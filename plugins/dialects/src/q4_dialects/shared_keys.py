@@ -83,7 +83,7 @@ def stored_scales(dialect: Dialect, module: str, weight: PackedWeight) -> tuple[
         DialectError: The weight's levels are not of that kind, and can't be turned into it without rounding.
     """
     scale, factor = multiplied_levels(dialect, module, weight)
-    numbers = {"weight_scale_2": torch.ones(()) if factor is None else factor}
+    numbers = {"weight_scale_2": torch.ones((), dtype=torch.float32) if factor is None else factor}
     if weight.activation_scale is not None:
         numbers["input_scale"] = weight.activation_scale.to(torch.float32)
     if weight.dialect != dialect.name:

@@ -132,22 +132,23 @@ class _Buffers:
     @classmethod
     def of(cls, shape: DecoderShape, capacity: int, dimensions: int) -> _Buffers:
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        qkv = torch.zeros(1, (heads + 2 * kv_heads) * head_dim)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32)  # whatever torch's default dtype is
+        qkv = zeros(1, (heads + 2 * kv_heads) * head_dim)
         by_head = qkv.view(-1, head_dim)
         turned = by_head[: heads + kv_heads, :dimensions]
         return cls(
-            x=torch.zeros(1, shape.hidden),
-            normed=torch.zeros(1, shape.hidden),
-            added=torch.zeros(1, shape.hidden),
-            zero=torch.zeros(shape.hidden),
+            x=zeros(1, shape.hidden),
+            normed=zeros(1, shape.hidden),
+            added=zeros(1, shape.hidden),
+            zero=zeros(shape.hidden),
             qkv=qkv,
             query=by_head[:heads].view(kv_heads, -1, head_dim),
             pairs=torch.view_as_complex(turned.unflatten(-1, (-1, 2))),
             entry=by_head[heads:].view(2, kv_heads, head_dim),
-            scores=torch.zeros(heads * capacity),
-            mixed=torch.zeros(kv_heads, heads // kv_heads, head_dim),
-            gate_up=torch.zeros(1, 2 * shape.feed_forward),
-            logits=torch.zeros(1, shape.vocabulary),
+            scores=zeros(heads * capacity),
+            mixed=zeros(kv_heads, heads // kv_heads, head_dim),
+            gate_up=zeros(1, 2 * shape.feed_forward),
+            logits=zeros(1, shape.vocabulary),
         )
 
     def scores_of(self, seen: int) -> torch.Tensor:

@@ -1,0 +1,290 @@
+"""Checks of what stands around a call: torch's modes and settings, other layers, earlier contents, forked processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.subject import BackendLayer, BackendSubject
+from q4_conformance.table import check, expect
+from q4_conformance.weights import WeightRecipe
+from q4core import BUILTIN_FORMATS, BackendUnavailableError, ReasonCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from q4_conformance.subject import Layer, Subject
+    from q4_conformance.table import Case
+    from q4core import PackedWeight
+
+_COUNTS = (1, 2, 3, 4, 7, 16)
+"""Numbers of threads: more than there are rows or columns for each, and some that divide neither."""
+_UNUSUAL_THREADS = 5
+_FORK_SECONDS = 4.0
+
+
+@check("inference")
+def check_inference(case: Case, subject: Subject) -> str:
+    """Under ``no_grad`` and in inference mode a layer gives the bits that it gives without, as one made there does."""
+    return _same_in(case, subject, {"torch.no_grad()": torch.no_grad, "torch.inference_mode()": torch.inference_mode})
+
+
+@check("modes")
+def check_modes(case: Case, subject: Subject) -> str:
+    """Autocast, and other default dtypes, change no bits of a layer, nor of one made there."""
+    kind = subject.device.type
+    return _same_in(
+        case,
+        subject,
+        {
+            "torch.autocast(bfloat16)": lambda: torch.autocast(kind, dtype=torch.bfloat16),
+            "default dtype float64": lambda: _default_dtype(torch.float64),
+            "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+        },
+    )
+
+
+def _same_in(case: Case, subject: Subject, modes: Mapping[str, Callable[[], AbstractContextManager[Any]]]) -> str:
+    """Expect a layer with a bias to give the same bits in each mode, whether it or its input was made there or not."""
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    made: dict[str, Layer] = {}
+    for name, mode in modes.items():
+        with mode():
+            made[name] = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    for rows in rows_of(case, layer):
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        plain = layer(x)
+        judge_call(layer, weight, x, plain, bias)
+        for name, mode in modes.items():
+            with mode():
+                results = {
+                    "x from outside": layer(x),
+                    "x made in it": layer(x.clone()),
+                    "a layer made in it": made[name](x),
+                }
+            for told, y in results.items():
+                expect(torch.equal(y, plain), f"M = {rows}: other bits in {name}, {told}")
+            expect(torch.equal(made[name](x), plain), f"M = {rows}: other bits outside {name}, a layer made in it")
+    return f"{', '.join(modes)}, with a bias"
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@check("thread_counts")
+def check_thread_counts(case: Case, subject: Subject) -> str:
+    """Whatever number of threads torch is told to use, before the layer is made or after, every element is right."""
+    weight = case.weight()
+    before = torch.get_num_threads()
+    earlier = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    try:
+        for count in _COUNTS:
+            torch.set_num_threads(count)
+            made = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+            for told, layer in (("made with as many", made), ("made earlier", earlier)):
+                with _told(f"{count} threads, a layer {told}"):
+                    _judge_rows(case, layer, weight)
+    finally:
+        torch.set_num_threads(before)
+    return f"{', '.join(map(str, _COUNTS))} threads"
+
+
+@contextlib.contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Say of a failure where it was."""
+    try:
+        yield
+    except FailureError as error:
+        raise FailureError(f"{where}: {error}") from error
+
+
+def _judge_rows(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
+    for rows in rows_of(case, layer):
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        judge_call(layer, weight, x, layer(x), bias)
+
+
+def _other_recipes(case: Case, subject: Subject) -> Iterator[WeightRecipe]:
+    """Yield the case's weight, and others beside it: of other sizes, blocks and, for a backend, formats."""
+    base = case.weight_recipe
+    kind, block = base.format, base.block_size
+    yield base
+    yield attrs.evolve(base, n=67, k=2 * base.k)
+    yield attrs.evolve(base, n=5, k=block)
+    for size in sorted({item for item in kind.block_sizes if item <= base.k} - {block})[:1]:
+        yield attrs.evolve(base, n=33, block_size=size)
+    if isinstance(subject, BackendSubject):
+        for name, other in BUILTIN_FORMATS.items():
+            if name != kind.name:
+                scale_kind = min(other.scale_kinds, key=lambda item: item.value)
+                yield WeightRecipe(format=other, scale_kind=scale_kind, n=16, k=2 * other.block_size)
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Return whether a layer was refused because its numbers were wrong, or failed in another way."""
+    cause = error.__cause__
+    if not isinstance(cause, BackendUnavailableError):
+        return not isinstance(error, NotDeclaredError)
+    return any(reason.code is ReasonCode.PROBE_FAILED for item in cause.rejections for reason in item.reasons)
+
+
+@check("neighbours")
+def check_neighbours(case: Case, subject: Subject) -> str:
+    """Layers of other sizes, blocks and formats, with and without a bias, change nothing of one another.
+
+    Between two rounds each of them computes NaN, which no scratch may keep.
+    """
+    made = []
+    for index, recipe in enumerate(_other_recipes(case, subject)):
+        beside = attrs.evolve(case, recipe=recipe)
+        weight = beside.weight()
+        bias = make_bias(beside, weight) if index % 2 else None
+        try:
+            layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+        except (NotDeclaredError, FailureError) as error:
+            if not index or _is_wrong(error):
+                raise
+            continue  # what is not served has cases of its own
+        made.append((beside, layer, weight, bias))
+    for beside, layer, weight, bias in (*made, *reversed(made)):
+        with _told(f"{beside.weight_recipe.label} among {len(made)} layers"):
+            _judge_rows(beside, layer, weight, bias)
+        layer(torch.full((max(case.rows), weight.in_features), torch.nan, dtype=case.dtype, device=layer.device))
+    return f"{len(made)} layers, forwards and backwards"
+
+
+@check("changed")
+def check_changed(case: Case, subject: Subject) -> str:
+    """What x and the bias hold when a layer is called counts, not what stood there before."""
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+    held = layer.module.bias if isinstance(layer, BackendLayer) else bias
+    if held is None:
+        raise FailureError("the layer lost its bias")
+    for rows in rows_of(case, layer):
+        x = draw(case, layer, weight, rows, case.seeds[0])
+        for seed in case.seeds:
+            x.copy_(draw(case, layer, weight, rows, seed))
+            with torch.no_grad():
+                held.mul_(-1)
+            with _told("with another x and bias in the same place"):
+                judge_call(layer, weight, x, layer(x), held.detach().to("cpu").clone())
+    return f"{len(case.seeds)} contents of x and bias"
+
+
+def _settings() -> dict[str, Any]:
+    """Return what torch, numpy and random hold for everybody."""
+    subnormal = torch.tensor(2.0**-130)
+    return {
+        "torch's random state": torch.get_rng_state().numpy().tobytes(),
+        "numpy's random state": repr(np.random.get_state()),  # noqa: NPY002  # the one that everybody shares
+        "random's state": hash(random.getstate()),
+        "the number of threads": torch.get_num_threads(),
+        "the default dtype": torch.get_default_dtype(),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "whether autocast is on": torch.is_autocast_enabled("cpu"),
+        "whether algorithms must be deterministic": torch.are_deterministic_algorithms_enabled(),
+        "whether subnormal numbers are kept": bool((subnormal * 0.5).item()),
+        "numpy's error handling": str(np.geterr()),
+    }
+
+
+@check("settings")
+def check_settings(case: Case, subject: Subject) -> str:
+    """Making and calling a layer leaves alone what torch, numpy and random hold for everybody."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_UNUSUAL_THREADS)
+    torch.set_flush_denormal(False)  # an earlier layer may have changed what it changes again
+    torch.set_grad_enabled(mode=True)
+    try:
+        return _expect_settings_kept(case, subject)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _expect_settings_kept(case: Case, subject: Subject) -> str:
+    weight = case.weight()
+    bias = make_bias(case, weight)
+    _ = torch.rand(1), np.random.random(), random.random()  # noqa: NPY002, S311  # no state that a seed gives
+    before = _settings()
+    for told in ("the first layer", "a second layer"):
+        layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
+        _expect_same(before, f"making {told}")
+        for rows in rows_of(case, layer):
+            x = draw(case, layer, weight, rows, case.seeds[0])
+            y = layer(x)
+            _expect_same(before, f"calling {told}")
+            judge_call(layer, weight, x, y, bias)
+    return f"{len(before)} settings"
+
+
+def _expect_same(before: dict[str, Any], what: str) -> None:
+    after = _settings()
+    changed = [name for name, value in before.items() if after[name] != value]
+    expect(not changed, f"{what} changed {', '.join(changed)}")
+
+
+@check("forked")
+def check_forked(case: Case, subject: Subject) -> str:
+    """A process that was forked after a call, as loaders' and servers' workers are, gets the bits of its parent.
+
+    It computes with one thread, as torch's own workers do: torch's pool of threads does not live on in it.
+    """
+    if subject.device.type != "cpu":
+        raise NotTestableError("a forked process can't use its parent's CUDA device")
+    weight = case.weight()
+    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in rows_of(case, layer)]
+    results = [layer(x).clone() for x in draws]
+    for x, y in zip(draws, results, strict=True):
+        judge_call(layer, weight, x, y)
+    child = os.fork()
+    if not child:
+        code = 2
+        try:
+            torch.set_num_threads(1)
+            code = int(not all(torch.equal(layer(x), y) for x, y in zip(draws, results, strict=True)))
+        finally:
+            os._exit(code)
+    code = _code_of(child)
+    expect(code != 1, "other bits in a forked process")
+    expect(code == 0, f"a forked process ended with code {code}")
+    return f"{len(draws)} calls in a forked process"
+
+
+def _code_of(child: int) -> int:
+    """Return how a forked process ended; one that does not is killed.
+
+    Raises:
+        FailureError: It was killed.
+    """
+    end = time.monotonic() + _FORK_SECONDS
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise FailureError(f"no answer in {_FORK_SECONDS:.0f} s from a process that was forked after a call")
