@@ -116,7 +116,7 @@ def test_the_heap_works_as_before_afterwards() -> None:
         after = taken_bytes(CPU)
     assert kept.all()
     if before is not None and after is not None:
-        assert after - before < 1 << 20
+        assert after - before < kept.nbytes // 2  # a mapping of its own would have added all of it
 
 
 def test_a_bloated_process_passes_for_no_dense_weight() -> None:
