@@ -164,6 +164,16 @@ def always_crashes() -> ToyKernel:
     return Hostile("hostile")
 
 
+def always_hangs() -> ToyKernel:
+    """Hang in each case."""
+
+    class Hostile(ToyKernel):
+        def linear(self, *_: Any, **__: Any) -> None:
+            time.sleep(600)
+
+    return Hostile("hostile")
+
+
 def wrong() -> ToyKernel:
     """Zero one element where there are seven rows."""
 

@@ -32,7 +32,10 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _judge(name: str, *only: str, **limits: Any) -> Report:
     query = Query(
-        name=f"hostile:{name}", formats=("nf4",), only=only or tuple(ONLY), limits=Limits(case_seconds=20, **limits)
+        name=f"hostile:{name}",
+        formats=("nf4",),
+        only=only or tuple(ONLY),
+        limits=Limits(**{"case_seconds": 20.0} | limits),
     )
     return run_target(query).report
 
@@ -156,12 +159,18 @@ def test_a_subject_that_cannot_be_had_has_results(name: str, outcome: Outcome, w
 
 
 @pytest.mark.slow
-def test_a_group_of_crashes_is_given_up() -> None:
-    """After some crashes the rest is not begun; it counts as crashed and says why."""
-    report = _judge("always_crashes", *BIAS, *LEADING, deaths=2)
+@pytest.mark.parametrize(
+    ("name", "outcome", "words"),
+    [("always_crashes", Outcome.CRASH, "exit code 9"), ("always_hangs", Outcome.TIMEOUT, "no answer for 3 s")],
+)
+def test_a_group_of_bad_ends_is_given_up(name: str, outcome: Outcome, words: str) -> None:
+    """After some crashes, or cases without an end, the rest is not begun; it counts as the last one and says why."""
+    limits = {"case_seconds": 3.0, "slow_seconds": 3.0} if outcome is Outcome.TIMEOUT else {}
+    report = _judge(name, *BIAS, *LEADING, deaths=2, **limits)
     assert report.missing == ()
-    assert report.counts[Outcome.CRASH] == 6
-    assert sum("not begun: 2 processes" in result.message for result in report.results) == 4
+    assert report.counts[outcome] == 6
+    assert all(words in result.message for result in report.results), report
+    assert sum("not begun: 2 processes of this group" in result.message for result in report.results) == 4
 
 
 @pytest.mark.slow

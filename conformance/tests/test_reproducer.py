@@ -26,6 +26,7 @@ from q4_conformance import (
     backend_cases,
     check_core,
     check_linear,
+    linear_cases,
     run_case,
     run_cases,
     smaller_case,
@@ -212,6 +213,39 @@ def test_another_failure_is_not_taken_for_it() -> None:
     result = with_reproducer(run_case(CASE, subject), CASE, subject, run_case)
     assert _sizes(result)[0] == (1, 16, 64)
     assert "function = ...  # yours" in result.reproducer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fault-gives-up-on-long-rows", "fault-counts-in-16-bits", "fault-splits-unevenly"])
+def test_a_failed_proof_is_shown_at_a_size_that_fails_by_itself(name: str) -> None:
+    """A self-probe that failed at a large size stands for smaller ones, too; what is shown fails without it."""
+    fault = BACKENDS[name]
+    case = next(case for case in linear_cases([fault.format]) if case.id.startswith(fault.caught_by))
+    subject = BackendSubject(fault.make(name))
+    found = run_case(case, subject)
+    assert found.message.startswith("declared, then refused: probe_failed: ")
+    rows, n, k = SHAPE.search(with_reproducer(found, case, subject, run_case).reproducer).group(1, 2, 3)  # type: ignore[union-attr]
+    sizes = {"rows": tuple(map(int, rows.split(", "))), "n": int(n), "k": int(k)}
+    again = run_case(smaller_case(case.id, **sizes), BackendSubject(fault.make(name)))  # type: ignore[arg-type]
+    assert again.outcome is Outcome.FAIL, sizes
+    assert "probe_failed" in again.message
+
+
+def test_where_no_smaller_case_fails_it_says_so() -> None:
+    """The case is not called a smaller one than itself."""
+
+    def function(x: torch.Tensor, weight: object, bias: torch.Tensor | None) -> torch.Tensor:
+        right: torch.Tensor = function_of(ToyKernel())(x, weight, bias)
+        return right * 2 if (x.shape[0], *weight.shape) == (1, 48, 256) else right  # type: ignore[attr-defined]
+
+    case = smaller_case(CASE.id, rows=(1,))
+    subject = FunctionSubject(function=function)
+    told = with_reproducer(run_case(case, subject), case, subject, run_case).reproducer
+    shown, *rest = told.splitlines()
+    assert re.fullmatch(
+        r"smallest that fails: M = 1, N = 48, K = 256, the case itself; \d+ smaller did not fail so", shown
+    )
+    assert not any(line.startswith("there: ") for line in rest)
 
 
 def test_what_did_not_fail_has_none() -> None:

@@ -148,11 +148,15 @@ class Judging:
     def run_group(self, cases: tuple[Case, ...], child: Child | None) -> None:
         """Run the cases of one group until each has a result."""
         limits, deaths, served = self.query.limits, 0, False
+        last: Ended | None = None
         while left := [case for case in cases if case.id not in self.results]:
             if self._over():
                 break
-            if self.fault is not None or deaths >= limits.deaths:
-                self._give_up(left, deaths)
+            if self.fault is not None:
+                self._give_up(left, self.fault, "no process came to its first case")
+                break
+            if last is not None and deaths >= limits.deaths:
+                self._give_up(left, last, f"not begun: {deaths} processes of this group had ended badly, the last so")
                 break
             try:
                 child = child or self.open()
@@ -164,7 +168,7 @@ class Judging:
                     child.close()
                 break
             except Ended as ended:
-                deaths += 1
+                deaths, last = deaths + 1, ended
                 if not served:
                     self.fault = ended
             child = None
@@ -227,12 +231,9 @@ class Judging:
             if case.id not in self.results:
                 self.keep(_bad(case, Outcome.CRASH, "its process ended well, and told no result"))
 
-    def _give_up(self, cases: Iterable[Case], deaths: int) -> None:
+    def _give_up(self, cases: Iterable[Case], ended: Ended, why: str) -> None:
         for case in cases:
-            if self.fault is not None:
-                self.keep(_bad(case, self.fault.outcome, f"no process came to its first case: {self.fault.reason}"))
-            else:
-                self.keep(_bad(case, Outcome.CRASH, f"not begun: {deaths} processes of this group had ended badly"))
+            self.keep(_bad(case, ended.outcome, f"{why}: {ended.reason}"))
 
     def measure(self, formats: Iterable[str], seconds: float) -> None:
         """Measure, one format after the other, in a process of its own each."""

@@ -107,12 +107,14 @@ def with_reproducer(  # noqa: PLR0913  # the facts of one search
     least, message, tries = _least(case, subject, run, result, time.monotonic() + allowed)
     lines = []
     if tries and case.recipe is not None and least.recipe is not None:
-        rows, was = (", ".join(map(str, item.rows)) for item in (least, case))
-        lines.append(
-            f"smallest that fails: M = {rows}, N = {least.recipe.n}, K = {least.recipe.k} "
-            f"(the case: M = {was}, N = {case.recipe.n}, K = {case.recipe.k})"
+        found, was = (
+            f"M = {', '.join(map(str, item.rows))}, N = {recipe.n}, K = {recipe.k}"
+            for item, recipe in ((least, least.recipe), (case, case.recipe))
         )
-        lines.append(f"there: {message}")
+        if least is case:
+            lines.append(f"smallest that fails: {found}, the case itself; {tries} smaller did not fail so")
+        else:
+            lines += [f"smallest that fails: {found} (the case: {was})", f"there: {message}"]
     lines += [command] if command else _command(case, least, subject)
     return attrs.evolve(result, reproducer="\n".join(lines))
 
@@ -128,13 +130,18 @@ def _least(
                 return least, message, tries
             tries += 1
             try:
-                tried = run(smaller, subject)
+                tried = run(smaller, _anew(subject))
             except (Q4Error, ArithmeticError, LookupError):
                 continue  # no weight, or no draw, of this size
             if tried.outcome is Outcome.FAIL and _kind(tried.message) == kind:
                 least, message = smaller, tried.message
                 break
     return least, message, tries
+
+
+def _anew(subject: Any) -> Any:
+    """Return a subject that remembers nothing of the sizes it was asked for before, where it can tell how."""
+    return subject.anew() if hasattr(subject, "anew") else subject
 
 
 def _kind(message: str) -> str:

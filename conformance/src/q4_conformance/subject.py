@@ -209,6 +209,10 @@ class BackendSubject:
         self.ran: set[str] = set()
         self.tried: set[str] = set()
 
+    def anew(self) -> BackendSubject:
+        """Return the same subject, with no path proven or refused yet: a proof holds for other sizes, too."""
+        return BackendSubject(self.backend, device=str(self.device))
+
     def config(self, **wishes: Any) -> SessionConfig:
         """Return a configuration that names this backend, with further wishes."""
         facts: dict[str, Any] = {"backend": self.name, "compute_path": ComputePath.AUTO, "device": str(self.device)}
@@ -259,7 +263,7 @@ class BackendSubject:
         except BackendUnavailableError as error:
             own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
             _require_hardware(own)
-            raise FailureError(f"declared, then refused: {error}") from error
+            raise FailureError(f"declared, then refused: {'; '.join(map(str, own)) or error}") from error
         record = module.diagnostics()
         served = record.backend
         if served != self.name:
