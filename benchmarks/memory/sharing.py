@@ -56,6 +56,7 @@ class Race:
 
 RACES = [
     Race("short blocks", 0.0, 1e-3, 0.0),
+    Race("short blocks without rest", 0.0, 0.0, 0.0),
     Race("long updates", 2e-3, 1e-3, 0.0),
     Race("long updates without rest", 2e-3, 0.0, 0.0),
     Race("long reads", 0.0, 1e-3, 1e-3),
