@@ -133,9 +133,10 @@ def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tens
         return _backend_gradient(plan, buffers, flat.contiguous(), path).reshape(*grad.shape[:-1], plan.in_features)
     weight = plan.weight(buffers)
     total = torch.zeros((flat.shape[0], plan.in_features), dtype=torch.float32, device=grad.device)
-    for start, stop in _row_chunks(plan):
-        dense = dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True)
-        total.addmm_(flat[:, start:stop].to(torch.float32), dense)
+    with without_casts(grad.device.type):
+        for start, stop in _row_chunks(plan):
+            dense = dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True)
+            total.addmm_(flat[:, start:stop].to(torch.float32), dense)
     return total.to(plan.dtype).reshape(*grad.shape[:-1], plan.in_features)
 
 
@@ -165,8 +166,9 @@ def exact_product(plan: Plan, buffers: Sequence[torch.Tensor], x: torch.Tensor) 
     weight = plan.weight(buffers)
     flat = x.reshape(-1, plan.in_features).to(torch.float32)
     y = torch.empty((flat.shape[0], plan.out_features), dtype=torch.float32, device=x.device)
-    for start, stop in _row_chunks(plan):
-        y[:, start:stop] = flat @ dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True).T
+    with without_casts(x.device.type):
+        for start, stop in _row_chunks(plan):
+            y[:, start:stop] = flat @ dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True).T
     return y.to(plan.out_dtype).reshape(*x.shape[:-1], plan.out_features)
 
 

@@ -445,3 +445,32 @@ def test_autocast_changes_no_number_of_a_backend(rows: int) -> None:
     with q4.Session(config) as session:
         assert there.dtype is torch.float32
         assert torch.equal(there, session.linear(weight)(x))
+
+
+def _tangent(layer: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    tangent: torch.Tensor = torch.func.jvp(layer, (x,), (t,))[1]
+    return tangent
+
+
+def _second_backward(layer: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    grad = torch.ones(x.shape[0], N, requires_grad=True)
+    leaf = x.clone().requires_grad_()
+    first = torch.autograd.grad(layer(leaf), leaf, grad, create_graph=True)[0]
+    return torch.autograd.grad(first, grad, t)[0]
+
+
+def _first_backward(layer: torch.nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(layer(leaf), leaf, t[:, :1].expand(-1, N))[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("derivative", [_tangent, _first_backward, _second_backward])
+def test_autocast_changes_no_derivative(derivative: Callable[..., torch.Tensor], session: q4.Session) -> None:
+    """Tangents and gradients of both orders are what they are where autocast is off."""
+    layer = session.linear(_weight("nf4"))
+    x, t = _x(3, K), _x(3, K)
+    grad = derivative(layer, x, t)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        there = derivative(layer, x, t)
+    assert torch.equal(there, grad)
