@@ -102,6 +102,18 @@ def test_replace_copies_once(mode: MutableMode) -> None:
     assert (content_of(state), state.version, state.stats().copies) == ([1.0] * 4, 1, 1)
 
 
+def test_replacement_by_the_content_in_another_order(mode: MutableMode) -> None:
+    """A view that was kept is copied first, for torch copies nothing onto itself in another order."""
+    state = MutableTensor(torch.arange(9.0).reshape(3, 3), mode=mode)
+    with state.read() as view:
+        kept = view.tensor
+    state.replace(kept.t())
+    with state.read() as view:
+        assert torch.equal(view.tensor, torch.arange(9.0).reshape(3, 3).t())
+    state.replace(kept if mode is MutableMode.IN_PLACE else state.snapshot().tensor)
+    assert (state.version, state.is_poisoned) == (2, False)
+
+
 @pytest.mark.parametrize(
     ("tensor", "name"),
     [

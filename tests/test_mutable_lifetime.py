@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,12 @@ class _Wrapped(torch.Tensor):
     """A tensor subclass, as quantisation libraries have them."""
 
 
+def _quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will remove them
+        return torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8)
+
+
 def _inference_tensor() -> torch.Tensor:
     with torch.inference_mode():
         return torch.zeros(4)
@@ -183,6 +190,9 @@ def _inference_tensor() -> torch.Tensor:
         ([0.0], {}, "tensor"),
         (torch.zeros(4).to_sparse(), {}, "tensor"),
         (torch.zeros(4, device="meta"), {}, "tensor"),
+        (_quantised(), {}, "dtype"),
+        (_quantised(), {"copy": False}, "dtype"),
+        (torch.empty(4, dtype=torch.int4), {}, "dtype"),
         (torch.zeros(4).as_subclass(_Wrapped), {}, "tensor"),
         (torch.zeros(1).expand(4), {"copy": False}, "tensor"),
         (_inference_tensor(), {"copy": False}, "tensor"),
@@ -194,6 +204,10 @@ def test_tensor_that_cannot_be_shared_is_refused(tensor: Any, options: dict[str,
         MutableTensor(tensor, **options)
     assert caught.value.name == name
     assert caught.value.rule
+    if not options:
+        with pytest.raises(q4.InputError) as caught:
+            q4.SharedMutableTensor(tensor, native=False)
+        assert caught.value.name == name
 
 
 def test_expanded_and_inference_tensors_are_fine_as_copies(mode: MutableMode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 
 import torch
@@ -37,6 +38,16 @@ def to_mode(label: str, mode: object) -> MutableMode:
         raise ConfigError(label, name="mode", rule=f"a MutableMode ({legal})", value=mode) from None
 
 
+@functools.cache
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Return whether torch copies tensors of a dtype: it copies none that are quantised, or of less than a byte."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
     """Refuse a tensor that can't be shared; one that is taken uncopied must tell its changes as well."""
     if not isinstance(tensor, torch.Tensor):
@@ -44,6 +55,9 @@ def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
     if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
         value = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
         raise InputError(label, name="tensor", rule="plain and strided", value=value)
+    if not _is_copied(tensor.dtype):
+        hint = "Dequantise it, or keep its bits as torch.uint8."
+        raise InputError(label, name="dtype", rule="one whose tensors torch copies", value=tensor.dtype, hint=hint)
     if tensor.device.type not in {"cpu", "cuda"}:
         raise InputError(label, name="tensor", rule="on CPU or CUDA", value=str(tensor.device))
     if copy:

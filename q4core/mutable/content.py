@@ -329,7 +329,7 @@ class Content:
         if not block.wait and gate.has_writer:
             self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
         if not gate.enter_write(block, block.timeout, check):
-            who = "readers" if gate.readers else "another writer"
+            who = "readers" if self.is_in_place and gate.writer is None else "another writer"
             self.refuse("write()", f"let in within {block.timeout} s", who, "Wait longer, or hold blocks shorter.")
         check()
 

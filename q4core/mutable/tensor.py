@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["MutableTensor"]
 
 
+def _apart(source: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Return what can be copied into the content: a copy where both lie in the same memory, in another order."""
+    is_other = source.untyped_storage().data_ptr() != content.untyped_storage().data_ptr()
+    return source if is_other or source.is_set_to(content) else source.clone()
+
+
 class MutableTensor:
     """A tensor that one thread at a time updates and any number of threads read, whole versions only.
 
@@ -245,7 +251,7 @@ class MutableTensor:
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, wait, seconds, source) as content:
             if self._mode is MutableMode.IN_PLACE:
-                content.copy_(source)
+                content.copy_(_apart(source, content))
 
     def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:
         """Give a poisoned tensor known content again, as the next version.
@@ -263,7 +269,7 @@ class MutableTensor:
         seconds = None if timeout is None else to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
             if self._mode is MutableMode.IN_PLACE:
-                content.zero_() if source is None else content.copy_(source)
+                content.zero_() if source is None else content.copy_(_apart(source, content))
 
     def _fitting(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
         label = f"{what}() of {self._content.label}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from processes import processes
-from sharing import LONG, content_of, fork_by_c, until
+from sharing import LONG, Held, content_of, fork_by_c, until
 
 import q4core as q4
 from q4core.mutable import MutableMode, SharedMutableTensor, pauses
@@ -159,3 +159,15 @@ def test_thread_that_ended_inside_its_read_keeps_no_other_process(state: SharedM
     with pytest.raises(q4.LifecycleError):
         block.__exit__(None, None, None)
     assert content_of(state) == [1.0] * 4
+
+
+def test_a_writer_that_waits_in_vain_is_told_for_whom(
+    state: SharedMutableTensor, threads: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    """For readers of its own process, whom the plugin let in, or for the other writer."""
+    for block, who in ((state.read(), "readers"), (state.write(), "another writer")):
+        held = Held(threads, block)
+        with pytest.raises(q4.WriteConflictError) as caught, state.write(wait=True, timeout=0.01):
+            raise AssertionError("let in")
+        assert caught.value.value == who
+        held.release()

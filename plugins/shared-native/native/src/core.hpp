@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <cxxabi.h>
 #include <utility>
 #include <vector>
 
@@ -24,11 +25,59 @@ inline PyObject* checked(PyObject* object) {
     return object;
 }
 
-// Torch's count of in-place changes, which a tensor's aliases share.
-inline int64_t changes_of(const nb::object& tensor) {
-    static PyObject* const name = PyUnicode_InternFromString("_version");
-    return nb::cast<int64_t>(nb::steal(checked(PyObject_GetAttr(tensor.ptr(), name))));
+// Run what may take or give up the GIL. Until 3.13 CPython unwinds a daemon thread by force that comes for the GIL after
+// the interpreter has ended, and no frame of nanobind's lets that through. Such a thread stays here until its process is
+// gone, as it does from 3.14 on. Nothing in ``action`` may have a destructor: they would run without the GIL.
+template <class Action>
+auto while_it_runs(Action action) {
+    try {
+        return action();
+    } catch (abi::__forced_unwind&) {
+        for (;;) pause();  // to leave this handler would end the process
+    }
 }
+
+// What is asked of objects of Python's.
+struct Names {
+    PyObject* base = PyUnicode_InternFromString("base");
+    PyObject* detach = PyUnicode_InternFromString("detach");
+    PyObject* enter = PyUnicode_InternFromString("__enter__");
+    PyObject* exit = PyUnicode_InternFromString("__exit__");
+    PyObject* gate = PyUnicode_InternFromString("gate");
+    PyObject* hand_over = PyUnicode_InternFromString("hand_over");
+    PyObject* has_writer = PyUnicode_InternFromString("has_writer");
+    PyObject* let_go = PyUnicode_InternFromString("let_go");
+    PyObject* look = PyUnicode_InternFromString("look");
+    PyObject* read_in_turn = PyUnicode_InternFromString("read_in_turn");
+    PyObject* refuse_again = PyUnicode_InternFromString("refuse_again");
+    PyObject* refuse_late = PyUnicode_InternFromString("refuse_late");
+    PyObject* refuse_outside = PyUnicode_InternFromString("refuse_outside");
+    PyObject* tell_of_a_change = PyUnicode_InternFromString("tell_of_a_change");
+    PyObject* tensor = PyUnicode_InternFromString("tensor");
+    PyObject* thread = PyUnicode_InternFromString("thread");
+    PyObject* version = PyUnicode_InternFromString("version");
+    PyObject* changes = PyUnicode_InternFromString("_version");
+};
+
+inline const Names& names() {
+    static const Names all;
+    return all;
+}
+
+inline nb::object attribute(nb::handle of, PyObject* name) {
+    return nb::steal(checked(while_it_runs([&] { return PyObject_GetAttr(of.ptr(), name); })));
+}
+
+// Call a method.
+template <class... Arguments>
+nb::object ask(nb::handle of, PyObject* name, const Arguments&... arguments) {
+    PyObject* const all[] = {of.ptr(), arguments.ptr()...};
+    constexpr size_t count = 1 + sizeof...(Arguments);
+    return nb::steal(checked(while_it_runs([&] { return PyObject_VectorcallMethod(name, all, count, nullptr); })));
+}
+
+// Torch's count of in-place changes, which a tensor's aliases share.
+inline int64_t changes_of(const nb::object& tensor) { return nb::cast<int64_t>(attribute(tensor, names().changes)); }
 
 // What one process holds of a segment.
 class Core {
@@ -88,10 +137,7 @@ class Core {
         if (is_closed_) throw nb::value_error("the segment must be open");
         return cells_;
     }
-    nb::object thread() const {
-        static PyObject* const name = PyUnicode_InternFromString("thread");
-        return nb::steal(checked(PyObject_GetAttr(here_.ptr(), name)));
-    }
+    nb::object thread() const { return attribute(here_, names().thread); }
 
     // -- writing
 
@@ -239,10 +285,9 @@ class Core {
     void wait_for(Word which, Word awaited, int64_t known, double seconds) {
         auto& cells = checked_cells();
         ++waiting_;
-        {
-            nb::gil_scoped_release without;
-            cells.await(which, awaited, known, seconds);
-        }
+        PyThreadState* const here = PyEval_SaveThread();
+        cells.await(which, awaited, known, seconds);
+        while_it_runs([&] { PyEval_RestoreThread(here); });
         --waiting_;
         if (is_closed_) release();
     }

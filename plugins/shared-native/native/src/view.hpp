@@ -17,7 +17,7 @@ class View {
     }
 
     void enter() {
-        if (stage_ != kNew) content_.attr("refuse_again")();
+        if (stage_ != kNew) ask(content_, names().refuse_again);
         stage_ = kLeft;
         thread_ = core_.thread();
         if (core_.is_in_place) {
@@ -49,31 +49,30 @@ class View {
                 leave_after_a_change(error.is_none());
             }
             if (core_.open() == 0) {
-                if (core_.is_shut) content_.attr("let_go")();
-                if (core_.is_in_place && is_somebody_writing()) content_.attr("hand_over")();
+                if (core_.is_shut) ask(content_, names().let_go);
+                if (core_.is_in_place && is_somebody_writing()) ask(content_, names().hand_over);
             }
         } else if (stage_ == kInTurn) {
             stage_ = kLeft;
             ++core_.reads;
-            turn_.attr("__exit__")(nb::none(), error, nb::none());
+            ask(turn_, names().exit, nb::none(), error, nb::none());
         } else if (stage_ == kPutOut) {
             stage_ = kLeft;
-            content_.attr("refuse_late")(error);
+            ask(content_, names().refuse_late, error);
         }
     }
 
     nb::object tensor() {
         if (!alias_.is_valid()) {
-            if (stage_ == kInTurn) return turn_.attr("tensor");
-            if (stage_ != kInside) content_.attr("refuse_outside")();
-            static PyObject* const name = PyUnicode_InternFromString("detach");
-            alias_ = nb::steal(checked(PyObject_CallMethodNoArgs(base().ptr(), name)));
+            if (stage_ == kInTurn) return attribute(turn_, names().tensor);
+            if (stage_ != kInside) ask(content_, names().refuse_outside);
+            alias_ = ask(base(), names().detach);
         }
         return alias_;
     }
 
     nb::object base() const {
-        if (stage_ == kInTurn) return turn_.attr("base");
+        if (stage_ == kInTurn) return attribute(turn_, names().base);
         if (stage_ != kInside) throw nb::attribute_error("base");
         return core_.slot(slot_).tensor;
     }
@@ -92,7 +91,7 @@ class View {
   private:
     enum Stage { kNew, kInside, kInTurn, kPutOut, kLeft };
 
-    bool is_somebody_writing() const { return nb::cast<bool>(content_.attr("gate").attr("has_writer")); }
+    bool is_somebody_writing() const { return nb::cast<bool>(attribute(attribute(content_, names().gate), names().has_writer)); }
 
     // Where there is one slot: take it, if nobody writes or waits to, and there is nothing to complain about.
     bool enter_at_once() {
@@ -115,14 +114,14 @@ class View {
 
     // Wait among the threads of this process, then among the processes; or be told why not.
     void enter_in_turn() {
-        turn_ = content_.attr("read_in_turn")(timeout_);
-        turn_.attr("__enter__")();
-        version_ = nb::cast<int64_t>(turn_.attr("version"));
+        turn_ = ask(content_, names().read_in_turn, timeout_);
+        ask(turn_, names().enter);
+        version_ = nb::cast<int64_t>(attribute(turn_, names().version));
         stage_ = kInTurn;
     }
 
     void look() {
-        content_.attr("look")();
+        ask(content_, names().look);
         if (core_.is_shut || !core_.cells().is_own()) throw nb::value_error("it is closed");
     }
 
@@ -148,7 +147,7 @@ class View {
     // It is told while the slot is still held, so that it is told of this version.
     void leave_after_a_change(bool raises) {
         try {
-            content_.attr("tell_of_a_change")(slot_, version_);
+            ask(content_, names().tell_of_a_change, nb::cast(slot_), nb::cast(version_));
         } catch (nb::python_error&) {
             leave();
             if (raises) throw;
