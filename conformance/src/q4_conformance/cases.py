@@ -47,6 +47,10 @@ _SLOW = frozenset({"calls", "varied_calls", "quantise_calls", "train_through", "
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
 
+_ABOUT_CALLS = {"calls", "varied_calls", "modes", "settings", "forked"}
+"""Checks of what a backend's calls do, which are asked for each precision of the activations."""
+
+
 def _kinds(kind: Format) -> list[ScaleKind]:
     return sorted(kind.scale_kinds, key=lambda item: item.value)
 
@@ -219,7 +223,8 @@ def _sized_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     yield from _and_coarse(noise)
     drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
     text = "shapes drawn by chance are refused with a reason or computed right"
-    yield Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
+    shapes = Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
+    yield from _and_coarse(*_in_each_dtype(shapes))
 
 
 def _called_cases(base: WeightRecipe) -> Iterator[Case]:
@@ -240,8 +245,7 @@ def _called_cases(base: WeightRecipe) -> Iterator[Case]:
         rows = {"non_finite": (3, 40), "gradient": (*usual, 129)}.get(name, usual)
         recipe = _tailed(base) if name in {"gradient", "unmodified", "last_page"} else base
         case = Case(contract=contract, part=part, text=text, check=name, recipe=recipe, rows=rows)
-        each = _in_each_dtype(case)
-        yield from each if name == "gradient" else _and_coarse(*each)
+        yield from _and_coarse(*_in_each_dtype(case))
     for part, name, text in (
         ("repeat", "repeat", "the same input gives the same bits"),
         ("non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
@@ -301,10 +305,11 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-15", "elsewhere", "elsewhere", "a layer pickled to a new process gives the same bits there"),
     ):
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
-        yield Case(
+        case = Case(
             contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows,
             is_slow=name in _SLOW,
         )  # fmt: skip
+        yield from _and_coarse(case) if name in _ABOUT_CALLS else (case,)
     for dtype in _DTYPES:
         text = "every dtype of x and y that is declared is served rightly"
         yield Case(

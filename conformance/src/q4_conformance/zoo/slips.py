@@ -293,6 +293,57 @@ class KeepsScratchPerThread(_Calls):
             self._kept.append(self._own.scratch)
 
 
+class _CoarseCalls(ToyKernel):
+    """What a slip does in calls of the int8 path alone."""
+
+    def linear(
+        self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None, path: str
+    ) -> None:
+        super().linear(prepared, x, out, bias=bias, path=path)
+        if path == "dot_w4a8":
+            self.after_int8(out)
+
+    def after_int8(self, out: torch.Tensor) -> None:
+        """Do it."""
+
+
+class SeedsInInt8(_CoarseCalls):
+    """Seeds torch's generator in each int8 call."""
+
+    def after_int8(self, out: torch.Tensor) -> None:
+        torch.manual_seed(0)
+
+
+class KeepsInt8PerRows(_CoarseCalls):
+    """Keeps an int8 result for each number of rows that it ever saw."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def after_int8(self, out: torch.Tensor) -> None:
+        self._kept.setdefault(len(out), out.clone())
+
+
+class RoundsInt8ToDefault(_CoarseCalls):
+    """Rounds int8 results to torch's default dtype."""
+
+    def after_int8(self, out: torch.Tensor) -> None:
+        out.copy_(out.to(torch.get_default_dtype()))
+
+
+class LosesInt8InForks(_CoarseCalls):
+    """Raises in int8 calls of a process that was forked from the one that made it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._home = os.getpid()
+
+    def after_int8(self, out: torch.Tensor) -> None:
+        if os.getpid() != self._home:
+            raise RuntimeError("the pool is gone")
+
+
 class GradientOf64Rows(Differentiates):
     """Leaves out what lies beyond 64 rows in its gradient."""
 
@@ -365,6 +416,28 @@ SLIP_FAULTS: tuple[Fault, ...] = tuple(
         ("dies-with-its-threads", DiesWithItsThreads, "EX-15/forked", "forked after a call", _WITH_CORE),
         ("keeps-scratch-per-rows", KeepsScratchPerRows, "TC-18/varied", "numbers of rows", _WITH_CORE),
         ("keeps-scratch-per-thread", KeepsScratchPerThread, "TC-18/varied", "threads", _WITH_CORE),
+        (
+            "seeds-in-int8",
+            SeedsInInt8,
+            f"EX-08/settings/{_NF4}/float32/int8",
+            "changed torch's random state",
+            _WITH_CORE,
+        ),
+        ("keeps-int8-per-rows", KeepsInt8PerRows, f"TC-18/varied/{_NF4}/float32/int8", "numbers of rows", _WITH_CORE),
+        (
+            "rounds-int8-to-default",
+            RoundsInt8ToDefault,
+            f"EX-03/modes/{_NF4}/float32/int8",
+            "default dtype bfloat16",
+            _WITH_CORE,
+        ),
+        (
+            "loses-int8-in-forks",
+            LosesInt8InForks,
+            f"EX-15/forked/{_NF4}/float32/int8",
+            "the pool is gone",
+            _WITH_CORE,
+        ),
         (
             "gradient-of-64-rows",
             GradientOf64Rows,
