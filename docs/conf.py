@@ -35,6 +35,12 @@ def _keep_formulas(_app: Sphinx, _what: str, _name: str, _value: object, _option
         lines[number] = "".join(parts)
 
 
+def _show_toctrees(_app: Sphinx, _name: str, source: list[str]) -> None:
+    """Take tables of contents out of the comments that keep them from readers of plain Markdown."""
+    source[0] = re.sub(r"^<!--\n(```\{toctree\}\n.*?^```)\n-->", r"\1", source[0], flags=re.DOTALL | re.MULTILINE)
+
+
 def setup(app: Sphinx) -> None:
-    """Run before napoleon, which reads the sections of a docstring."""
+    """Change docstrings before napoleon reads their sections, and pages before they are parsed."""
     app.connect("autodoc-process-docstring", _keep_formulas, priority=400)
+    app.connect("source-read", _show_toctrees)

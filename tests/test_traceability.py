@@ -10,7 +10,7 @@ import attrs
 import pytest
 from parts import catchers
 from running import files_by_part, part_in
-from traceability import PAGE, certificates, page_of, parts, problems, tables
+from traceability import CERTIFICATES, PAGE, certificates, page_of, parts, problems, tables
 
 from q4_conformance.uses import USE_CASES, USES, uses_of
 
@@ -37,6 +37,14 @@ def test_use_cases_are_told() -> None:
     for use, part in zip(USE_CASES, re.split(r"^## UC-", text, flags=re.MULTILINE)[1:], strict=True):
         proved = part.split("**Proved by:**")[1]
         assert re.findall(r"(?:TC|EX)-\d+", proved) == [contract for contract, uses in USES.items() if use in uses]
+
+
+def test_every_certificate_is_linked() -> None:
+    """The list of certificates has each folder's page, once, and says of each whether it is a certificate."""
+    text = (CERTIFICATES / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\|.*\| \[(.+)\]\((.+)\), a (\w+) \|$", text, re.MULTILINE)
+    pages = [(page.parent.name, f"{page.parent.name}/{page.name}", page.stem) for page in CERTIFICATES.glob("*/*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 def test_a_use_case_without_a_case_shows() -> None:

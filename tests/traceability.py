@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from q4_conformance import Case
 
-__all__ = ["PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables"]
+__all__ = ["CERTIFICATES", "PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traceability.md"
