@@ -7,14 +7,24 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/write-a-backend/index.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "docs/write-a-backend"
+PAGE = (GUIDE / "index.md").read_text(encoding="utf-8")
 HELLO, USE = re.findall(r"^```(?:\{code-block\} py3|python)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 SERVES, RECORD = re.findall(r"^```text\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+SHOWN = {
+    f"{page.stem}-{number}": (source, block)
+    for page in sorted(GUIDE.glob("*.md"))
+    for number, (source, block) in enumerate(
+        re.findall(r"^<!-- from (\S+) -->\n```\w+\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE), 1
+    )
+}
+"""Page and number → a file, which an invisible comment names, and the code of it that the page shows below."""
 
 
 @pytest.fixture
@@ -41,6 +51,21 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_code_of_files_is_marked() -> None:
+    """The pages hold their code themselves, for readers in the repository, and every marker has a block below it."""
+    texts = [page.read_text(encoding="utf-8") for page in GUIDE.glob("*.md")]
+    assert not any("literalinclude" in text for text in texts)
+    assert len(SHOWN) == sum(text.count("<!-- from ") for text in texts) >= 8
+
+
+@pytest.mark.parametrize(("source", "block"), SHOWN.values(), ids=SHOWN)
+def test_code_of_a_file_is_that_files(source: str, block: str) -> None:
+    """A marked block is, line for line, a contiguous part of its file; methods stand without their indentation."""
+    lines, wanted = (ROOT / source).read_text(encoding="utf-8").splitlines(), block.splitlines()
+    parts = ("\n".join(lines[start : start + len(wanted)]) for start in range(len(lines)))
+    assert "\n".join(wanted) in map(textwrap.dedent, parts), f"not in {source}, line for line:\n{block}"
+
+
 def test_hello_world_is_eleven_lines() -> None:
     """The heading says so."""
     assert len(HELLO.splitlines()) == 11
@@ -65,7 +90,7 @@ def test_hello_world_holds_what_it_declares(folder: Path) -> None:
 
 def test_a_program_may_judge_and_certify(tmp_path: Path) -> None:
     """What the page on certificates shows of the package runs, with the reference in the example's place."""
-    text = (ROOT / "docs/write-a-backend/certify.md").read_text(encoding="utf-8")
+    text = (GUIDE / "certify.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"^```python\n(from q4_conformance.*?)^```", text, re.DOTALL | re.MULTILINE)
     (tmp_path / "hello.py").write_text(program.replace("example-backend", "dequant-fallback"), encoding="utf-8")
     assert run(tmp_path, "hello.py") == "True partial\n"
@@ -75,14 +100,14 @@ def test_a_program_may_judge_and_certify(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["dialect", "memory"])
 def test_a_whole_plugin_holds_what_the_page_says(page: str, tmp_path: Path) -> None:
     """The page shows a whole module, and its command judges what that module brings: nothing fails."""
-    text = (ROOT / f"docs/write-a-backend/{page}.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^```\{literalinclude\} (\S+)\n:language: python\n```$", text, re.MULTILINE)
+    text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
+    source, block = SHOWN[f"{page}-1"]
     first, (module, command) = re.findall(r"^    Q4_PLUGIN_MODULES=(\S+) q4 (.*)$", text, re.MULTILINE)
     assert (module, command) == (first[0], f"{first[1]} --report report")
     name = command.split()[1]
     assert f'q4_conformance("{name}", profile="{page}")' in text
-    assert shown.endswith(f"/{module.replace('.', '/')}.py")
-    assert (ROOT / "docs/write-a-backend" / shown).is_file()
+    assert source.endswith(f"/{module.replace('.', '/')}.py")
+    assert block == (ROOT / source).read_text(encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "q4core.cli", *command.split(), "--json"],
         cwd=tmp_path,
