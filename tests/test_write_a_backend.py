@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str) -> str:
+def run(folder: Path, *arguments: str, **variables: str) -> str:
     """Run Python as the page's reader would, and return what it prints."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    variables = os.environ | {"Q4_PLUGIN_MODULES": "hello", "PYTHONPATH": path, "COLUMNS": "120"}
+    variables = os.environ | {"Q4_PLUGIN_MODULES": "hello", "PYTHONPATH": path, "COLUMNS": "120"} | variables
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -78,8 +78,8 @@ def test_hello_world_is_found(folder: Path) -> None:
 
 
 def test_hello_world_serves(folder: Path) -> None:
-    """A session that names it runs it, and the record begins as the page shows."""
-    assert run(folder, "-c", USE).startswith(RECORD)
+    """A session that names it runs it, and the record is what the page shows beside the reference alone."""
+    assert run(folder, "-c", USE, Q4_PLUGINS="hello,dequant-fallback") == RECORD
 
 
 def test_hello_world_holds_what_it_declares(folder: Path) -> None:
