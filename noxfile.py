@@ -196,7 +196,7 @@ def _certify(session: nox.Session, name: str, *, is_check: bool) -> None:
     folder = Path("build/certificates") / name if is_check else kept
     options, variables = JUDGED[name]
     if is_check:
-        shutil.rmtree(folder, ignore_errors=True)  # a report leaves an older certificate where it is
+        shutil.rmtree(folder, ignore_errors=True)  # a partial report that passes leaves an older certificate
     _run(session, "q4", "conform", name, *options, "--report", folder.as_posix(), **variables)
     if is_check:
         documents = [next(place.glob("*.json")).as_posix() for place in (kept, folder)]  # certificates, or reports

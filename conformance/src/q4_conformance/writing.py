@@ -30,8 +30,8 @@ def write_files(
 ) -> tuple[Path, ...]:
     """Write a document in every form, and return the files.
 
-    A certificate takes the place of a report. A whole run that failed takes an older certificate away, because it holds
-    no more; a partial run leaves it alone.
+    A certificate takes the place of a report. A run that failed, of all cases or of some, takes an older certificate
+    away, because it holds no more; one that passed and is partial leaves it alone.
 
     Args:
         folder: Where to; made where it is not there.
