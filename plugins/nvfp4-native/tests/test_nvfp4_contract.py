@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 import torch
 from nvfp4_emulation import emulated_backend, emulated_library
 
-from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance import Case, Outcome, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
 
 CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision is ActivationPrecision.FP4]
 PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
-# What the kit asks of layers in every dtype, or at the default precision alone, is asked of w4a4 as well.
-_ASKED = {case.id for case in CASES}
-DUTIES = [
-    duty
-    for case in (*linear_cases(["nvfp4", "mxfp4"]), *backend_cases(["nvfp4", "mxfp4"]))
-    if case.precision is ActivationPrecision.EXACT
-    and case.check in {"repeat", "threads", "unmodified", "non_finite", "leading", "out", "bias", "strided", "gradient"}
-    and (duty := attrs.evolve(case, precision=ActivationPrecision.FP4)).id not in _ASKED
-]
-LONG = {"long", "threads", "counts", "rows", "tiles", "neighbours", "awkward"}
+LONG = {
+    *("long", "threads", "counts", "rows", "tiles", "neighbours", "awkward", "values", "inference", "shapes"),
+    *("bias", "out", "static", "strided"),
+}
 """Parts that take an emulator seconds: in each run by float32, in the others by the marker ``every``."""
 MANY = {"wide", "many"}
 """Parts that take it minutes."""
@@ -32,7 +25,8 @@ USUAL_K = 10_000
 
 def _marked(case: Case) -> object:
     is_long = case.weight_recipe.k > USUAL_K and (case.part != "long" or case.weight_recipe.k > 2 * USUAL_K)
-    is_rare = is_long or case.part in MANY or (case.part in LONG and case.dtype is not torch.float32)
+    is_again = case.part in LONG or case.weight_recipe.format.name != "nvfp4"
+    is_rare = is_long or case.part in MANY or (is_again and case.dtype is not torch.float32)
     return pytest.param(case, id=case.id, marks=pytest.mark.every if is_rare else ())
 
 
@@ -69,12 +63,6 @@ def test_case(case: Case, by_driver: BackendSubject) -> None:
 def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
     """The case passes by the functions of an external library."""
     _run(case, by_library)
-
-
-@pytest.mark.parametrize("case", DUTIES, ids=[case.id for case in DUTIES])
-def test_duty(case: Case, by_driver: BackendSubject) -> None:
-    """What holds for every layer holds for w4a4."""
-    _run(case, by_driver)
 
 
 def test_float_scales_are_refused_with_their_reason(by_driver: BackendSubject) -> None:
