@@ -116,7 +116,22 @@ class _Run:
             self.results[told.case] = told
         else:
             self.done = told
+            self._settle(told)
             self._told.put(LookupError(f"the run of {self.target.name} has ended"))
+
+    def _settle(self, run: Run) -> None:
+        """Let the cases of formats that it turned out not to declare say so, which no run came to."""
+        from q4_conformance import CaseResult, Outcome, cases_for  # noqa: PLC0415  # see the module's docstring
+
+        if run.target == self.target:
+            return
+        due = set(run.report.expected)
+        for case in cases_for(self.target):
+            if case.id not in due:
+                message = "its format is not declared"
+                self.results[case.id] = CaseResult(
+                    case=case.id, contract=case.contract, outcome=Outcome.NOT_DECLARED, message=message
+                )
 
     def _work(self) -> None:
         from q4_conformance import Query, run_target  # noqa: PLC0415  # see the module's docstring

@@ -10,14 +10,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+import torch
+
 from q4_conformance.zoo import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
 from q4_conformance.zoo.toy_dialect import ToyDialect
-from q4core import DialectError
+from q4core import DialectError, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from q4core import Dialect, MemoryProvider
 
@@ -209,6 +209,17 @@ def bad_overrides() -> ToyKernel:
     kernel = ToyKernel("hostile")
     kernel.conformance_overrides = [{"case": "TC-09", "reason": "because", "bound": 1e9}]  # type: ignore[attr-defined]
     return kernel
+
+
+def one_format() -> ToyKernel:
+    """Return a right kernel of one format, as a first backend is."""
+    few = {"formats": {"nf4"}, "dtypes": {torch.float32}, "precisions": {Precision.W4A32}}
+    return ToyKernel("one-format", **few)
+
+
+def right_dialect() -> Dialect:
+    """Return a right dialect, which declares one format."""
+    return ToyDialect()
 
 
 def idle_dialect() -> Dialect:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
+from q4_conformance.agreement import disagreements
 from q4_conformance.certificate import make_certificate
 from q4_conformance.isolated import run_isolated, run_target
 from q4_conformance.process import Limits, resident_bytes
 from q4_conformance.profiles import UnknownTargetError
 from q4_conformance.query import Query
+from q4_conformance.verify import check_census
 from q4_conformance.writing import write_files
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -62,6 +64,21 @@ def test_any_text_is_a_message(name: str, words: str, tmp_path: Path) -> None:
     assert len(struck.message) < 1 << 17
     write_files(tmp_path, make_certificate(run, ["q4"]), [])
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "profile", "formats"), [("one_format", "kernel", ["nf4"]), ("right_dialect", "dialect", ["mxfp4"])]
+)
+def test_what_a_function_makes_is_judged_on_all_that_it_declares(name: str, profile: str, formats: list[str]) -> None:
+    """A right subject of one format is certified for it, and nothing of any other format is due."""
+    run = run_target(Query(name=f"hostile:{name}", profile=profile))
+    document = make_certificate(run, ["q4", "conform", f"hostile:{name}", "--profile", profile])
+    assert document["subject"]["formats"] == formats
+    assert {row["format"] for row in document["formats"]} <= {*formats, "any"}
+    assert (document["standing"], document["kind"]) == ("certified", "certificate"), document["sentence"]
+    assert "are accounted for" in check_census(document, "x.json")
+    assert list(disagreements(document)) == []
 
 
 @pytest.mark.slow

@@ -9,7 +9,15 @@ import pytest
 import q4core as q4
 from q4_conformance.isolated import run_target
 from q4_conformance.outcome import FailureError
-from q4_conformance.profiles import PROFILES, Target, UnknownTargetError, cases_for, find_target, subject_for
+from q4_conformance.profiles import (
+    PROFILES,
+    Target,
+    UnknownTargetError,
+    cases_for,
+    find_target,
+    narrowed,
+    subject_for,
+)
 from q4_conformance.query import Query
 from q4_conformance.reference import MissingReferenceError
 from q4_conformance.subject import BackendSubject
@@ -72,6 +80,18 @@ def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> Non
 def test_a_factory_is_not_imported_to_be_found() -> None:
     """``module:function`` is believed until its cases run, in a process that may die of it."""
     assert find_target("no_such_module:function", formats=["nf4"]).profile == "kernel"
+
+
+def test_what_was_made_is_judged_on_what_it_declares() -> None:
+    """A manifest narrows what stood for every format; where there is none, or a name was installed, nothing changes."""
+    made = find_target("no_such_module:function")
+    assert made.formats == tuple(q4.BUILTIN_FORMATS)
+    assert narrowed(made, {"capabilities": {"formats": ["q8_0", "nf4", "nf5"]}}).formats == ("nf4", "q8_0")
+    assert narrowed(made, {"formats": [["odd"], "mxfp4"]}).formats == ("mxfp4",)
+    for told in ({}, {"capabilities": {"formats": ["*"]}}):
+        assert narrowed(made, told) == made
+    named = find_target("dequant-fallback")
+    assert narrowed(named, {"capabilities": {"formats": ["nf4"]}}) == named
 
 
 def test_a_plugin_that_did_not_load_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,14 @@ def counts(done: pytest.RunResult) -> dict[str, int]:
     return {words: int(number) for number, words in found}
 
 
+def test_what_a_function_makes_is_judged_on_all_that_it_declares(run: Callable[..., pytest.RunResult]) -> None:
+    """A dialect that is made by a function has a whole run; the cases of formats that it lacks are not declared."""
+    mark = '"q4_conformance.zoo.toy_dialect:ToyDialect", profile="dialect"'
+    done = run(RIGHT, mark=mark)
+    assert done.ret == 0
+    assert counts(done) == {"passed": 5, "not declared": 36}
+
+
 def test_each_case_is_a_test_and_counts_under_its_own_name(
     run: Callable[..., pytest.RunResult], tmp_path: Path
 ) -> None:

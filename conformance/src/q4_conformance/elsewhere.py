@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from q4_conformance.lent import is_installed, lent
+from q4_conformance.making import make, maker_of
 from q4_conformance.outcome import FailureError, NotTestableError
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[
     """Return a layer's weight and its result for x, on the CPU, from a new process that the layer was pickled to.
 
     Raises:
-        NotTestableError: The backend is neither installed nor can it be pickled, so that no other process has it.
+        NotTestableError: The backend is neither installed, nor made by ``module:function``, nor can it be pickled, so
+            that no other process has it.
         FailureError: The other process fails.
     """
     buffer = io.BytesIO()
     try:
-        pickle.dump(None if is_installed(backend) else backend, buffer)
+        pickle.dump(None if is_installed(backend) else maker_of(backend) or backend, buffer)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         message = f"{backend.name!r} is not installed and can't be pickled: {error}"
         raise NotTestableError(message) from error
@@ -65,7 +67,7 @@ def serve() -> None:
     if backend is None:
         _answer(answers)
     else:
-        with lent(backend):
+        with lent(make(backend) if isinstance(backend, str) else backend):
             _answer(answers)
     answers.close()
 

@@ -17,7 +17,7 @@ from q4_conformance.cases import select_cases
 from q4_conformance.judging import Judging
 from q4_conformance.outcome import CaseResult, Report
 from q4_conformance.process import Child, Ended, Limits
-from q4_conformance.profiles import PROFILES, Target, cases_for
+from q4_conformance.profiles import PROFILES, Target, cases_for, narrowed
 from q4_conformance.query import Query, Run
 from q4core import BUILTIN_FORMATS, ConfigError
 
@@ -93,6 +93,8 @@ def run_target(  # noqa: PLR0913  # the facts of one run
         except Ended as ended:
             runner.fault = ended
     target = runner.target or _stand_in(query)
+    if not (query.formats or query.only):  # where cases are named, those of other formats say that they are undeclared
+        target = narrowed(target, runner.manifest)
     try:
         cases = _chosen(cases_for(target), query.only)
         if announce is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 
 from q4_conformance.cases import cases_of
 from q4_conformance.dialect_subject import DialectSubject
+from q4_conformance.making import make
 from q4_conformance.managed import MemorySubject
 from q4_conformance.outcome import FailureError
 from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
@@ -19,7 +19,7 @@ from q4_conformance.subject import BackendSubject, plugin_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from q4_conformance.table import Case
     from q4core import Backend, PluginRecord
@@ -29,8 +29,10 @@ __all__ = [
     "Target",
     "UnknownTargetError",
     "cases_for",
+    "declared_in",
     "find_target",
     "formats_of",
+    "narrowed",
     "subject_for",
     "target_names",
 ]
@@ -197,8 +199,30 @@ def _known_formats(formats: Iterable[str]) -> tuple[str, ...]:
 def formats_of(name: str) -> tuple[str, ...]:
     """Return the formats that a backend declares; every one where it is not there to be asked."""
     backend = default_registry().backends().get(name)
-    declared = frozenset({EVERY_FORMAT}) if backend is None else backend.capabilities.formats
-    return tuple(item for item in BUILTIN_FORMATS if declared & {EVERY_FORMAT, item})
+    return _known({EVERY_FORMAT} if backend is None else backend.capabilities.formats)
+
+
+def _known(declared: Iterable[str]) -> tuple[str, ...]:
+    """Return the formats that the kit has cases of, among those declared."""
+    told = {*declared}
+    return tuple(item for item in BUILTIN_FORMATS if told & {EVERY_FORMAT, item})
+
+
+def declared_in(manifest: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the formats that a manifest declares, of a backend or of a dialect; None where it tells none."""
+    told = manifest.get("formats") or manifest.get("capabilities", {}).get("formats")
+    return None if told is None else frozenset(item for item in told if isinstance(item, str))
+
+
+def narrowed(target: Target, manifest: Mapping[str, Any]) -> Target:
+    """Return a target on the formats that it turned out to declare once ``module:function`` had made it.
+
+    Where it could not be made there is no manifest, and the target stays as it is: every case then says why.
+    """
+    declared = declared_in(manifest)
+    if ":" not in target.name or not declared:
+        return target
+    return attrs.evolve(target, formats=[item for item in target.formats if item in _known(declared)])
 
 
 def _dialect_formats(name: str) -> tuple[str, ...]:
@@ -244,8 +268,7 @@ def subject_for(target: Target) -> Any:
 
 def _made(name: str) -> Any:
     """Return what ``module:function`` makes; None for any other name."""
-    module, separator, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)() if separator else None
+    return make(name) if ":" in name else None
 
 
 def _served(name: str, made: Backend) -> Backend:
