@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.certificate import content_hash, not_tested, to_text, verdict_hash
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.environment import manifest_of
+from q4_conformance.facts import counted, facts_of, required_of, title_of
 from q4_conformance.junit import to_junit
 from q4_conformance.markdown import to_markdown
 from q4_conformance.page import to_html
@@ -309,6 +311,54 @@ def test_pages_are_whole_and_escaped() -> None:
     assert all("q4 conform made-up --case one" in each for each in (page, text))
     assert told["content_hash"] in page
     assert told["content_hash"] in text
+
+
+def test_the_command_has_the_variables_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copies the command from a page repeats the run, in an interpreter or with a plugin that is not installed."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "my toys")
+    told = documents.document()
+    assert {"TRITON_INTERPRET", "Q4_PLUGIN_MODULES"} <= told["run"]["environment"].keys()
+    line = next(text for label, text in facts_of(told) if label == "Command")
+    assert line.endswith("q4 conform made-up")
+    assert "Q4_PLUGIN_MODULES='my toys' " in line
+    assert "TRITON_INTERPRET=1 " in line
+    assert line in html.unescape(to_html(told))
+    assert line in to_markdown(told)
+
+
+def test_pages_say_who_was_judged() -> None:
+    """Name, distribution and version stand at the top; a dialect is never taken for the library of that name."""
+    told = documents.document()
+    assert "<h1>made-up<small> 1</small></h1>" in to_html(told)
+    other = {**told, "source": {**told["source"], "distribution": "q4-made-up"}}
+    assert "<h1>made-up<small> of q4-made-up 1</small></h1>" in to_html(other)
+    assert "<title>made-up of q4-made-up 1 on cpu: Certified</title>" in to_html(other)
+    dialect = {**other, "subject": {**told["subject"], "profile": "dialect"}}
+    for page in (to_html(dialect), to_markdown(dialect)):
+        assert "dialect made-up of q4-made-up 1 on cpu" in page
+        assert "how q4-made-up reads and writes this layout" in page
+        assert "how q4-made-up reads" not in to_html(other)
+    core = {**told, "subject": {**told["subject"], "name": "q4core"}, "source": {"package": "q4core"}}
+    assert title_of(core) == "q4core 1"
+    assert title_of({**told, "source": {"package": "mine"}}) == "made-up of mine, of no version"
+    assert title_of({**told, "source": {}}) == "made-up"
+
+
+def test_pages_say_how_much_was_required() -> None:
+    """What passed stands beside what was required, and the rest is said to be no part of the claim."""
+    told = documents.document(documents.bad())
+    counts = told["counts"]
+    due = counts["cases"] - counts["not_declared"]
+    assert required_of(told) == (due - 1, due)
+    assert required_of({**told, "missing": ["one"]}) == (due - 1, due + 1)
+    for page in (to_html(told), to_markdown(told)):
+        assert (
+            f"{due - 1:,} of {due:,} required cases passed; {counts['not_declared']:,} others test what made-up" in page
+        )
+    assert counted({**told, "counts": {**counts, "not_declared": 0, "cases": 1, "pass": 1}}) == (
+        "1 of 1 required case passed"
+    )
 
 
 def test_lines_of_a_message_stay_lines_on_the_page() -> None:

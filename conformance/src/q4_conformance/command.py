@@ -17,6 +17,7 @@ from rich.text import Text
 
 from q4_conformance.certificate import make_certificate
 from q4_conformance.compare import compare
+from q4_conformance.facts import counted, title_of
 from q4_conformance.isolated import run_target
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.page import NAMES, SIGNS
@@ -217,8 +218,8 @@ def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
     if document["missing"]:
         console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
-    subject = document["subject"]
-    console.print(Text(f"{subject['name']} on {subject['device']}, in {run.seconds:.0f} s", style="dim"))
+    console.print(Text(counted(document), style="dim"))
+    console.print(Text(f"{title_of(document)} on {document['subject']['device']}, in {run.seconds:.0f} s", style="dim"))
     for point in run.points:
         console.print(Text(_speed(point), style="dim"))
     for path in files:
@@ -252,11 +253,10 @@ def _verify(path: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
         return
     console = _console()
-    counts, subject = document["counts"], document["subject"]
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
     seal, meaning = line_of(document)
     console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
-    console.print(f"{subject['name']} on {subject['device']}: {counts['pass']} of {counts['cases']} cases passed")
+    console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
     console.print(census)
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))

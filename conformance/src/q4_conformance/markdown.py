@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from q4_conformance.facts import counted, facts_of, not_meant, path_verdict, said_of, title_of
 from q4_conformance.outcome import Outcome
-from q4_conformance.page import NAMES, SIGNS, facts_of, path_verdict, said_of
+from q4_conformance.page import NAMES, SIGNS
 from q4_conformance.standing import seal_of
 from q4_conformance.tally import BAD, by_part, by_path, count, verdict_of
 
@@ -37,12 +38,14 @@ def _cell(counts: Mapping[str, int]) -> str:
 
 def to_markdown(document: Mapping[str, Any]) -> str:
     """Return the page."""
-    subject, counts = document["subject"], document["counts"]
+    counts = document["counts"]
     seal = seal_of(document)
     lines = [
-        f"# {subject['name']} on {subject['device']}: {seal.sign} {seal.word}",
+        f"# {title_of(document)} on {document['subject']['device']}: {seal.sign} {seal.word}",
         "",
         f"{document['sentence'].capitalize()} ({seal.note}). {document['statement']}",
+        "",
+        f"{counted(document)}. {not_meant(document)}".strip(),
         "",
         *_table(
             [

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import html
 import importlib.resources
-import shlex
 from typing import TYPE_CHECKING, Any
 
+from q4_conformance.facts import (
+    counted,
+    facts_of,
+    not_meant,
+    path_verdict,
+    required_of,
+    said_of,
+    subject_of,
+    title_of,
+)
 from q4_conformance.outcome import Outcome
 from q4_conformance.standing import seal_of
 from q4_conformance.tally import BAD, by_part, by_path, count, verdict_of
-from q4core import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["NAMES", "SIGNS", "facts_of", "path_verdict", "said_of", "to_html"]
+__all__ = ["NAMES", "SIGNS", "to_html"]
 
 SIGNS = {
     "pass": "✓",
@@ -39,35 +47,17 @@ NAMES = {
     "passed_by_fallback": "passed by fallback",
     "cases": "cases",
 }
+_TILES = {"not_declared": "not declared, so not required"}
+"""What a tile says where the name alone leaves a question."""
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _MOST_FINDINGS = 60
+_FEW = 4
+"""Up to so many formats stand close to the text, which then has the width that is left."""
 
 
 def _escape(value: object) -> str:
     text = " ".join(str(value).splitlines()).expandtabs(1)
     return html.escape("".join(letter if letter.isprintable() else "?" for letter in text))
-
-
-def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a reader wants to know of plugin, machine and run, as (label, text)."""
-    device, source, versions = document["device"], document["source"], document["versions"]
-    name = device.get("gpu") or device.get("processor", "unknown")
-    told = [
-        ("Device", f"{device['device']}: {name}" + (" (interpreter)" if device["interpreted"] else "")),
-        ("Compute capability", device.get("compute_capability")),
-        ("Driver", device.get("driver")),
-        ("CPU features", " ".join(device.get("cpu_features", ()))),
-        ("System", f"{device.get('system', '')} {device.get('machine', '')}, {device.get('cores', '?')} cores"),
-        ("Plugin", f"{source.get('distribution') or source.get('package', 'unknown')} {source.get('version') or ''}"),
-        ("Built with", ", ".join(f"{item} {version}" for item, version in source.get("with", {}).items())),
-        ("Source hash", f"sha256:{source.get('sha256', '')} over {source.get('files', 0)} files"),
-        ("Versions", ", ".join(f"{item} {version}" for item, version in versions.items() if version)),
-        ("Command", shlex.join(document["run"]["command"])),
-        ("Made", f"{document['volatile']['date']}, in {document['volatile']['seconds']:.0f} s"),
-        ("Hash of the verdicts", document["verdict_hash"]),
-        ("Hash of the content", document["content_hash"]),
-    ]
-    return [(label, text.strip()) for label, text in told if text and text.strip()]
 
 
 def _cell(counts: Mapping[str, int]) -> str:
@@ -102,14 +92,8 @@ def _matrix(document: Mapping[str, Any]) -> str:
         text = document["parts"].get(part, "")
         head = f'<th scope="row">{_escape(part).replace("/", "/<wbr>")}<small>{_escape(text)}</small></th>'
         rows.append(f"<tr>{head}{''.join(_cell(cells.get(kind, nothing)) for kind in formats)}</tr>")
-    return _table(["Case", *map(_escape, formats)], rows, label="Cases by format")
-
-
-def path_verdict(path: Mapping[str, Any]) -> str:
-    """Return in words whether a path stands for a format."""
-    if not path["passed"]:
-        return "✗ does not stand"
-    return "◐ passed in an interpreter" if path["standing"] == Standing.INTERPRETED.value else "✓ passed"
+    kind = "few" if len(formats) <= _FEW else ""
+    return _table(["Case", *map(_escape, formats)], rows, label="Cases by format", kind=kind)
 
 
 def _paths(document: Mapping[str, Any]) -> str:
@@ -118,7 +102,8 @@ def _paths(document: Mapping[str, Any]) -> str:
     for path, cells in paths:
         code = _escape(path["path"]).replace("_", "_<wbr>").replace("/", "<wbr>/")
         head = f'<th scope="row"><code>{code}</code><small>{_escape(path["kind"])}</small></th>'
-        facts = "".join(f"<td>{_escape(text)}</td>" for text in (path["format"], path["standing"], path_verdict(path)))
+        told = (path["format"], path["standing"], path_verdict(path))
+        facts = "".join(f"<td>{_escape(text)}</td>" for text in told)
         rows.append(f"<tr>{head}{facts}{''.join(map(_cell, cells))}</tr>")
     if not rows:
         return ""
@@ -127,7 +112,12 @@ def _paths(document: Mapping[str, Any]) -> str:
         "What really ran, as the core counted it, and what its makers know of it on such hardware; “interpreted” says "
         "nothing about any GPU. A path stands for a format where every case that concerns it passed: one that ended "
         "before it told its path, as a crash does, counts against every path that it could have concerned.",
-        _table(["Path", "Format", "Standing", "Verdict", *contracts], rows, label="Cases by kernel path", kind="paths"),
+        _table(
+            ["Path", "Format", "Standing", "Verdict", *(name.replace("-", "-<wbr>") for name in contracts)],
+            rows,
+            label="Cases by kernel path",
+            kind="paths",
+        ),
     )
 
 
@@ -176,13 +166,6 @@ def _not_tested(document: Mapping[str, Any]) -> str:
     return _section("What was not tested", "None of this counts as a pass.", body if rows else "<p>Nothing.</p>")
 
 
-def said_of(override: Mapping[str, Any]) -> str:
-    """Return what an override does, and why."""
-    does = ["is known to fail"] if override["is_known_failure"] else []
-    does += [f"is judged with a bound × {override['bound']:g}"] if override["bound"] > 1.0 else []
-    return f"{' and '.join(does)}: {override['reason']}"
-
-
 def _declared(document: Mapping[str, Any]) -> str:
     lines = [
         f'<div class="finding interpreted"><code>{_escape(item["case"])}…</code> {_escape(said_of(item))}</div>'
@@ -214,14 +197,23 @@ def _tone(name: str, number: int) -> str:
     return "fallback" if name == "passed_by_fallback" else name
 
 
+def _heading(document: Mapping[str, Any]) -> str:
+    subject, title = subject_of(document), title_of(document)
+    return f"<h1>{_escape(subject)}<small>{_escape(title.removeprefix(subject))}</small></h1>"
+
+
 def _header(document: Mapping[str, Any]) -> str:
     subject, counts, seal = document["subject"], document["counts"], seal_of(document)
-    tiles = [("cases", counts["cases"], "")]
-    tiles += [(name, counts[name], SIGNS[name]) for name in _OUTCOMES]
-    tiles.insert(2, ("passed_by_fallback", counts["passed_by_fallback"], "↺"))
-    items = "".join(
+    passed, required = required_of(document)
+    tiles = [(name, counts[name], SIGNS[name]) for name in _OUTCOMES if name != Outcome.PASS.value]
+    tiles.insert(0, ("passed_by_fallback", counts["passed_by_fallback"], "↺"))
+    items = (
+        f'<li class="{_tone("pass", passed)}"><b><i aria-hidden="true">{SIGNS["pass"]}</i> {passed:,}</b>'
+        f"<span>passed of {required:,} required</span></li>"
+    )
+    items += "".join(
         f'<li class="{_tone(name, number)}"><b><i aria-hidden="true">{mark}</i> '
-        f"{number:,}</b><span>{NAMES[name]}</span></li>"
+        f"{number:,}</b><span>{_TILES.get(name, NAMES[name])}</span></li>"
         for name, number, mark in tiles
     )
     device = document["device"]
@@ -230,9 +222,10 @@ def _header(document: Mapping[str, Any]) -> str:
     place += " through an interpreter, on no GPU" if device["interpreted"] else ""
     return (
         f'<header class="{seal.tone}"><div><p class="kicker">q4 conformance {document["kind"]}</p>'
-        f"<h1>{_escape(subject['name'])}</h1>"
+        f"{_heading(document)}"
         f'<p class="lead">{_escape(subject["profile"])} profile on {_escape(subject["device"])} · {_escape(place)}<br>'
-        f"{_escape(document['sentence'].capitalize())}.</p></div>"
+        f"{_escape(document['sentence'].capitalize())}.<br>{_escape(f'{counted(document)}. {not_meant(document)}')}"
+        "</p></div>"
         f'<div class="seal {seal.tone}"><b>{seal.sign} {seal.word}</b><span>{seal.note}<br>{day}</span></div>'
         f'<ul class="tiles">{items}</ul></header>'
     )
@@ -270,7 +263,7 @@ def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = (
         points: Measurements to show beside it.
     """
     style = importlib.resources.files("q4_conformance").joinpath("page.css").read_text(encoding="utf-8")
-    title = f"{document['subject']['name']} on {document['subject']['device']}: {seal_of(document).word}"
+    title = f"{title_of(document)} on {document['subject']['device']}: {seal_of(document).word}"
     legend = "".join(
         f'<li><span class="cell {name}">{sign}</span> {NAMES[name]}</li>' for name, sign in SIGNS.items() if sign
     )
