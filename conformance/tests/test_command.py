@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 import q4core as q4
 from q4_conformance.certificate import to_text
 from q4_conformance.command import add_conform
+from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.plugin import q4_commands
 from q4_conformance.profiles import UnknownTargetError
 from q4_conformance.verify import CertificateError, read_certificate
@@ -222,6 +223,38 @@ def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.Monk
         "    one",
         "    two",
     ]
+
+
+def test_a_message_of_many_cases_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cause that fails everything stands there once, with the number of cases and the command of the first."""
+    ends = {
+        name: CaseResult(
+            case=name,
+            contract=name[:5],
+            outcome=Outcome.FAIL,
+            message="no such library" if number else "another",
+            reproducer=f"q4 conform made-up --case {name}",
+        )
+        for number, name in enumerate(documents.run().report.expected)
+    }
+    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: documents.run(ends))
+    result = _call("made-up")
+    _, second, *_ = ends
+    assert result.exit_code == 1
+    assert result.stdout.count("no such library") == 1
+    assert f"✗ failed {second} and {len(ends) - 2:,} other cases, all with this message:" in result.stdout
+    assert f"    q4 conform made-up --case {second}\n" in result.stdout
+    assert "more; --report" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "n" * 300, "/proc/x", "/proc"])
+def test_a_report_where_no_folder_can_be_is_bad_usage(name: str, tmp_path: Path) -> None:
+    """It is refused before anything runs, by an error that names the option and the path."""
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    error = _call("dequant-fallback", "--report", tmp_path / name).exception
+    assert isinstance(error, q4.ConfigError)
+    assert error.name == "--report"
+    assert error.value == str(tmp_path / name)
 
 
 @pytest.mark.slow

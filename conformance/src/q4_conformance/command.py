@@ -3,58 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import sys
+import tempfile
 import threading
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from q4_conformance.certificate import make_certificate
 from q4_conformance.compare import compare
 from q4_conformance.facts import counted, title_of
 from q4_conformance.isolated import run_target
-from q4_conformance.outcome import CaseResult, Outcome
-from q4_conformance.page import NAMES, SIGNS
 from q4_conformance.process import Limits
 from q4_conformance.profiles import PROFILES
-from q4_conformance.query import Query, Run
+from q4_conformance.query import Query
 from q4_conformance.standing import line_of, seal_of
 from q4_conformance.tally import BAD
+from q4_conformance.terminal import STYLES, console_of, show_changes, show_run
 from q4_conformance.verify import check_census, installed_source, read_certificate
 from q4_conformance.writing import write_files
 from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from q4_conformance.outcome import CaseResult
 
 __all__ = ["add_conform"]
 
 _WHAT = "q4 conform"
-_PIPE_WIDTH = 1 << 14
-_MOST_SHOWN = 20
 _PERF_SECONDS = 1.0
 _MOST_SECONDS = 86_400.0
-_STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
-_BAD = {outcome.value for outcome in BAD}
+_NO_FOLDER = {
+    *(
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+    )
+}
+"""What the system says of a path that no folder can have; a full disk is none of it."""
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage, a damaged certificate, or "
     "one that says more than its results. --compare exits with 0 when every case ended alike and B certifies no less "
     "than A, else with 1: a verdict changed, the standing fell, a bound was widened, a path or format is gone, and "
     "so on. A run of all cases makes a certificate; --case and --format make a report."
 )
-
-
-def _console(*, to_stderr: bool = False) -> Console:
-    stream = sys.stderr if to_stderr else sys.stdout
-    # Where the output is no terminal nothing is cut, so that grep finds whole ids.
-    width = None if stream.isatty() else _PIPE_WIDTH
-    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
 
 
 def conform(  # noqa: PLR0913  # one argument per option
@@ -120,7 +122,7 @@ def conform(  # noqa: PLR0913  # one argument per option
 
 def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -> None:
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # before minutes are spent
+        _require_folder(folder)
     with _progress(query.name, is_at_once=not query.only) as (announce, watch):
         seconds = _PERF_SECONDS if is_perf else 0.0
         run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds, is_command=True)
@@ -132,9 +134,22 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
         told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
         typer.echo(json.dumps(told, indent=2))
     else:
-        _show(document, run, files)
+        show_run(document, run, files)
     if document["standing"] == "failed":
         raise typer.Exit(1)
+
+
+def _require_folder(folder: Path) -> None:
+    """Make a folder and a file in it that goes at once, before minutes are spent on what could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        rule, hint = "a folder that can be made and written", f"The system says: {error.strerror}."
+        raise ConfigError(_WHAT, name="--report", rule=rule, value=str(folder), hint=hint) from error
 
 
 def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
@@ -149,7 +164,7 @@ def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int],
 
     What is shown has a thread of its own, which that process, where it is a copy of this one, could not be made beside.
     """
-    console = _console(to_stderr=True)
+    console = console_of(to_stderr=True)
     if not console.is_terminal:
         yield (lambda _: None), (lambda _: None)
         return
@@ -186,54 +201,6 @@ def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int],
         bar.stop()
 
 
-def _lines(text: str) -> list[str]:
-    """Return the lines of a text that say something, without what a terminal can't show."""
-    lines = [line.expandtabs(1) for line in text.splitlines() if line.strip()]
-    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
-
-
-def _show(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
-    console = _console()
-    bad = [item for item in document["results"] if item["outcome"] in _BAD]
-    for item in bad[:_MOST_SHOWN]:
-        head = Text(f"{SIGNS[item['outcome']]} {NAMES[item['outcome']]} ", style="red")
-        console.print(Text.assemble(head, item["case"]))
-        for line in (*_lines(item["message"]), *_lines(item.get("reproducer", ""))):
-            console.print(Text(f"    {line}", style="dim"))
-    if len(bad) > _MOST_SHOWN:
-        console.print(f"… and {len(bad) - _MOST_SHOWN} more; --report and --json have all")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    names = ["cases", "pass", "passed_by_fallback", *(item.value for item in Outcome if item is not Outcome.PASS)]
-    table.add_column("format")
-    for name in names:
-        table.add_column(NAMES[name].replace(" ", "\n"), justify="right")
-    for row in document["formats"]:
-        table.add_row(row["format"], *(str(row[name] or "") for name in names))
-    counts = document["counts"]
-    if len(document["formats"]) > 1:
-        table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
-    console.print(table)
-    seal, meaning = line_of(document)
-    console.print()
-    console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
-    if document["missing"]:
-        console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
-    console.print(Text(counted(document), style="dim"))
-    console.print(Text(f"{title_of(document)} on {document['subject']['device']}, in {run.seconds:.0f} s", style="dim"))
-    for point in run.points:
-        console.print(Text(_speed(point), style="dim"))
-    for path in files:
-        console.print(Text(f"wrote {path}", style="dim"))
-
-
-def _speed(point: Mapping[str, Any]) -> str:
-    return (
-        f"{point['format']} {point['point']} M={point['rows']} {point['path']}: {point['median_us']:,.0f} µs, "
-        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s; "
-        f"{point['share_of_read']:.0%} of reading memory, {point['share_of_copy']:.0%} of copying it"
-    )
-
-
 def _verify(path: Path, *, as_json: bool) -> None:
     document = read_certificate(path)
     census = check_census(document, str(path))
@@ -252,10 +219,10 @@ def _verify(path: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(told, indent=2))
         return
-    console = _console()
+    console = console_of()
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
     seal, meaning = line_of(document)
-    console.print(Text.assemble((seal, _STYLES[seal_of(document).tone]), meaning))
+    console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
     console.print(census)
     console.print(told["installed"])
@@ -267,31 +234,9 @@ def _compare(before: Path, after: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
-        _show_changes(told)
+        show_changes(told)
     if told["is_weaker"] or not told["same_verdicts"]:
         raise typer.Exit(1)
-
-
-def _show_changes(told: Mapping[str, Any]) -> None:
-    console = _console()
-    for item in told["verdicts"]:
-        style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
-        line = Text(f"{item['change']:<7}", style=style)
-        console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
-    for item in told["weaker"]:
-        console.print(Text("weaker ", style="red").append(f"{item['what']}: {item['before']} → {item['after']}"))
-    for item in told["paths"]:
-        console.print(f"path   {item['case']}: {', '.join(item['before'])} → {', '.join(item['after'])}")
-    for section in ("facts", "counts"):
-        for item in told[section]:
-            console.print(Text(f"{item['what']}: {item['before']} → {item['after']}", style="dim"))
-    alike = "every case ended alike" if told["same_verdicts"] else f"{len(told['verdicts'])} cases ended differently"
-    if told["is_weaker"]:
-        console.print(Text(f"✗ {alike}; the second certifies less", style="bold red"))
-    elif told["same_verdicts"]:
-        console.print(Text(f"✓ {alike}", style="bold green"))
-    else:
-        console.print(Text(alike, style="bold"))
 
 
 def add_conform(app: typer.Typer) -> None:

@@ -51,7 +51,7 @@ _TILES = {"not_declared": "not declared, so not required"}
 """What a tile says where the name alone leaves a question."""
 _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _MOST_FINDINGS = 60
-_FEW = 4
+_FEW = 5
 """Up to so many formats stand close to the text, which then has the width that is left."""
 
 
