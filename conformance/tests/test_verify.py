@@ -33,6 +33,14 @@ def _with_reason(told: dict[str, Any]) -> dict[str, Any]:
     return {**told, "results": [told["results"][0] | {"overrides": ["nobody declared"]}, *told["results"][1:]]}
 
 
+def _with_run(told: dict[str, Any], **facts: object) -> str:
+    return to_text(_rehashed({**told, "run": {**told["run"], **facts}}))
+
+
+def _with_volatile(told: dict[str, Any], **facts: object) -> str:
+    return to_text(_rehashed({**told, "volatile": {**told["volatile"], **facts}}))
+
+
 _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
     "truncated": lambda told: to_text(told)[:-200],
     "not json": lambda _: "certified!",
@@ -59,6 +67,14 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
     "a manifest with a hole": lambda told: to_text(
         _rehashed({**told, "manifest": {**told["manifest"], "offered": None}})
     ),
+    "a number without an end": lambda told: to_text(told).replace('"seconds": 3.0', '"seconds": 1e999'),
+    "true for 1": lambda told: to_text(_rehashed({**told, "schema_version": True})),
+    "time before it began": lambda told: _with_volatile(told, seconds=-1),
+    "cases before it began": lambda told: _with_volatile(told, case_seconds=-1),
+    "no time for a case": lambda told: _with_run(told, case_seconds=0),
+    "less than no time": lambda told: _with_run(told, case_seconds=-1),
+    "no process": lambda told: _with_run(told, processes=0),
+    "no memory": lambda told: _with_run(told, memory_bytes=0),
     "a hidden override": lambda told: to_text(_rehashed(_with_reason(told))),
 }
 """What may be done to a certificate."""
@@ -89,6 +105,14 @@ _EDITS: dict[str, Callable[[dict[str, Any]], str]] = {
         ("a made-up interpreter", "device.interpreted"),
         ("a manifest with a hole", "document"),
         ("a hidden override", "results[0].overrides"),
+        ("a number without an end", "file"),
+        ("true for 1", "document.schema_version"),
+        ("time before it began", "document.volatile.seconds"),
+        ("cases before it began", "document.volatile.case_seconds"),
+        ("no time for a case", "document.run.case_seconds"),
+        ("less than no time", "document.run.case_seconds"),
+        ("no process", "document.run.processes"),
+        ("no memory", "document.run.memory_bytes"),
     ],
 )
 def test_a_damaged_certificate_is_refused(tmp_path: Path, what: str, name: str) -> None:
@@ -105,6 +129,24 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """A file that is not there, and a folder, are typed errors."""
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(CertificateError):
+            read_certificate(path)
+
+
+def test_who_names_a_page_or_a_folder_is_told_the_document(tmp_path: Path) -> None:
+    """Beside a page, or in a folder, the JSON document is named; where there is none, it is said what to look for."""
+    pages = ("certificate.html", "certificate.md", "certificate.xml")
+    write_files(tmp_path, documents.document(), [])
+    document = str(tmp_path / "certificate.json")
+    for path in (tmp_path, *(tmp_path / name for name in pages)):
+        with pytest.raises(CertificateError) as caught:
+            read_certificate(path)
+        assert caught.value.hint == f"Check {document}."
+    (tmp_path / "certificate.json").rename(tmp_path / "report.json")
+    with pytest.raises(CertificateError, match=re.escape(str(tmp_path / "report.json"))):
+        read_certificate(tmp_path)
+    (tmp_path / "report.json").unlink()
+    for path in (tmp_path, tmp_path / "certificate.html"):
+        with pytest.raises(CertificateError, match=r"file that a run wrote|file that was written with it"):
             read_certificate(path)
 
 

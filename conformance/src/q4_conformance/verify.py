@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from typing import TYPE_CHECKING, Any
+import math
+from pathlib import Path
+from typing import Any
 
 from q4_conformance.agreement import disagreements
 from q4_conformance.bounded import NotRegularError, TooLargeError, read_bounded
@@ -24,13 +26,13 @@ from q4_conformance.profiles import Target, cases_for
 from q4_conformance.tally import part_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Q4Error
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 __all__ = ["CertificateError", "check_census", "installed_source", "read_certificate", "schema"]
 
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
+_DOCUMENTS = ("certificate.json", "report.json")
+_PAGES = {".html", ".md", ".xml"}
+"""What a run writes beside its document."""
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -103,24 +105,48 @@ def _load(path: str | Path, refuse: Any) -> Any:
     def constant(text: str) -> Any:
         raise ValueError(f"{text} is no JSON")
 
+    def number(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"{text} is too large for a number")
+        return float(text)
+
     try:
         data = read_bounded(path, _MOST_BYTES)
     except NotRegularError as error:
-        raise refuse("file", "a regular file", str(error), "Save it to a file first.") from error
+        raise refuse("file", "a regular file", str(error), _of_folder(Path(path))) from error
     except TooLargeError as error:
         raise refuse("size", f"at most {_MOST_BYTES} bytes", str(error), "It is no certificate.") from error
     except (OSError, ValueError) as error:
         raise refuse("file", "one that can be read", getattr(error, "strerror", None) or str(error)) from error
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except (ValueError, RecursionError) as error:
-        raise refuse("file", "whole JSON", str(error), "It was cut off or damaged.") from error
+        page = Path(path).suffix in _PAGES
+        rule, hint = (
+            ("the JSON document", _beside(Path(path))) if page else ("whole JSON", "It was cut off or damaged.")
+        )
+        raise refuse("file", rule, f"{path}: {error}" if page else str(error), hint) from error
+
+
+def _of_folder(path: Path) -> str:
+    """Return what to do where a folder, or another thing that is no file, was named."""
+    if not path.is_dir():
+        return "Save it to a file first."
+    there = [str(path / name) for name in _DOCUMENTS if (path / name).is_file()]
+    return f"Check {' or '.join(there)}." if there else "Name the JSON file that a run wrote."
+
+
+def _beside(path: Path) -> str:
+    """Return what to check in place of a page."""
+    document = path.with_suffix(".json")
+    return f"Check {document}." if document.is_file() else "Check the .json file that was written with it."
 
 
 def _mismatch(value: Any, rule: dict[str, Any], name: str) -> tuple[str, str, object] | None:  # noqa: PLR0911  # one line per word of the schema
     """Return (name, rule, value) of the first thing that the schema does not allow; it knows the words used there."""
     if "const" in rule:
-        return None if value == rule["const"] else (name, repr(rule["const"]), value)
+        same = type(value) is type(rule["const"]) and value == rule["const"]  # True equals 1
+        return None if same else (name, repr(rule["const"]), value)
     if "enum" in rule:
         return None if value in rule["enum"] else (name, f"one of {', '.join(map(str, rule['enum']))}", value)
     kinds = rule.get("type", [])
@@ -135,9 +161,16 @@ def _mismatch(value: Any, rule: dict[str, Any], name: str) -> tuple[str, str, ob
             problem = _mismatch(item, rule["items"], f"{name}[{number}]")
             if problem is not None:
                 return problem
-    if isinstance(value, (int, float)) and value < rule.get("minimum", value):
-        return name, f"at least {rule['minimum']}", value
+    if isinstance(value, (int, float)):
+        return _mismatch_in_number(value, rule, name)
     return None
+
+
+def _mismatch_in_number(value: float, rule: dict[str, Any], name: str) -> tuple[str, str, object] | None:
+    if value < rule.get("minimum", value):
+        return name, f"at least {rule['minimum']}", value
+    lowest = rule.get("exclusiveMinimum")
+    return None if lowest is None or value > lowest else (name, f"more than {lowest}", value)
 
 
 def _mismatch_in_object(value: dict[str, Any], rule: dict[str, Any], name: str) -> tuple[str, str, object] | None:
