@@ -132,6 +132,18 @@ def test_an_interpreter_certifies_no_gpu() -> None:
         assert "Certified" not in text
 
 
+def test_a_format_of_which_nothing_passed_is_named() -> None:
+    """A whole run that shows nothing of a declared format is not certified, and its sentence says of which."""
+    other = [item for item in documents.run().report.expected if "/q8_0" in item]
+    ends = {
+        name: CaseResult(case=name, contract=name[:5], outcome=Outcome.NOT_DECLARED, message="refused")
+        for name in other
+    }
+    told = documents.document(ends)
+    assert told["standing"] == "failed"
+    assert told["sentence"] == "not certified; no case passed of what is declared: q8_0"
+
+
 def test_the_matrix_adds_up() -> None:
     """Each case stands in the matrix under its format and the paths that it ran; paths are counted on their own."""
     told = documents.document()

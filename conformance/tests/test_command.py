@@ -21,6 +21,7 @@ from q4_conformance.command import add_conform
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.plugin import q4_commands
 from q4_conformance.profiles import UnknownTargetError
+from q4_conformance.tally import part_order
 from q4_conformance.verify import CertificateError, read_certificate
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -127,6 +128,41 @@ def test_a_case_that_does_not_exist_is_an_error() -> None:
     error = _call("dequant-fallback", "--case", "TC-99").exception
     assert isinstance(error, q4.ConfigError)
     assert "TC-09" in str(error)
+    error = _call("dequant-fallback", "--case", "TC-09/bais").exception
+    assert isinstance(error, q4.ConfigError)
+    meant, _, there = (error.hint or "").partition("? There are ")
+    assert meant == "Did you mean TC-09/bias"
+    names = there.rstrip(".").split(", ")
+    assert names == sorted(names, key=part_order)
+    assert len(names) > 10
+
+
+@pytest.mark.slow
+def test_what_is_not_declared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of formats that the kit does not know, or a wish beyond the manifest, is told as what it is."""
+    text = """
+import q4core as q4
+from q4_conformance.zoo import ToyKernel
+
+@q4.hookimpl
+def q4_backends():
+    return [ToyKernel("unknown", formats={"nf5"}), ToyKernel("few", formats={"nf4"})]
+"""
+    (tmp_path / "q4_unknown.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_unknown")
+    said = _answer("unknown", status=1)["certificate"]["sentence"]
+    assert "no format that is declared (nf5) has a case; there are cases of nf4, " in said
+    error = _call("unknown", "--case", "TC-09/bias").exception
+    assert isinstance(error, q4.ConfigError)
+    assert error.value == "nf5"
+    assert error.name != "--case"
+    for words, lacking in (
+        (("--format", "nvfp4"), "format nvfp4; it declares nf4"),
+        (("--device", "cuda"), "device cuda"),
+    ):
+        said = _answer("few", *words, "--case", "TC-09/bias", status=1)["certificate"]["sentence"]
+        assert f"no case passed: the manifest does not declare {lacking}" in said
 
 
 @pytest.mark.parametrize("words", [(), ("a", "--verify", "b"), ("--verify", "a", "--compare", "a", "b")])

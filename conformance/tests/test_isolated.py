@@ -88,6 +88,7 @@ def test_a_dialect_that_does_nothing_has_no_certificate() -> None:
     assert {result.outcome for result in run.report.results} == {Outcome.PASS, Outcome.NOT_DECLARED}
     document = make_certificate(run, ["q4"])
     assert (document["standing"], document["kind"]) == ("failed", "report")
+    assert document["sentence"].endswith("no case passed of what is declared: mxfp4")
 
 
 @pytest.mark.slow

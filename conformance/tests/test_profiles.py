@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 import q4core as q4
+from q4_conformance.declared import narrowed, undeclared
 from q4_conformance.isolated import run_target
 from q4_conformance.outcome import FailureError
 from q4_conformance.profiles import (
@@ -15,7 +16,6 @@ from q4_conformance.profiles import (
     UnknownTargetError,
     cases_for,
     find_target,
-    narrowed,
     subject_for,
 )
 from q4_conformance.query import Query
@@ -75,6 +75,34 @@ def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> Non
     """A profile, a format or a device that the target does not have is a configuration error."""
     with pytest.raises(q4.ConfigError):
         find_target(name, **wish)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "rule"),
+    [
+        ("dequant-fallback", "kernal", "kernel for 'dequant-fallback'"),
+        ("dequant-fallback", "memory", "kernel for 'dequant-fallback'"),
+        ("q4core", "kernal", "core for 'q4core'"),
+        ("some:function", "kernal", "one of kernel, memory, dialect for 'some:function'"),
+        ("nobody", "kernal", "one of kernel, memory, dialect, core for 'a target'"),
+    ],
+)
+def test_a_refused_profile_lists_those_of_the_name(name: str, profile: str, rule: str) -> None:
+    """Only what the name can be judged under is offered; where nobody has the name, every profile is."""
+    with pytest.raises(q4.ConfigError) as caught:
+        find_target(name, profile=profile)
+    assert caught.value.rule == rule
+
+
+def test_what_is_not_declared_is_told_in_words() -> None:
+    """A format or a device that the manifest lacks is named, beside what it has; what it declares needs no word."""
+    manifest = {"capabilities": {"formats": ["nf4", "nf5"], "devices": ["cpu"]}}
+    assert undeclared({"formats": ["nf4"], "device": "cpu"}, manifest) == []
+    assert undeclared({"formats": ["nf4", "nvfp4"], "device": "cuda:1"}, manifest) == [
+        "the manifest does not declare format nvfp4; it declares nf4, nf5",
+        "the manifest does not declare device cuda; it declares cpu",
+    ]
+    assert undeclared({"formats": ["nf4"], "device": "cuda"}, {}) == []
 
 
 def test_a_factory_is_not_imported_to_be_found() -> None:

@@ -11,18 +11,20 @@ import contextlib
 import difflib
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from q4_conformance.cases import select_cases
+from q4_conformance.declared import declared_in, narrowed
 from q4_conformance.judging import Judging
 from q4_conformance.outcome import CaseResult, Report
 from q4_conformance.process import Child, Ended, Limits
-from q4_conformance.profiles import PROFILES, Target, cases_for, narrowed
+from q4_conformance.profiles import PROFILES, Target, cases_for
 from q4_conformance.query import Query, Run
+from q4_conformance.tally import part_order
 from q4core import BUILTIN_FORMATS, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from q4_conformance.table import Case
 
@@ -48,16 +50,28 @@ def _stand_in(query: Query) -> Target:
     return Target(profile or "kernel", query.name, query.formats or tuple(BUILTIN_FORMATS), query.device)
 
 
-def _chosen(cases: tuple[Case, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
+def _chosen(cases: tuple[Case, ...], only: tuple[str, ...], manifest: Mapping[str, Any]) -> tuple[Case, ...]:
     """Return the cases that are asked for; each text must ask for one at least."""
+    if only and not cases:
+        rule = f"such that one of them has cases: {', '.join(BUILTIN_FORMATS)}"
+        declared = ", ".join(declared_in(manifest) or ()) or "none"
+        raise ConfigError("q4 conform", name="formats that the manifest declares", rule=rule, value=declared)
     for text in only:
         if not any(case.id.startswith(text) for case in cases):
-            close = difflib.get_close_matches(text, [case.id for case in cases], n=1, cutoff=0.3)
-            contracts = ", ".join(dict.fromkeys(case.contract for case in cases))
-            hint = f"Did you mean {close[0]}? " if close else ""
-            hint += f"There are {contracts}." if contracts else "There are none: no format that has cases is declared."
-            raise ConfigError("q4 conform", name="--case", rule="the beginning of a case's id", value=text, hint=hint)
+            raise ConfigError(
+                "q4 conform", name="--case", rule="the beginning of a case's id", value=text, hint=_nearest(text, cases)
+            )
     return select_cases(cases, only)
+
+
+def _nearest(text: str, cases: tuple[Case, ...]) -> str:
+    """Return what may have been meant, as far into an id as the text goes, and which contracts there are."""
+    words = text.rstrip("/").count("/") + 1
+    beginnings = dict.fromkeys("/".join(case.id.split("/")[:words]) for case in cases)
+    close = difflib.get_close_matches(text, beginnings, n=1, cutoff=0.3)
+    contracts = sorted({case.contract for case in cases}, key=part_order)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"{meant}There are {', '.join(contracts)}."
 
 
 def run_target(  # noqa: PLR0913  # the facts of one run
@@ -96,7 +110,7 @@ def run_target(  # noqa: PLR0913  # the facts of one run
     if not (query.formats or query.only):  # where cases are named, those of other formats say that they are undeclared
         target = narrowed(target, runner.manifest)
     try:
-        cases = _chosen(cases_for(target), query.only)
+        cases = _chosen(cases_for(target), query.only, runner.manifest)
         if announce is not None:
             announce(len(cases))
         _run_groups(runner, list(_groups(cases)), child)

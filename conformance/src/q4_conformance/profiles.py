@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from q4_conformance.cases import cases_of
+from q4_conformance.declared import with_cases
 from q4_conformance.dialect_subject import DialectSubject
 from q4_conformance.making import make
 from q4_conformance.managed import MemorySubject
@@ -19,7 +20,7 @@ from q4_conformance.subject import BackendSubject, plugin_of
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from q4_conformance.table import Case
     from q4core import Backend, PluginRecord
@@ -29,10 +30,8 @@ __all__ = [
     "Target",
     "UnknownTargetError",
     "cases_for",
-    "declared_in",
     "find_target",
     "formats_of",
-    "narrowed",
     "subject_for",
     "target_names",
 ]
@@ -81,7 +80,8 @@ class Target:
 
 
 def _refuse_profile(name: str, profile: str, choices: Iterable[str]) -> ConfigError:
-    rule = f"one of {', '.join(choices)} for {name!r}"
+    names = [*choices]
+    rule = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)} for {name!r}"
     return ConfigError(_WHAT, name="profile", rule=rule, value=profile)
 
 
@@ -129,10 +129,9 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
         UnknownTargetError: Nobody of that name is installed.
         ConfigError: The profile is none of that target, a format does not exist, or the profile knows no such device.
     """
-    if profile is not None and profile not in _NAMES:
-        raise _refuse_profile(name, profile, _NAMES)
-    if ":" in name and profile == "core":
-        raise _refuse_profile(name, profile, [item for item in PROFILES if item != "core"])
+    of_functions = [item for item in PROFILES if item != "core"]
+    if ":" in name and profile is not None and profile not in of_functions:
+        raise _refuse_profile(name, profile, of_functions)
     if ":" in name and not all(name.split(":", 1)):
         raise ConfigError(_WHAT, name="NAME", rule="module:function", value=name)
     found = profile if ":" in name else _profile_of(name, profile)
@@ -154,7 +153,7 @@ def find_target(name: str, *, profile: str | None = None, formats: Iterable[str]
 def _profile_of(name: str, profile: str | None) -> str:
     having = [item for item, names in _NAMES.items() if name in names()]
     if not having:
-        names = target_names(profile)
+        names = target_names(profile)  # which refuses a profile that there is not
         close = difflib.get_close_matches(name, names, n=1)
         there = f"There are {', '.join(names)}." if names else "None is installed."
         there = " ".join([*(f"It may be of one that is not there: {item}." for item in _broken()), there])
@@ -199,36 +198,12 @@ def _known_formats(formats: Iterable[str]) -> tuple[str, ...]:
 def formats_of(name: str) -> tuple[str, ...]:
     """Return the formats that a backend declares; every one where it is not there to be asked."""
     backend = default_registry().backends().get(name)
-    return _known({EVERY_FORMAT} if backend is None else backend.capabilities.formats)
-
-
-def _known(declared: Iterable[str]) -> tuple[str, ...]:
-    """Return the formats that the kit has cases of, among those declared."""
-    told = {*declared}
-    return tuple(item for item in BUILTIN_FORMATS if told & {EVERY_FORMAT, item})
-
-
-def declared_in(manifest: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the formats that a manifest declares, of a backend or of a dialect; None where it tells none."""
-    told = manifest.get("formats") or manifest.get("capabilities", {}).get("formats")
-    return None if told is None else frozenset(item for item in told if isinstance(item, str))
-
-
-def narrowed(target: Target, manifest: Mapping[str, Any]) -> Target:
-    """Return a target on the formats that it turned out to declare once ``module:function`` had made it.
-
-    Where it could not be made there is no manifest, and the target stays as it is: every case then says why.
-    """
-    declared = declared_in(manifest)
-    if ":" not in target.name or not declared:
-        return target
-    return attrs.evolve(target, formats=[item for item in target.formats if item in _known(declared)])
+    return with_cases({EVERY_FORMAT} if backend is None else backend.capabilities.formats)
 
 
 def _dialect_formats(name: str) -> tuple[str, ...]:
     """Return the formats that a dialect declares; every one where it is not there to be asked."""
-    declared = next((item.formats for item in dialects() if item.name == name), frozenset(BUILTIN_FORMATS))
-    return tuple(item for item in BUILTIN_FORMATS if item in declared)
+    return with_cases(next((item.formats for item in dialects() if item.name == name), {EVERY_FORMAT}))
 
 
 def cases_for(target: Target) -> tuple[Case, ...]:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from q4_conformance.declared import declared_in, undeclared
 from q4_conformance.outcome import Outcome
 from q4_conformance.tally import BAD
+from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,9 +114,19 @@ def sentence_of(document: Mapping[str, Any], standing: str) -> str:
 def _nothing_shown(document: Mapping[str, Any]) -> str:
     """Return why nothing was shown, though no case ended badly, or nothing."""
     counts = document["counts"]
-    if counts["pass"] or any(counts[outcome.value] for outcome in BAD):
+    if any(counts[outcome.value] for outcome in BAD):
         return ""
-    return "no case passed" if counts["cases"] else "nothing that is declared has a case"
+    if counts["pass"]:
+        idle = [] if document["run"]["partial"] else _idle_formats(document)
+        return f"no case passed of what is declared: {', '.join(idle)}" if idle else ""
+    if counts["cases"]:
+        why = "; ".join(undeclared(document["subject"], document["manifest"]))
+        return f"no case passed: {why}" if why else "no case passed"
+    declared = declared_in(document["manifest"])
+    if not declared:
+        return "nothing that is declared has a case"
+    there = ", ".join(BUILTIN_FORMATS)
+    return f"no format that is declared ({', '.join(declared)}) has a case; there are cases of {there}"
 
 
 def seal_of(document: Mapping[str, Any]) -> Seal:

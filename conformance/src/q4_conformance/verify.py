@@ -125,7 +125,7 @@ def _load(path: str | Path, refuse: Any) -> Any:
         rule, hint = (
             ("the JSON document", _beside(Path(path))) if page else ("whole JSON", "It was cut off or damaged.")
         )
-        raise refuse("file", rule, f"{path}: {error}" if page else str(error), hint) from error
+        raise refuse("file", rule, f"a {Path(path).suffix} file" if page else str(error), hint) from error
 
 
 def _of_folder(path: Path) -> str:
