@@ -368,6 +368,8 @@ def test_pages_say_how_much_was_required() -> None:
         assert (
             f"{due - 1:,} of {due:,} required cases passed; {counts['not_declared']:,} others test what made-up" in page
         )
+    nothing = {**told, "counts": {**counts, "not_declared": counts["cases"], "pass": 0}}
+    assert counted(nothing).startswith("no case was required; ")
     assert counted({**told, "counts": {**counts, "not_declared": 0, "cases": 1, "pass": 1}}) == (
         "1 of 1 required case passed"
     )

@@ -268,7 +268,7 @@ def test_a_message_of_many_cases_is_printed_once(monkeypatch: pytest.MonkeyPatch
             case=name,
             contract=name[:5],
             outcome=Outcome.FAIL,
-            message="no such library" if number else "another",
+            message=f"no such library in <toy at {0x7F0000000000 + number:#x}>" if number else "another",
             reproducer=f"q4 conform made-up --case {name}",
         )
         for number, name in enumerate(documents.run().report.expected)

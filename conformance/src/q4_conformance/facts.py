@@ -74,6 +74,7 @@ def counted(document: Mapping[str, Any]) -> str:
     passed, required = required_of(document)
     text = f"{passed:,} of {required:,} required {'case' if required == 1 else 'cases'} passed"
     text += " of those asked for" if document["run"]["partial"] else ""
+    text = text if required else "no case was required"
     rest = document["counts"][Outcome.NOT_DECLARED.value]
     if not rest:
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _PIPE_WIDTH = 1 << 14
 _MOST_SHOWN = 20
 """Messages of failures; each may be of many cases."""
 STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+"""Where an object lies, which its text may say, differs between the processes of a run."""
 _BAD = {outcome.value for outcome in BAD}
 
 
@@ -48,7 +51,7 @@ def _show_failures(console: Console, bad: Sequence[Mapping[str, Any]]) -> None:
     """Show each message once, with the first case that has it: one cause may fail every case."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for item in bad:
-        groups.setdefault((item["outcome"], item["message"]), []).append(item)
+        groups.setdefault((item["outcome"], _ADDRESS.sub("0x", item["message"])), []).append(item)
     for members in list(groups.values())[:_MOST_SHOWN]:
         first, others = members[0], len(members) - 1
         head = Text(f"{SIGNS[first['outcome']]} {NAMES[first['outcome']]} ", style="red")
