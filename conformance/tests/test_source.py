@@ -17,6 +17,7 @@ FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
     "command.py": {"rich", "typer"},
+    "terminal.py": {"rich"},
     "plugin.py": {"typer"},
     "__main__.py": {"typer"},
     PYTEST_SIDE.name: {"pytest"},
