@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["describe_error", "error_bound", "worst_ratio"]
+__all__ = ["error_bound", "error_ratios", "worst_ratio"]
 
 _UNIT_ROUNDOFF = 2.0**-24
 _HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -34,18 +34,18 @@ def error_bound(reference: torch.Tensor, magnitude: torch.Tensor, columns: int, 
     return accumulated + rounded
 
 
-def worst_ratio(computed: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, out_dtype: torch.dtype) -> float:
-    """Return the largest error over its bound, float64 throughout; NaN where a result is not finite and should be."""
+def error_ratios(
+    computed: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return each error over its bound, float64 throughout; NaN where a result is not finite and should be."""
     error = (computed - reference).abs()
     # Beyond the dtype's range an infinity of the right sign is right.
     beyond = reference.abs() + bound > torch.finfo(out_dtype).max
     error = torch.where(beyond & (computed == reference.sign() * torch.inf), 0.0, error)
     # A bound of zero (a block of zeros) allows no error at all.
-    return float(torch.where(error == 0, 0.0, error / bound).max())
+    return torch.where(error == 0, 0.0, error / bound)
 
 
-def describe_error(computed: torch.Tensor, worst: float) -> str:
-    """Return what is wrong with results whose worst ratio is too large."""
-    if not bool(torch.isfinite(computed).all()):
-        return "output is not finite"
-    return "output is all zero" if not bool(computed.any()) else f"error {worst:.3g} × its bound"
+def worst_ratio(computed: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, out_dtype: torch.dtype) -> float:
+    """Return the largest of ``error_ratios``; NaN where one is."""
+    return float(error_ratios(computed, reference, bound, out_dtype).max())

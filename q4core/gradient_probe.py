@@ -10,10 +10,11 @@ import torch
 
 from q4core.backend import Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.error_bound import describe_error, error_bound, worst_ratio
+from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS
 from q4core.probe import CHUNK_ELEMENTS, DIFFERENT_ROWS, grid_activations, sampled
 from q4core.probe_book import ProbeResult
+from q4core.probe_output import blank_output, describe_wrong
 from q4core.runtime import on_device
 
 if TYPE_CHECKING:
@@ -27,23 +28,28 @@ __all__ = ["probe_gradient"]
 
 @attrs.define(eq=False)
 class _Run:
-    """One call: grad [D, N], of which row m % D is the m-th, the sampled columns of the result [M, C], all in float64.
+    """One call: grad [D, N], of which row m % D is the m-th, and the sampled columns of the result [M, C].
 
-    ``reference`` and ``magnitude`` [D, C] are what the result should be, and the sum of its products' sizes.
+    ``reference`` and ``magnitude`` [D, C] are what the result should be, and the sum of its products' sizes. All are in
+    float64 but ``out``, which holds the result as the backend wrote it.
     """
 
     grad: torch.Tensor
-    computed: torch.Tensor
+    out: torch.Tensor
     reference: torch.Tensor
     magnitude: torch.Tensor
 
-    def worst(self, request: Request) -> float:
+    def bound(self) -> torch.Tensor:
+        """Return the largest error allowed in each element."""
+        return error_bound(self.reference, self.magnitude, self.grad.shape[1], self.out.dtype)
+
+    def worst(self) -> float:
         """Return the largest error over its bound; NaN where a result is not finite and should be."""
-        bound = error_bound(self.reference, self.magnitude, request.out_features, request.dtype)
+        bound = self.bound()
         worst = 0.0
-        for part in self.computed.split(len(self.grad)):
+        for part in self.out.to("cpu", torch.float64).split(len(self.grad)):
             m = len(part)
-            ratio = worst_ratio(part, self.reference[:m], bound[:m], request.dtype)
+            ratio = worst_ratio(part, self.reference[:m], bound[:m], self.out.dtype)
             if not ratio <= worst:
                 worst = ratio
             if ratio != ratio:  # noqa: PLR0124  # NaN is final
@@ -83,7 +89,7 @@ def probe_gradient(  # noqa: PLR0913  # the facts of one probe
         draws = min(count, DIFFERENT_ROWS)
         different = grid_activations(draws, request.out_features, path.precision, dtype=request.out_dtype, seed=draw)
         grad = different if count == draws else different[torch.arange(count) % draws]
-        out = torch.full((count, request.in_features), torch.nan, dtype=request.dtype, device=request.device)
+        out = blank_output(count, request.in_features, request.dtype, request.device)
         try:
             with on_device(request.device):
                 computes.input_gradient(prepared, grad.to(request.device), out, path=path.name)
@@ -91,15 +97,16 @@ def probe_gradient(  # noqa: PLR0913  # the facts of one probe
             message = f"input gradient {path.name} raised {type(error).__name__}: {error} at M = {count}"
             break
         zeros = torch.zeros((2, draws, columns.numel()), dtype=torch.float64)
-        runs.append(_Run(different.to(torch.float64), out.to("cpu", torch.float64)[:, columns], zeros[0], zeros[1]))
+        compared = out if columns.numel() == request.in_features else out[:, columns.to(request.device)]
+        runs.append(_Run(different.to(torch.float64), compared, zeros[0], zeros[1]))
     _add_up(runs, source, columns)
     worst = 0.0
     for run in runs:
-        ratio = run.worst(request)
+        ratio = run.worst()
         if not ratio <= 1.0:
             worst = ratio
-            wrong = describe_error(run.computed, ratio)
-            message = f"input gradient {path.name} computed wrong numbers at M = {len(run.computed)}: {wrong}"
+            wrong = describe_wrong(run.out, run.reference, run.bound(), columns, "out")
+            message = f"input gradient {path.name} computed wrong numbers at M = {len(run.out)}: {wrong}"
             break
         worst = max(worst, ratio)
     fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)

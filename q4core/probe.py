@@ -17,19 +17,19 @@ import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
 from q4core.codec import decode_rows
-from q4core.error_bound import describe_error, error_bound, worst_ratio
+from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS, ConfigError
-from q4core.formats import BlockOrder
 from q4core.probe_book import ProbeResult
+from q4core.probe_output import blank_output, describe_wrong
 from q4core.runtime import on_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from q4core.backend import Backend, KernelPath, Prepared, Request
     from q4core.weight import PackedWeight
 
-__all__ = ["CHUNK_ELEMENTS", "DIFFERENT_ROWS", "grid_activations", "probe_export", "probe_path", "sampled"]
+__all__ = ["CHUNK_ELEMENTS", "DIFFERENT_ROWS", "grid_activations", "probe_path", "sampled"]
 
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
@@ -157,7 +157,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         x = different.to(request.device)
         if count > DIFFERENT_ROWS:
             x = x[torch.arange(count, device=request.device) % DIFFERENT_ROWS]
-        out = torch.full((count, request.out_features), torch.nan, dtype=request.out_dtype, device=request.device)
+        out = blank_output(count, request.out_features, request.out_dtype, request.device)
         try:
             with on_device(request.device):
                 backend.linear(prepared, x, out, bias=None, path=path.name)
@@ -166,13 +166,17 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
         compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
-        runs.append(_Run(different.to(torch.float64), compared.to("cpu", torch.float64), request.out_dtype))
-    _compare(runs, source, rows, path)
+        runs.append(_Run(different.to(torch.float64), compared, compared.to("cpu", torch.float64)))
+    weight = source
+    if path.codebook is not None:
+        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
+    _compare(runs, weight, rows)
     worst = 0.0
     for run in runs:
         worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # NaN is what differs
         if not run.worst <= 1.0:
-            message = f"path {path.name} computed wrong numbers at M = {len(run.computed)}: {run.describe()}"
+            wrong = _describe(run, weight, rows)
+            message = f"path {path.name} computed wrong numbers at M = {len(run.out)}: {wrong}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
     return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
@@ -201,83 +205,49 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
 
 @attrs.define(eq=False)
 class _Run:
-    """One call: x [D, K], of which row m % D is the m-th, and the sampled outputs [M, R], both in float64.
+    """One call: x [D, K] in float64, of which row m % D is the m-th, and the sampled outputs [M, R].
 
-    ``worst`` is the worst error over its bound so far.
+    ``out`` holds them as the backend wrote them, ``computed`` in float64. ``worst`` is the worst error over its bound
+    so far.
     """
 
     x: torch.Tensor
+    out: torch.Tensor
     computed: torch.Tensor
-    out_dtype: torch.dtype
     worst: float = 0.0
+
+    def exact(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results [D, R] that exact dense rows [R, K] give, and the largest error allowed in each."""
+        reference = self.x @ dense.T
+        return reference, error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out.dtype)
 
     def judge(self, dense: torch.Tensor, computed: torch.Tensor) -> None:
         """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
-        reference = self.x @ dense.T
-        bound = error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out_dtype)
+        reference, bound = self.exact(dense)
         for part in computed.split(len(self.x)):
             m = len(part)
-            ratio = worst_ratio(part, reference[:m], bound[:m], self.out_dtype)
+            ratio = worst_ratio(part, reference[:m], bound[:m], self.out.dtype)
             self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
 
-    def describe(self) -> str:
-        return describe_error(self.computed, self.worst)
 
-
-def _compare(runs: list[_Run], source: PackedWeight, rows: torch.Tensor, path: KernelPath) -> None:
-    """Decode the sampled rows once, chunk by chunk, and judge every run with them."""
-    weight = source
-    if path.codebook is not None:
-        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
-    step = max(1, CHUNK_ELEMENTS // source.in_features)
+def _dense_chunks(weight: PackedWeight, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the sampled rows of a weight in float64 on the CPU, chunk by chunk, each with its place among them."""
+    step = max(1, CHUNK_ELEMENTS // weight.in_features)
     for start in range(0, rows.numel(), step):
-        dense = decode_rows(weight, rows[start : start + step], dtype=torch.float64).to("cpu")
+        chunk = slice(start, start + step)
+        yield chunk, decode_rows(weight, rows[chunk], dtype=torch.float64).to("cpu")
+
+
+def _compare(runs: list[_Run], weight: PackedWeight, rows: torch.Tensor) -> None:
+    """Decode the sampled rows once and judge every run with them."""
+    for chunk, dense in _dense_chunks(weight, rows):
         for run in runs:
             if run.worst == run.worst:  # NaN is final
-                run.judge(dense, run.computed[:, start : start + step])
+                run.judge(dense, run.computed[:, chunk])
 
 
-def probe_export(
-    export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
-) -> ProbeResult:
-    """Compare what a backend exports, whole and by rows, with the source, value by value.
-
-    Args:
-        export: ``export(rows)`` of the prepared weight; checked already to be a weight of the format and shape.
-        source: The weight that was prepared.
-        request: The request as the backend sees it.
-
-    Returns:
-        The result; its ``fault`` says what was wrong first.
-    """
-    started = time.perf_counter()
-    rows = sampled(request.out_features)
-    some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
-    message = None
-    try:
-        whole = export(None)
-        if not _same_values(whole, rows, source, rows):
-            message = "export is not the inverse of prepare: its values differ from the source's"
-        elif source.blocks is BlockOrder.ROW and not _same_values(export(some), torch.arange(2), source, some):
-            message = "export of some rows gives other values than those rows have"
-    except PLUGIN_FAULTS as error:
-        message = f"export raised {type(error).__name__}: {error}"
-    fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
-    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
-
-
-def _same_values(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> bool:
-    if weight.format != source.format:
-        return False
-    step = max(1, CHUNK_ELEMENTS // source.in_features)
-    pairs = zip(rows.split(step), its_rows.split(step), strict=True)
-    if not all(
-        torch.equal(decode_rows(weight, mine, dtype=torch.float64), decode_rows(source, theirs, dtype=torch.float64))
-        for mine, theirs in pairs
-    ):
-        return False
-    for field in ("input_channel_scale", "input_permutation", "activation_scale"):
-        mine, theirs = getattr(weight, field), getattr(source, field)
-        if (mine is None) != (theirs is None) or (mine is not None and not torch.equal(mine, theirs)):
-            return False
-    return True
+def _describe(run: _Run, weight: PackedWeight, rows: torch.Tensor) -> str:
+    """Say what is wrong with a run: everything is computed again, because only a failure is told element by element."""
+    parts = [run.exact(dense) for _, dense in _dense_chunks(weight, rows)]
+    reference, bound = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return describe_wrong(run.out, reference, bound, rows, "y")

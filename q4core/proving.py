@@ -12,9 +12,10 @@ import torch
 from q4core.backend import Reason, ReasonCode
 from q4core.errors import BackendError, Q4ProbeWarning
 from q4core.events import emit, warn_once
+from q4core.export_probe import probe_export
 from q4core.gradient_probe import probe_gradient
 from q4core.plan import as_bytes, exported_weight
-from q4core.probe import probe_export, probe_path
+from q4core.probe import probe_path
 from q4core.probe_book import ProbeBook, ProbeResult, row_counts
 
 if TYPE_CHECKING:

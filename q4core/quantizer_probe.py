@@ -124,7 +124,10 @@ def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
     for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
         mine, its = (item.reshape(-1).contiguous().view(torch.uint8) for item in (ours, theirs))
         if not torch.equal(mine, its):
-            return f"the bytes of its {field} differ from the reference's"
+            wrong = (mine != its).nonzero().flatten()
+            first = int(wrong[0])
+            count = f"{len(wrong)} of {len(mine)} bytes of its {field} differ from the reference's"
+            return f"{count}, first byte {first}: {int(its[first]):#04x} instead of {int(mine[first]):#04x}"
     return None
 
 
@@ -140,7 +143,13 @@ def _unfairness(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
     wrong = (values != below) & (values != above)
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
-        return f"the code at [{row}, {column}] is no neighbour of its value, or its scale can't reach that"
+        value, right = float(values[row, column]), float(exact[row, column])
+        near = f"{float(below[row, column]):.9g} and {float(above[row, column]):.9g}"
+        count = f"{int(wrong.sum())} of {wrong.numel()}"
+        return (
+            f"the code at [{row}, {column}] stands for {value:.9g}, no neighbour of its value {right:.9g}, or its "
+            f"scale can't reach that: the neighbours are {near}, and {count} codes are such"
+        )
     gap = above - below
     drawn = gap > 0
     chance = ((exact - below) / gap)[drawn].clamp(0.0, 1.0)

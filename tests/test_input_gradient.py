@@ -172,6 +172,22 @@ def test_a_wrong_gradient_bars_the_gradient_alone(damage: Callable[[torch.Tensor
     assert backend.gradients == []
 
 
+def test_a_wrong_gradient_is_told_element_by_element() -> None:
+    """The probe of a gradient names its worst element, too, and one that was not written as such."""
+    with pytest.warns(
+        q4.Q4ProbeWarning, match=r"1 of 128 elements is wrong; worst out\[0, 7\] = 0, exact .+ ± .+ × its"
+    ):
+        _layer(Differentiating(gradient_damage=_one_zero))
+
+    class Lazy(Differentiating):
+        def input_gradient(self, *_: Any, **__: Any) -> None:
+            """Write nothing."""
+
+    forget_warnings()
+    with pytest.warns(q4.Q4ProbeWarning, match="out was not written"):
+        _layer(Lazy())
+
+
 def test_another_gradient_path_takes_over() -> None:
     """Where one of two gradient paths is wrong, the other one serves and the record says why not the first."""
     better = attrs.evolve(PATH, name="better", tier=30)

@@ -127,6 +127,24 @@ def test_a_wrong_export_disqualifies_its_backend(junk: str) -> None:
     assert torch.equal(q4.dequantize(layer.packed_weight()), q4.dequantize(weight))
 
 
+def test_a_wrong_export_is_told_by_its_first_wrong_value() -> None:
+    """The place in the weight, what the export says of it, and what the source does; of rows alone, too."""
+    weight = _weight()
+    exact = q4.dequantize(weight, torch.float64)
+    backend = FakeBackend("exporter")
+    right = backend.export
+    backend.export = lambda prepared, rows=None: EXPORTS["other codes"](right(prepared, rows))
+    told = rf"not the inverse of prepare: w\[0, 1\] = -\S+, the source's is {exact[0, 1]:.9g}"
+    with pytest.warns(q4.Q4ProbeWarning, match=told):
+        q4.Session(registry=registry(backend)).linear(weight)
+    forget_warnings()
+    backend.export = lambda prepared, rows=None: right(prepared, rows if rows is None else rows.flip(0))
+    last = weight.out_features - 1
+    told = rf"rows \[{last}, 0\] gives other values than those rows have: w\[0, \d+\] = .+, the source's is"
+    with pytest.warns(q4.Q4ProbeWarning, match=told):
+        q4.Session(registry=registry(backend)).linear(weight)
+
+
 def test_an_export_that_turns_junk_later_is_a_typed_error() -> None:
     """After its probe, an export that returns something else raises BackendError that names the backend."""
     backend = FakeBackend("turncoat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -66,6 +67,87 @@ def test_a_wrong_kernel_is_disqualified_and_the_next_one_serves(fault: str) -> N
     assert record.rejections[0].reasons[0].code is q4.ReasonCode.PROBE_FAILED
     x = torch.ones(2, 128)
     torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T)
+
+
+def _told(backend: FakeBackend, rows: int = 40, columns: int = 128) -> str:
+    """Return what the only warning says of a backend that is wrong."""
+    with pytest.warns(q4.Q4ProbeWarning) as caught:
+        q4.Session(registry=registry(backend)).linear(_weight(rows=rows, columns=columns))
+    (warning,) = caught
+    return str(warning.message)
+
+
+def test_a_failed_probe_names_the_worst_element() -> None:
+    """Its index, its value, the exact one and its bound, and how many elements are wrong."""
+    backend = FakeBackend("wrong", damage=_zero_one)
+    told = _told(backend)
+    weight = _weight()
+    exact = (grid_activations(1, 128, q4.Precision.W4A32).double() @ q4.dequantize(weight, torch.float64).T)[0, 17]
+    found = re.search(
+        r"wrong numbers at M = 1: 1 of 40 elements is wrong; worst y\[0, 17\] = 0, exact (\S+) ± (\S+) "
+        r"\((\S+) × its bound\)$",
+        told,
+    )
+    assert found, told
+    value, bound, ratio = map(float, found.groups())
+    assert value == pytest.approx(float(exact), rel=1e-8)
+    assert abs(value) / bound == pytest.approx(ratio, rel=0.1)
+    assert ratio > 1
+
+
+def test_the_worst_element_of_a_large_weight_has_its_own_index() -> None:
+    """Rows and columns are those of y, also where x repeats and the columns are a sample."""
+
+    def late(y: torch.Tensor) -> torch.Tensor:
+        y = y.clone()
+        y[200:, 1099] += 1
+        return y
+
+    path = attrs.evolve(KERNEL_PATH, probe_rows=(210,))
+    told = _told(FakeBackend("late", paths=(path,), damage=late), rows=1100)
+    assert "at M = 210: 10 of 107520 compared elements are wrong; worst y[20" in told
+    assert ", 1099] = " in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("all zero", "output is all zero: 40 of 40 elements are wrong; worst y[0, "),
+        ("not finite", "output is not finite: 40 of 40 elements are wrong; worst y[0, 0] = "),
+        ("one NaN", "output is not finite: 1 of 40 elements is wrong; worst y[0, 5] = nan, exact "),
+    ],
+)
+def test_a_failed_probe_says_what_kind_of_wrong(fault: str, words: str) -> None:
+    """All zero and not finite are told as such, and the worst element with them."""
+    assert words in _told(FakeBackend("wrong", damage=FAULTS[fault]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("nothing", "at M = 1: out was not written; each element must be set, and not added to"),
+        ("a part", "at M = 1: 8 of 40 elements were not written, first y[0, 32]; each element must be set"),
+        ("NaN", "at M = 1: output is not finite: 40 of 40 elements are wrong"),
+    ],
+)
+def test_what_was_not_written_is_told_apart_from_nan(how: str, words: str, dtype: torch.dtype) -> None:
+    """A backend that returns without writing hears so; one that computes NaN hears that."""
+
+    class Lazy(FakeBackend):
+        def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+            if how == "a part":
+                y = torch.empty_like(out)
+                super().linear(prepared, x, y, bias=bias, path=path)
+                out[:, :32] = y[:, :32]
+            elif how == "NaN":
+                out.fill_(float("nan"))
+
+    config = q4.SessionConfig(compute_dtype=dtype)
+    backend = Lazy("lazy", dtypes={dtype})
+    with pytest.warns(q4.Q4ProbeWarning) as caught:
+        q4.Session(config, registry=registry(backend)).linear(_weight())
+    assert words in str(caught[0].message)
 
 
 def test_swapped_nibbles_are_found() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -145,6 +146,30 @@ def test_a_quantiser_that_rounds_otherwise_by_chance_is_refused(manner: str, fau
     with pytest.raises(q4.BackendUnavailableError):
         _quantize(plugins)
     assert len(backend.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("manner", "rounding", "words"),
+    [
+        (
+            "far",
+            "stochastic",
+            r"stands for \S+, no neighbour of its value \S+, .+: the neighbours are \S+ and \S+, and 1 of",
+        ),
+        (
+            "wrong",
+            "nearest",
+            r"\d+ of \d+ bytes of its scale differ from the reference's, first byte \d+: 0x.. instead of 0x",
+        ),
+    ],
+)
+def test_a_wrong_quantiser_is_told_by_its_first_wrong_code(manner: str, rounding: str, words: str) -> None:
+    """The probe says which code or byte is wrong, what it should be, and how many are."""
+    backend = Quantiser(manner=manner)
+    request = quantizer.quantize_request(_dense(), "nf4")
+    fault = probe_quantizer(backend, request, q4.Rounding(rounding)).fault
+    assert fault is not None
+    assert re.search(words, fault.message), fault.message
 
 
 def test_nobody_who_rounds_by_chance_is_told_as_such() -> None:
