@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.causes import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.policy import ActivationPrecision, ComputePath
@@ -82,7 +83,7 @@ def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Re
             return adapted, Verdict.refuse(refusals, native_state="not asked")
         verdict: object = backend.check(adapted)
     except PLUGIN_FAULTS as error:
-        return adapted, _at_fault(f"check raised {type(error).__name__}: {error}", "failed")
+        return adapted, _at_fault(f"check raised {note_fault(backend.name, error)}", "failed")
     if not isinstance(verdict, Verdict):
         return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
     fault = _fault_of_offer(verdict.paths, request, capabilities)

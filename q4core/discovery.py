@@ -12,6 +12,7 @@ import attrs
 import pluggy
 
 from q4core.errors import PLUGIN_FAULTS
+from q4core.faults import said
 from q4core.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
@@ -165,6 +166,6 @@ def _register(
         ]
     except PLUGIN_FAULTS as error:
         record.state = "failed"
-        return [(record, f"{type(error).__name__}: {error}")]
+        return [(record, said(error))]
     known = sorted(name for name in vars(HookSpecs) if name.startswith("q4_"))
     return [(record, f"unknown hook {name!r}; known hooks: {', '.join(known)}") for name in marked if name not in known]

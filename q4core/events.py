@@ -19,6 +19,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from q4core.errors import PLUGIN_FAULTS, ConfigError, Q4PluginWarning
+from q4core.faults import said
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -82,7 +83,7 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     for number, broken, fault in faults:
         if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
             raise fault
-        message = f"event observer {broken!r} raised {type(fault).__name__}: {fault}"
+        message = f"event observer {broken!r} raised {said(fault)}"
         warn_once((number, type(fault)), Q4PluginWarning, message)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.backend import Reason, ReasonCode
+from q4core.causes import note_fault
 from q4core.codec import decode_rows
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
@@ -24,11 +25,12 @@ __all__ = ["probe_export"]
 
 
 def probe_export(
-    export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
+    backend: str, export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
 ) -> ProbeResult:
     """Compare what a backend exports, whole and by rows, with the source, value by value.
 
     Args:
+        backend: Who exports, by name.
         export: ``export(rows)`` of the prepared weight; checked already to be a weight of the format and shape.
         source: The weight that was prepared.
         request: The request as the backend sees it.
@@ -49,7 +51,7 @@ def probe_export(
             if difference is not None:
                 message = f"export of rows {some.tolist()} gives other values than those rows have: {difference}"
     except PLUGIN_FAULTS as error:
-        message = f"export raised {type(error).__name__}: {error}"
+        message = f"export raised {note_fault(backend, error)}"
     fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
     return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
 

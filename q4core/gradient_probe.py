@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from q4core.backend import Reason, ReasonCode
+from q4core.causes import note_fault
 from q4core.codec import decode_rows
 from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS
@@ -94,7 +95,8 @@ def probe_gradient(  # noqa: PLR0913  # the facts of one probe
             with on_device(request.device):
                 computes.input_gradient(prepared, grad.to(request.device), out, path=path.name)
         except PLUGIN_FAULTS as error:
-            message = f"input gradient {path.name} raised {type(error).__name__}: {error} at M = {count}"
+            told = note_fault(backend.name, error)
+            message = f"input gradient {path.name} raised {told} at M = {count}"
             break
         zeros = torch.zeros((2, draws, columns.numel()), dtype=torch.float64)
         compared = out if columns.numel() == request.in_features else out[:, columns.to(request.device)]

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
+from q4core.causes import chained, note_fault
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import emit, muted, warn_once
 from q4core.memory import apply_policy, apply_source_policy, managed_empty
@@ -85,7 +86,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
-    with heard, without_casts("cpu"), without_casts("cuda"):
+    with heard, chained(), without_casts("cpu"), without_casts("cuda"):
         # The name goes with the weight, because everything below tells of it.
         told = weight if name is None else attrs.evolve(weight, name=name)
         return _prepare_layer(told, config, registry, m, dtype)
@@ -162,7 +163,7 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
         if not refusals or not all(isinstance(reason, Reason) for reason in refusals):
             fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")
     except PLUGIN_FAULTS as error:
-        fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {type(error).__name__}: {error}")
+        fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {note_fault(backend.name, error)}")
     if guard.is_broken():
         bar_writer(book, backend, weight, adapted)
         fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")

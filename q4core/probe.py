@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from q4core.backend import Precision, Reason, ReasonCode
+from q4core.causes import note_fault
 from q4core.codec import decode_rows
 from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS, ConfigError
@@ -162,7 +163,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             with on_device(request.device):
                 backend.linear(prepared, x, out, bias=None, path=path.name)
         except PLUGIN_FAULTS as error:
-            message = f"path {path.name} raised {type(error).__name__}: {error} at M = {count}"
+            message = f"path {path.name} raised {note_fault(backend.name, error)} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
             break
         compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]

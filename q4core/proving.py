@@ -159,4 +159,4 @@ def _probe(  # noqa: PLR0913  # the facts of one probe
         shape = (request.out_features if rows is None else rows.numel(), request.in_features)
         return exported_weight(backend, prepared, rows, shape)
 
-    return probe_export(export, source, request)
+    return probe_export(backend.name, export, source, request)

@@ -11,6 +11,7 @@ import torch
 
 from q4core import codec
 from q4core.backend import Reason, ReasonCode, Request
+from q4core.causes import chained
 from q4core.dispatch import select_backend
 from q4core.errors import (
     PLUGIN_FAULTS,
@@ -23,6 +24,7 @@ from q4core.errors import (
     Q4ProbeWarning,
 )
 from q4core.events import emit, warn_once
+from q4core.faults import said
 from q4core.formats import Format, find_format
 from q4core.policy import Rounding
 from q4core.proving import probe_book
@@ -66,7 +68,7 @@ class Quantizer:
         except Q4Error:
             raise
         except PLUGIN_FAULTS as error:
-            raise BackendError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise BackendError(f"{what} raised {said(error)}") from error
         if not isinstance(packed, PackedWeight) or packed.shape != tuple(dense.shape):
             rule, shape = "a PackedWeight of the shape of dense", tuple(dense.shape)
             raise BackendError(what, name="result", rule=f"{rule} {shape}", value=packed)
@@ -148,7 +150,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
             found = find_quantizer(registry, request, chosen)
         except BackendUnavailableError as error:
             if chosen is not Rounding.NEAREST:
-                raise _nobody_rounds_so(request, chosen, error.rejections) from None
+                raise _nobody_rounds_so(request, chosen, error.rejections) from error.__cause__
             why = "; ".join(map(str, error.rejections))
     emit(
         "q4.quantize",
@@ -227,6 +229,7 @@ def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) 
     return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns)
 
 
+@chained()
 def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> Quantizer:
     """Return the native quantiser that is best for a request, proven; what is proven stays so in the probe book.
 

@@ -15,6 +15,7 @@ import torch
 
 from q4core import codec
 from q4core.backend import Reason, ReasonCode
+from q4core.causes import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.packing import NibbleOrder
 from q4core.policy import Rounding
@@ -80,7 +81,7 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
             chance = rounding is Rounding.STOCHASTIC
             message = _unfairness(sample, given) if chance else _difference(wanted, given[0])
     except PLUGIN_FAULTS as error:
-        message = f"it raised {type(error).__name__}: {error}"
+        message = f"it raised {note_fault(backend.name, error)}"
     fault = None
     if message is not None:
         what = f"the native quantiser, rounding {rounding.value}"

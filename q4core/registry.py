@@ -19,6 +19,7 @@ from q4core.dialect import Dialect
 from q4core.discovery import REFERENCE_PLUGIN, PluginRecord, discover
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.events import emit, observe, unobserve, warn_once
+from q4core.faults import said
 from q4core.formats import BUILTIN_FORMATS, Format
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Registry:
                 try:
                     answers.extend((implementation.plugin_name, item) for item in implementation.function())
                 except PLUGIN_FAULTS as error:
-                    self._report(record, f"hook {hook} raised {type(error).__name__}: {error}")
+                    self._report(record, f"hook {hook} raised {said(error)}")
             self._answers[hook] = answers
             return answers
 
@@ -219,7 +220,7 @@ class Registry:
                 implementation.function(app)
             except PLUGIN_FAULTS as error:
                 record = self._records[implementation.plugin_name]
-                self._report(record, f"hook q4_commands raised {type(error).__name__}: {error}")
+                self._report(record, f"hook q4_commands raised {said(error)}")
 
     def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
         """Pass one event to the plugins that watch; one that raises is told once for each kind of error."""
@@ -230,7 +231,7 @@ class Registry:
                 implementation.function(event, dict(fields))
             except PLUGIN_FAULTS as error:
                 record = self._records[implementation.plugin_name]
-                message = f"hook q4_event raised {type(error).__name__}: {error}"
+                message = f"hook q4_event raised {said(error)}"
                 self._report(record, message)
 
 
@@ -262,7 +263,7 @@ def _refuse_backend(item: Any) -> Reason | None:
     try:
         return _fault_of_backend(item)
     except PLUGIN_FAULTS as error:
-        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {type(error).__name__}: {error}")
+        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {said(error)}")
 
 
 def _fault_of_backend(item: Any) -> Reason | None:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from q4core.backend import Reason, Request
+from q4core.causes import chained
 from q4core.dispatch import select_backend
 from q4core.errors import ConfigError, PolicyConflictError
 from q4core.policy import ActivationPrecision, ComputePath
@@ -138,14 +139,15 @@ def select_for(
     known: Selection | None = None if failures else registry.selections.get(key)
     if known is not None:
         return known
-    selection = select_backend(
-        request,
-        registry.backends(),
-        compute_path=compute_path,
-        override=config.backend,
-        refused=registry.refused_backends(),
-        history=_WithFailures(book, failures) if failures else book,
-    )
+    with chained():
+        selection = select_backend(
+            request,
+            registry.backends(),
+            compute_path=compute_path,
+            override=config.backend,
+            refused=registry.refused_backends(),
+            history=_WithFailures(book, failures) if failures else book,
+        )
     if not failures:
         if len(registry.selections) >= _CACHE_LIMIT:
             registry.selections.clear()

@@ -13,6 +13,7 @@ from q4core.checkpoint.opened import Checkpoint
 from q4core.dialect import Problem, find_dialect, require_arguments
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
+from q4core.faults import said, where
 from q4core.schema import Schema, detect_in, make_catalogue, problems_error, validate_in
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def open_checkpoint(  # noqa: PLR0913  # the contract's arguments
             f"checkpoint reader {reader.name!r}",
             name="open",
             rule="free of errors that are not q4core's own",
-            value=f"{type(error).__name__}: {error}",
+            value=said(error),
             where=str(target),
         ) from error
     if dialect is not None and reader is not own and dialect not in source.schema.dialects:
@@ -190,6 +191,8 @@ def _recognises(reader: CheckpointReader, path: Path) -> bool:
     try:
         return reader.recognises(path)
     except Exception as error:  # noqa: BLE001  # the plugin boundary
-        message = f"checkpoint reader {reader.name!r} raised {type(error).__name__} and is left out: {error}"
+        message = (
+            f"checkpoint reader {reader.name!r} raised {type(error).__name__} and is left out: {error}{where(error)}"
+        )
         warnings.warn(Q4PluginWarning(message), stacklevel=4)
         return False

@@ -9,6 +9,7 @@ import torch
 
 from q4core.dialect.catalogue import Problem
 from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning
+from q4core.faults import where
 from q4core.weight import first_illegal
 
 if TYPE_CHECKING:
@@ -67,5 +68,7 @@ def weight_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) 
     except NotImplementedError:
         return  # a dialect that says what is there, and reads nothing
     except PLUGIN_FAULTS as error:
-        message = f"dialect {dialect.name!r} raised {type(error).__name__} as it read {layer.module!r}: {error}"
+        message = (
+            f"dialect {dialect.name!r} raised {type(error).__name__} as it read {layer.module!r}: {error}{where(error)}"
+        )
         warnings.warn(Q4PluginWarning(message), stacklevel=6)

@@ -10,6 +10,7 @@ import attrs
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialect
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
+from q4core.faults import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -175,7 +176,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
     except Q4Error:
         raise
     except PLUGIN_FAULTS as error:
-        message = f"dialect {dialect.name!r} raised {type(error).__name__} and is left out: {error}"
+        message = f"dialect {dialect.name!r} raised {type(error).__name__} and is left out: {error}{where(error)}"
         warnings.warn(Q4PluginWarning(message), stacklevel=5)
         return []
 

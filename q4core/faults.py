@@ -1,0 +1,59 @@
+"""An error of somebody else's code in words: its kind, its text, and where in that code it was raised."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core.errors import PLUGIN_FAULTS
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["said", "where"]
+
+
+def said(error: BaseException) -> str:
+    """Return ``kind: text (in file:line, function)``; the text is a stranger's and may raise where it is asked for."""
+    kind = type(error).__name__
+    try:
+        told = f"{kind}: {error}"
+    except PLUGIN_FAULTS as other:
+        told = f"{kind}, whose text raises {type(other).__name__}"
+    return told + where(error)
+
+
+def where(error: BaseException) -> str:
+    """Return `` (in file:line, function)`` of the innermost frame of the author's own code, or nothing without one.
+
+    Frames of q4core, of torch and of the standard library are passed over, and of the file's path only the parts that
+    its module has are told: nothing of how this machine's folders are called.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith("<") and not _is_passed_over(file):
+            return f" (in {_short(frame, Path(file))}:{line}, {frame.f_code.co_name})"
+    return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_passed_over(file: str) -> bool:
+    path = Path(file)
+    if any(path.is_relative_to(Path(own).parent) for own in (__file__, str(torch.__file__))):
+        return True
+    # Installed packages may lie below the standard library.
+    is_installed = bool({"site-packages", "dist-packages"} & set(path.parts))
+    return not is_installed and path.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _short(frame: FrameType, path: Path) -> str:
+    module = str(frame.f_globals.get("__name__", "")).split(".")
+    if path.stem == "__init__":
+        module.append("__init__")
+    count = len(module) if module[-1] == path.stem else 1
+    return "/".join(path.parts[-count:])
