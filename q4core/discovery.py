@@ -22,6 +22,7 @@ __all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "discover", "plugin
 
 REFERENCE_PLUGIN = "dequant-fallback"
 """Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
+_HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
 
 
 @attrs.define
@@ -159,13 +160,16 @@ def _register(
     try:
         plugin = found.load()
         manager.register(plugin, name=found.name)
-        marked = [
-            name
-            for name in dir(plugin)
-            if name.startswith("q4_") and manager.parse_hookimpl_opts(plugin, name) is not None
-        ]
+        named = [name for name in dir(plugin) if name.startswith("q4_")]
+        marked = [name for name in named if manager.parse_hookimpl_opts(plugin, name) is not None]
+        bare = [name for name in named if name in _HOOKS and name not in marked and callable(getattr(plugin, name))]
     except PLUGIN_FAULTS as error:
         record.state = "failed"
         return [(record, said(error))]
-    known = sorted(name for name in vars(HookSpecs) if name.startswith("q4_"))
-    return [(record, f"unknown hook {name!r}; known hooks: {', '.join(known)}") for name in marked if name not in known]
+    known = ", ".join(_HOOKS)
+    told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in _HOOKS]
+    if bare:
+        told.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
+    elif not marked:
+        told.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
+    return [(record, error) for error in told]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import types
 from typing import TYPE_CHECKING
 
 import attrs
@@ -102,6 +103,36 @@ def test_survey_gives_paths_or_every_reason() -> None:
     assert (none.serves, [reason["code"] for reason in none.reasons]) == ("none", ["arch", "not_built"])
     assert verdicts["nf4-only", "nf4"].serves == "all"
     assert [reason["code"] for reason in verdicts["nf4-only", "fp4"].reasons] == ["format"]
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_tells_hooks_that_are_not_marked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin whose author forgot @q4core.hookimpl is a problem, under --strict one that counts."""
+    module = types.ModuleType("forgetful")
+    module.q4_backends = lambda: [FakeBackend("never")]  # type: ignore[attr-defined]
+    monkeypatch.setattr("q4core.cli.doctor.default_registry", lambda: q4.Registry([("forgetful", module)]))
+    text = say(capsys, "doctor", "--device", "cpu", "--strict", status=1)
+    assert "not marked with @q4core.hookimpl, and so never called: q4_backends" in text
+    assert "No problems" not in text
+
+
+def test_doctor_warns_of_formats_that_nobody_knows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that no plugin brings is told with those that there are; it may come yet, so it breaks nothing."""
+    module = plugin(FakeBackend("hopeful", formats={"nf4", "nf5"}), FakeBackend("any", formats={q4.EVERY_FORMAT}))
+    monkeypatch.setattr("q4core.cli.doctor.default_registry", lambda: q4.Registry([("hopeful", module)]))
+    record = answer(capsys, "doctor", "--device", "cpu")
+    (problem,) = record["problems"]
+    known = ", ".join(sorted(q4.BUILTIN_FORMATS))
+    told = "backend 'hopeful' declares format 'nf5', and none of that name is known; did you mean 'nf4'?"
+    assert problem == f"{told} there are: {known}"
+    assert record["plugin_errors"] == []
+    text = say(capsys, "doctor", "--device", "cpu", "--strict")
+    assert "'nf5'" in text
+    assert "No problems" not in text
 
 
 @pytest.mark.slow

@@ -45,6 +45,33 @@ def test_a_hook_that_raises_costs_only_its_own_plugin() -> None:
     assert _records(registry)["good"].errors == []
 
 
+def test_a_plugin_whose_hooks_are_not_marked_is_told() -> None:
+    """Without @q4core.hookimpl nothing is ever called: each name of a hook that is not marked is told."""
+    module = types.ModuleType("forgetful")
+    module.q4_backends = lambda: [FakeBackend("never")]  # type: ignore[attr-defined]
+    module.q4_formats = _nothing  # type: ignore[attr-defined]
+    registry = q4.Registry([("forgetful", module)])
+    told = "not marked with @q4core.hookimpl, and so never called: q4_backends, q4_formats"
+    with pytest.warns(q4.Q4PluginWarning, match=told):
+        assert registry.backends() == {}
+    assert _records(registry)["forgetful"].errors == [told]
+    half = plugin(FakeBackend("good"))
+    half.q4_formats = _nothing  # type: ignore[attr-defined]
+    registry = q4.Registry([("half", half)])
+    with pytest.warns(q4.Q4PluginWarning, match="@q4core.hookimpl, and so never called: q4_formats$"):
+        assert list(registry.backends()) == ["good"]
+
+
+def test_a_plugin_without_any_hook_is_told() -> None:
+    """A module that implements no hook brings nothing, which is no state to call loaded and leave at that."""
+    registry = q4.Registry([("empty", types.ModuleType("empty"))])
+    with pytest.warns(q4.Q4PluginWarning, match="brings no hook.*q4_backends"):
+        assert registry.backends() == {}
+    (record,) = registry.records()
+    assert record.state == "loaded"
+    assert "@q4core.hookimpl" in record.errors[0]
+
+
 @pytest.mark.parametrize("version", [(2, 0), (1, 99), (0, 9), "1.0", None, (1,)])
 def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
     """A backend of another API version is not used, and stands among the rejections with its reason."""
@@ -217,7 +244,7 @@ def test_an_allow_list_without_names_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("wrong", "closest"), [("dialectz", "dialects"), ("Quite-Other", None)])
 def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: str | None) -> None:
     """A name in the environment that fits nothing is a record and one warning, with the closest name there is."""
-    plugins = [("dialects", types.ModuleType("a")), ("gguf", types.ModuleType("b"))]
+    plugins = [("dialects", plugin()), ("gguf", plugin())]
     registry = q4.Registry(plugins, environment={variable: f"gguf, {wrong}"})
     with pytest.warns(q4.Q4PluginWarning) as caught:
         records = {record.name: record for record in registry.records()}
@@ -235,13 +262,13 @@ def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: s
 def test_the_processs_variables_are_not_held_against_given_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a test gives its plugins, names of installed ones in the process's own variables are no typos."""
     monkeypatch.setenv("Q4_PLUGINS", "gguf,nn")
-    assert [record.name for record in q4.Registry([("gguf", types.ModuleType("b"))]).records()] == ["gguf"]
+    assert [record.name for record in q4.Registry([("gguf", plugin())]).records()] == ["gguf"]
 
 
 def test_a_name_that_both_variables_have_wrong_is_told_for_each() -> None:
     """One record holds what is wrong with a name in Q4_PLUGINS and in Q4_DISABLE_PLUGINS."""
     variables = {"Q4_PLUGINS": "x,x", "Q4_DISABLE_PLUGINS": "x"}
-    registry = q4.Registry([("gguf", types.ModuleType("b"))], environment=variables)
+    registry = q4.Registry([("gguf", plugin())], environment=variables)
     with pytest.warns(q4.Q4PluginWarning):
         (record,) = [item for item in registry.records() if item.name == "x"]
     assert len(record.errors) == 2
@@ -251,6 +278,10 @@ def test_a_name_that_both_variables_have_wrong_is_told_for_each() -> None:
 
 def test_modules_and_the_reference_may_be_named() -> None:
     """Names of plugins that are there, of modules, and of the reference are right in either variable."""
-    variables = {"Q4_PLUGINS": "dequant-fallback,nn,json", "Q4_DISABLE_PLUGINS": "gguf", "Q4_PLUGIN_MODULES": "json"}
+    variables = {
+        "Q4_PLUGINS": "dequant-fallback,nn,q4_gguf",
+        "Q4_PLUGIN_MODULES": "q4_gguf",
+        "Q4_DISABLE_PLUGINS": "dialects",
+    }
     registry = q4.Registry(environment=variables)
     assert [record.name for record in registry.records() if record.errors] == []

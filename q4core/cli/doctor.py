@@ -11,7 +11,15 @@ from rich.text import Text
 from q4core.checkpoint import SafetensorsReader
 from q4core.cli import options
 from q4core.cli.output import clean, open_output, say
-from q4core.cli.survey import ServiceVerdict, environment_facts, path_text, survey_backends, versions, withheld_lines
+from q4core.cli.survey import (
+    ServiceVerdict,
+    environment_facts,
+    path_text,
+    survey_backends,
+    unknown_formats,
+    versions,
+    withheld_lines,
+)
 from q4core.cli.table import bytes_text
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.memory import availability
@@ -49,6 +57,7 @@ def doctor(
         devices = _devices(facts, config, asked=device not in {None, "auto"})
         verdicts = survey_backends(registry, devices, config.compute_dtype)
         variables, problems = environment_facts()
+        problems += unknown_formats(registry)
         broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
         record = {
             "versions": versions(registry),

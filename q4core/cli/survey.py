@@ -13,7 +13,7 @@ import torch
 from rich.text import Text
 
 from q4core import __version__
-from q4core.backend import ReasonCode, Request
+from q4core.backend import EVERY_FORMAT, ReasonCode, Request
 from q4core.cli.output import clean, to_plain
 from q4core.codec import quantize
 from q4core.diagnostics import plain_reasons, plain_withheld
@@ -37,6 +37,7 @@ __all__ = [
     "representative_request",
     "selection_paths",
     "survey_backends",
+    "unknown_formats",
     "versions",
     "withheld_lines",
 ]
@@ -117,6 +118,19 @@ def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dic
     except ConfigError as error:
         problems.append(str(error))
     return found, problems
+
+
+def unknown_formats(registry: Registry) -> list[str]:
+    """Return a line for each format that a backend declares and nobody brings: a typo, or a plugin is missing."""
+    known = sorted(registry.formats())
+    problems = []
+    for backend, item in registry.backends().items():
+        for name in sorted(item.capabilities.formats - {EVERY_FORMAT, *known}):
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            told = f"backend {backend!r} declares format {name!r}, and none of that name is known"
+            problems.append(f"{told}; {meant}there are: {', '.join(known)}")
+    return problems
 
 
 def representative_request(format: Format, device: torch.device, dtype: torch.dtype) -> Request:  # noqa: A002  # the field's name
