@@ -4,6 +4,7 @@ The names below are the public contract; plugins and the conformance kit use not
 touches no device and no network.
 """
 
+from q4core import numpy_notice  # noqa: F401, I001  # first: everything below imports torch
 from q4core import errors, memory, training
 from q4core.api import (
     detect,

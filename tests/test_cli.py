@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4core.cli import main
-from q4core.cli.app import build_app
+from q4core.cli.app import build_app, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +43,39 @@ def test_help_lists_every_command() -> None:
     assert result.exit_code == 0
     for command in ("doctor", "inspect", "explain", "quantize", "convert", "bench", "generate"):
         assert command in result.output
+
+
+@pytest.mark.parametrize(("command", "distribution"), [("conform", "q4-conformance"), ("generate", "q4-nn")])
+def test_a_command_that_is_not_there_is_told_with_what_brings_it(
+    command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a documented command is missing, the hint says what to install, or where to look why that isn't loaded."""
+    monkeypatch.setattr("q4core.cli.failure._is_installed", lambda name: name != distribution)
+    assert run([command, "x"], registry=q4.Registry([])) == 2
+    told = capsys.readouterr().err
+    assert f"No such command '{command}'" in told
+    assert f"pip install {distribution}" in told
+    assert "Did you mean" not in told
+    monkeypatch.setattr("q4core.cli.failure._is_installed", lambda _: True)
+    assert run([command, "x"], registry=q4.Registry([])) == 2
+    told = capsys.readouterr().err
+    assert f"{distribution} brings it and is not loaded" in told
+    assert "q4 doctor" in told
+
+
+@pytest.mark.slow
+def test_the_command_says_nothing_of_numpy(tmp_path: Path) -> None:
+    """Without NumPy, which nothing here needs, torch's warning is left out, and other warnings are not."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    (tmp_path / "q4_warning.py").write_text(
+        "import warnings\nimport q4core\nwarnings.warn('something else')\n"
+        "@q4core.hookimpl\ndef q4_formats():\n    return []\n"
+    )
+    variables = {"PYTHONPATH": str(tmp_path), "Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": "q4_warning"}
+    done = process("--help", variables=variables)
+    assert done.returncode == 0
+    assert "NumPy" not in done.stderr
+    assert "something else" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["doctor", "inspect", "explain", "quantize", "convert", "bench"])

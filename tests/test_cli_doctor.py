@@ -15,7 +15,7 @@ from fakes import FakeBackend, plugin, registry
 from managed import ATTRIBUTES, Broken, FakeProvider
 
 import q4core as q4
-from q4core.cli.survey import environment_facts, survey_backends
+from q4core.cli.survey import environment_facts, survey_backends, versions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,6 +76,13 @@ def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
     assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
     assert any("Q4_COMPUTE_PATH" in problem and "kernel_only" in problem for problem in problems)
     assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])
+
+
+def test_versions_tell_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not there is not installed; one that is there without metadata is no distribution."""
+    monkeypatch.setattr("q4core.cli.survey._LIBRARIES", ("q4-no-such-library", "json"))
+    found = versions(q4.Registry([]))
+    assert (found["q4-no-such-library"], found["json"]) == ("not installed", "not a distribution")
 
 
 def test_survey_gives_paths_or_every_reason() -> None:

@@ -174,6 +174,8 @@ def test_unknown_dialect_is_an_error_with_names(name: str) -> None:
     assert caught.value.value == name
     if name == "simple-nvfp":
         assert caught.value.details["closest"] == "simple-nvfp4"
+    else:
+        assert caught.value.hint == "Install the plugin that brings it; see `q4 doctor`."
 
 
 def test_dialect_that_no_layer_allows_is_a_problem() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib.metadata
 import json
 import re
 import sys
@@ -31,6 +32,8 @@ FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
+_BROUGHT_BY = {"conform": "q4-conformance", "generate": "q4-nn"}
+"""Documented command → the distribution whose plugin adds it."""
 _MOST_LINES = 20
 _SHORT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE}
 
@@ -83,11 +86,30 @@ def describe(error: BaseException) -> Failure:
 def _of_usage(error: BaseException, message: str) -> Failure:
     context: Any = getattr(error, "ctx", None)
     hint = f"Try '{context.command_path} --help'." if context is not None else None
+    absent = re.match(r"No such command '([^']*)'\.", message)
+    if absent and absent[1] in _BROUGHT_BY:
+        return Failure(
+            code="usage", message=absent[0], status=BAD_INPUT, fields={"hint": _way_to(_BROUGHT_BY[absent[1]])}
+        )
     unknown = re.match(r"No such command '(.*)'\.$", message)  # newer typers name the closest one themselves
     if unknown and context is not None:
         close = difflib.get_close_matches(unknown[1], context.command.list_commands(context), n=1)
         hint = f"Did you mean {close[0]!r}? {hint}" if close else hint
     return Failure(code="usage", message=message, status=BAD_INPUT, fields={"hint": hint})
+
+
+def _way_to(distribution: str) -> str:
+    if _is_installed(distribution):
+        return f"{distribution} brings it and is not loaded; `q4 doctor` says why."
+    return f"{distribution} brings it: python3 -m pip install {distribution}"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _of_q4(error: Q4Error) -> Failure:

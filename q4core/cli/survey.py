@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,8 @@ def versions(registry: Registry) -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not a distribution"
+            is_there = importlib.util.find_spec(name) is not None
+            found[name] = "not a distribution" if is_there else "not installed"
     for record in registry.records():
         distribution, _, version = record.source.partition(" ")
         if version:

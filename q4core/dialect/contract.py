@@ -228,6 +228,6 @@ def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
     if isinstance(name, str) and name in known:
         return known[name]
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f"Did you mean {close[0]!r}?" if close else None
+    hint = f"Did you mean {close[0]!r}?" if close else "Install the plugin that brings it; see `q4 doctor`."
     rule = f"one of {', '.join(sorted(known))}"
     raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close[0] if close else None)
