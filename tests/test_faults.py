@@ -209,6 +209,28 @@ def test_a_native_quantiser_that_raises_is_the_cause(kernels: Any) -> None:
     assert isinstance(caught.value.__cause__, IndexError)
 
 
+def test_a_live_layer_says_where(kernels: Any) -> None:
+    """A call that fails after its proof names the place, too, and so does one whose error has no text."""
+
+    class Mute(Exception):  # noqa: N818  # a stranger's
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def mute(_: torch.Tensor) -> torch.Tensor:
+        raise Mute
+
+    backend = FakeBackend("stranger")
+    layer = _only(backend).linear(_weight())
+    backend.damage = kernels.by_hand
+    with pytest.raises(q4.BackendError, match=re.escape("(in q4_stranger/native/kernels.py:5, by_hand)")):
+        layer(torch.ones(1, 128))
+    backend.damage = mute
+    with pytest.raises(
+        q4.BackendError, match=r"raised Mute, whose text raises RuntimeError \(in \S*test_faults.py:\d+, mute\)"
+    ):
+        layer(torch.ones(1, 128))
+
+
 def test_a_hook_that_raises_says_where(kernels: Any) -> None:
     """What doctor shows of a hook, and of a module that can't be imported, names the place."""
     plugins = q4.Registry([("stranger", _Hooked(kernels))])

@@ -107,7 +107,8 @@ def test_a_plugin_that_fails_at_import_is_told_by_any_of_its_names(neighbour: Pa
     neighbour.write_text("raise ImportError('libnothing.so.3 is not here')", encoding="utf-8")
     result = _judge(NEIGHBOUR)
     assert result.outcome is Outcome.FAIL
-    assert result.message == f"the plugin {NEIGHBOUR!r} failed at import: ImportError: libnothing.so.3 is not here"
+    fault = f"ImportError: libnothing.so.3 is not here (in {neighbour.name}:1, <module>)"
+    assert result.message == f"the plugin {NEIGHBOUR!r} failed at import: {fault}"
     with pytest.raises(UnknownTargetError) as caught:
         run_target(Query(name="neighbour"))
     assert "libnothing.so.3 is not here" in str(caught.value.hint)
@@ -130,7 +131,7 @@ def test_an_error_without_a_text_is_a_failure() -> None:
     (case,) = (item for item in cases_of(("nf4",), "cpu") if item.id == STRUCK)
     result = run_case(case, BackendSubject(hostile.speaks_not()))
     assert result.outcome is Outcome.FAIL
-    assert result.message.startswith("SilentError, whose text raises SilentError")
+    assert "SilentError, whose text raises SilentError" in result.message
 
 
 def test_a_clock_that_a_subject_sets_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
