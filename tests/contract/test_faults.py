@@ -44,10 +44,11 @@ def test_faulty_backend_is_caught(fault: Fault, install: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize("fault", DEVICE_FAULTS, ids=lambda fault: fault.name)
-def test_fault_of_devices_is_caught_on_the_cpu(fault: Fault) -> None:
-    """A case that runs on devices alone fails for the fault on the CPU, too, for the reason meant."""
+def test_fault_of_devices_is_caught_on_the_cpu(fault: Fault, install: Callable[..., None]) -> None:
+    """A case that runs on devices alone fails for the installed fault on the CPU, too, for the reason meant."""
+    install(fault.name)
     case = next(case for case in device_cases([fault.format]) if case.id.startswith(fault.caught_by))
-    result = run_case(case, BackendSubject(fault.make(fault.name)))
+    result = run_case(case, BackendSubject(fault.name))
     assert result.outcome is Outcome.FAIL, result
     assert fault.says in result.message
 
