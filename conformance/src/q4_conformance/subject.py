@@ -104,11 +104,11 @@ def plugin_of(*backends: Backend) -> types.SimpleNamespace:
 
 
 def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:
-    """Return a registry of these backends and the reference."""
+    """Return a registry of these backends and the reference, whatever list of plugins the environment allows."""
     plugins: list[tuple[str, object]] = [(f"plugin of {item.name}", plugin_of(item)) for item in backends]
     if with_reference and all(item.name != REFERENCE for item in backends):
         plugins.append((REFERENCE, plugin_of(reference_backend())))
-    return Registry(plugins)
+    return Registry(plugins, environment={})  # who is judged was found by that list before
 
 
 @attrs.frozen(eq=False)
