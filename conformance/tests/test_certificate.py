@@ -141,7 +141,7 @@ def test_a_format_of_which_nothing_passed_is_named() -> None:
     }
     told = documents.document(ends)
     assert told["standing"] == "failed"
-    assert told["sentence"] == "not certified; no case passed of what is declared: q8_0"
+    assert told["sentence"] == "not all that is required passed; no case passed of what is declared: q8_0"
 
 
 def test_the_matrix_adds_up() -> None:

@@ -32,7 +32,7 @@ _SENTENCES = {
     "certified": "every required case passed on this device",
     "interpreted": "every required case passed in an interpreter on the CPU; this certifies no GPU",
     "partial": "what ran passed; cases were left out or can't be tested here, so this is no certificate",
-    "failed": "not certified",
+    "failed": "not all that is required passed",
 }
 
 
