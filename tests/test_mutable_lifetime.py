@@ -192,7 +192,7 @@ def _inference_tensor() -> torch.Tensor:
         (torch.zeros(4, device="meta"), {}, "tensor"),
         (_quantised(), {}, "dtype"),
         (_quantised(), {"copy": False}, "dtype"),
-        (torch.empty(4, dtype=torch.int4), {}, "dtype"),
+        (torch.empty(4, dtype=torch.int4), {}, "dtype"),  # type: ignore[attr-defined]  # its stubs lack it
         (torch.zeros(4).as_subclass(_Wrapped), {}, "tensor"),
         (torch.zeros(1).expand(4), {"copy": False}, "tensor"),
         (_inference_tensor(), {"copy": False}, "tensor"),

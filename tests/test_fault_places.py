@@ -89,9 +89,9 @@ def test_a_place_names_no_directory_of_the_machine(kernels: Any, tmp_path: Path)
         sys.modules["q4_stranger"].first(None)
     assert said(caught.value).endswith("(in q4_stranger/__init__.py:2, first)")
     (tmp_path / "q4_alone.py").write_text("raise OSError('no')")
-    with pytest.raises(OSError, match="no") as caught:
+    with pytest.raises(OSError, match="no") as alone:
         import q4_alone  # type: ignore[import-not-found]  # noqa: F401, PLC0415  # written above
-    assert said(caught.value) == "OSError: no (in q4_alone.py:1, <module>)"
+    assert said(alone.value) == "OSError: no (in q4_alone.py:1, <module>)"
 
 
 def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
@@ -226,7 +226,7 @@ def test_a_live_layer_says_where(kernels: Any) -> None:
         layer(torch.ones(1, 128))
     backend.damage = mute
     with pytest.raises(
-        q4.BackendError, match=r"raised Mute, whose text raises RuntimeError \(in \S*test_faults.py:\d+, mute\)"
+        q4.BackendError, match=r"raised Mute, whose text raises RuntimeError \(in \S*test_fault_places.py:\d+, mute\)"
     ):
         layer(torch.ones(1, 128))
 
