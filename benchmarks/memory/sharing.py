@@ -4,9 +4,9 @@
 
 Alone: one read and one update of 64 numbers, from Python, nobody else there: the least and the median of many rounds.
 Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
-an update is one addition. Either may also compute for a while with the tensor in its hands; the writer may rest between
-updates. In "taking alone" a reader only takes the tensor, since a sum costs more than that. Kinds take turns, so that
-what else the machine does falls on all alike.
+an update is one addition, or one step of leaky integrate-and-fire neurons. Either may also compute for a while with the
+tensor in its hands; the writer may rest between updates. In "taking alone" a reader only takes the tensor, since a sum
+costs more than that. Kinds take turns, so that what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Race:
         rest_s: How long the writer rests after each.
         read_s: How long a read computes.
         is_summed: Whether a read sums the tensor, or only takes it.
+        steps: Whether an update is a step of as many neurons, instead of one addition.
     """
 
     name: str
@@ -52,11 +53,14 @@ class Race:
     rest_s: float
     read_s: float
     is_summed: bool = True
+    steps: bool = False
 
 
 RACES = [
     Race("short blocks", 0.0, 1e-3, 0.0),
     Race("short blocks without rest", 0.0, 0.0, 0.0),
+    Race("neurons step", 0.0, 1e-3, 0.0, steps=True),
+    Race("neurons step without rest", 0.0, 0.0, 0.0, steps=True),
     Race("long updates", 2e-3, 1e-3, 0.0),
     Race("long updates without rest", 2e-3, 0.0, 0.0),
     Race("long reads", 0.0, 1e-3, 1e-3),
@@ -107,8 +111,19 @@ def _compute(seconds: float) -> None:
             pass
 
 
+def _add(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def _step(membranes: torch.Tensor) -> None:
+    """Leak, integrate, fire and reset."""
+    membranes.mul_(0.9).add_(0.2)
+    membranes.masked_fill_(membranes >= 1.0, 0.0)
+
+
 def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
     """Give what a reader and a writer do again and again."""
+    update = _step if race.steps else _add
     if kind == "lock":
         tensor, lock = torch.zeros(NUMBERS).share_memory_(), multiprocessing.get_context("fork").Lock()
 
@@ -123,7 +138,7 @@ def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[
 
         def write() -> None:
             with lock:
-                tensor.add_(1)
+                update(tensor)
                 _compute(race.update_s)
 
         yield (read if race.is_summed else take), write
@@ -141,7 +156,7 @@ def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[
 
         def write_shared() -> None:
             with state.write(wait=True) as tensor:
-                tensor.add_(1)
+                update(tensor)
                 _compute(race.update_s)
 
         yield (read_shared if race.is_summed else take_shared), write_shared
