@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from q4core.errors import InputError
+from q4core.floats import FLOATS
 
 if TYPE_CHECKING:
     from q4core.weight_owner import WeightOwner
 
-__all__ = ["FLOATS", "check_index", "check_out", "fits_as_bias", "refuse_bias", "refuse_input"]
-
-FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""The dtypes that a layer may take and give."""
+__all__ = ["check_index", "check_out", "fits_as_bias", "refuse_bias", "refuse_input"]
 
 
 def refuse_input(layer: WeightOwner, x: Any) -> NoReturn:

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from q4core.errors import Q4Error
-from q4core.linear_input import FLOATS
+from q4core.floats import FLOATS
 from q4core.linear_state import load_weight, save_weight, split_state
 from q4core.preparation import copy_prepared
 from q4core.registry import default_registry

@@ -168,3 +168,16 @@ def test_the_dtypes_of_a_manifest_are_those_of_x_and_y() -> None:
     (reason,) = manifest.refusals(attrs.evolve(mixed, out_dtype=torch.float16))
     assert reason == q4.Reason(q4.ReasonCode.DTYPE, "dtype torch.float16 of y is not declared")
     assert "out_dtypes" not in attrs.fields_dict(q4.Capabilities)
+
+
+@pytest.mark.parametrize("beyond", [torch.float64, torch.float8_e4m3fn, torch.int8, "float32"])
+def test_a_manifest_declares_no_dtype_whose_results_nobody_can_judge(beyond: torch.dtype) -> None:
+    """Else the first request for it would end in the self-probe, by an error of no type of ours."""
+    with pytest.raises(q4.ConfigError, match=rf"dtypes.*float32, torch.bfloat16, torch.float16.*{beyond}"):
+        q4.Capabilities(
+            formats={"nf4"},
+            scale_kinds={q4.ScaleKind.PLAIN},
+            devices={"cpu"},
+            dtypes={torch.float32, beyond},
+            precisions={q4.Precision.W4A32},
+        )

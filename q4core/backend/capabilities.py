@@ -9,6 +9,7 @@ import attrs
 
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.errors import ConfigError
+from q4core.floats import FLOATS
 from q4core.formats import ScaleKind
 from q4core.policy import Rounding
 
@@ -65,7 +66,8 @@ class Capabilities:
         precision_scale_kinds: Precision → the scale kinds that its paths read, for precisions that read others than
             ``scale_kinds``. What a request allows decides which of them count.
         devices: Device types (``"cpu"``, ``"cuda"``).
-        dtypes: dtypes of x, and of y; a pair of them that is not served is refused by ``check``.
+        dtypes: dtypes of x, and of y: some of float32, bfloat16 and float16, whose results the core can judge. A pair
+            of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
         features: Features that it serves.
         ops: ``"linear"``, ``"quantize"``, ``"input_gradient"``.
@@ -86,7 +88,11 @@ class Capabilities:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Check that kinds are given for declared precisions alone."""
+        """Check that results can be judged, and that kinds are given for declared precisions alone."""
+        beyond = sorted(str(item) for item in self.dtypes.difference(FLOATS))
+        if beyond:
+            rule, hint = f"of {', '.join(map(str, FLOATS))}", "Declare no other: the self-probe could not judge it."
+            raise ConfigError("capabilities", name="dtypes", rule=rule, value=beyond, hint=hint)
         unknown = sorted(str(item) for item in self.precision_scale_kinds.keys() - self.precisions)
         if unknown:
             rule = "of declared precisions"

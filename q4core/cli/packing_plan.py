@@ -12,6 +12,7 @@ import torch
 from q4core import api
 from q4core.dialect import Dialect, find_dialect
 from q4core.errors import ConfigError, DialectError, FormatError, Q4Error
+from q4core.floats import FLOATS
 from q4core.formats import Format, ScaleKind
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "Recipe", "make_recipe", "split_tensors"]
 
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _EMBEDDINGS = ("*embed*", "*embd*", "*wte*", "*wpe*")
 _PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
 _KINDS = (
@@ -98,7 +98,7 @@ def _reason(name: str, info: TensorInfo, skip: Sequence[str], include: Sequence[
         return "not named <module>.weight", asked
     if len(info.shape) != 2 or 0 in info.shape:  # noqa: PLR2004  # a matrix
         return f"of shape {list(info.shape)}, not a matrix", asked
-    if info.dtype not in _FLOATS:
+    if info.dtype not in FLOATS:
         return f"of dtype {str(info.dtype).removeprefix('torch.')}", True
     for pattern in skip:
         if _is_match(name, pattern):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.errors import FormatError, InputError
+from q4core.floats import FLOATS
 from q4core.formats import BlockOrder, Form, Format, ScaleKind
 from q4core.packing import NibbleOrder, Packing
 
@@ -18,7 +19,6 @@ __all__ = ["check_choices", "check_columns", "check_dense", "check_finite", "che
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
 _CHUNK_ELEMENTS = 1 << 22
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODE_BITS = 8
 
 
@@ -33,8 +33,8 @@ def check_dense(dense: torch.Tensor, where: str | None) -> None:
     if dense.dim() != 2:  # noqa: PLR2004  # [N, K]
         each = "Quantise each matrix of a stack by itself."
         raise InputError("quantize", name="dense", rule="[N, K]", value=list(dense.shape), where=where, hint=each)
-    if dense.dtype not in _DTYPES:
-        rule = f"of dtype {', '.join(map(str, _DTYPES))}"
+    if dense.dtype not in FLOATS:
+        rule = f"of dtype {', '.join(map(str, FLOATS))}"
         hint = "Convert it with .to(torch.float32)." if dense.is_floating_point() else None
         raise InputError("quantize", name="dense", rule=rule, value=dense.dtype, where=where, hint=hint)
     if dense.layout is not torch.strided:

@@ -8,6 +8,7 @@ import torch
 
 from q4core import codec
 from q4core.errors import InputError
+from q4core.floats import FLOATS
 from q4core.formats import Format, find_format
 from q4core.policy import Rounding
 from q4core.quantizer import quantize
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from q4core.weight import PackedWeight
 
 __all__ = ["check_master", "dequantize_packed", "named_format", "quantize_packed"]
-
-_MASTER_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def quantize_packed(
@@ -57,7 +56,7 @@ def named_format(format_: str | Format) -> Format:
 
 def check_master(master: torch.Tensor) -> None:
     """Refuse what can't be a master."""
-    if not isinstance(master, torch.Tensor) or master.dim() != 2 or master.dtype not in _MASTER_DTYPES:  # noqa: PLR2004  # [N, K]
+    if not isinstance(master, torch.Tensor) or master.dim() != 2 or master.dtype not in FLOATS:  # noqa: PLR2004  # [N, K]
         value = f"{master.dtype} {list(master.shape)}" if isinstance(master, torch.Tensor) else type(master).__name__
         raise InputError(
             "training",
