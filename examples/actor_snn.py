@@ -14,23 +14,19 @@ import argparse
 import contextlib
 import hashlib
 import math
-import multiprocessing
 import random
-import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from snn_network import DIGITS, FORMAT, HIDDEN, SIZE, input_spikes, integrate, train
+from snn_crew import Crew, Plan
+from snn_network import DIGITS, FORMAT, HIDDEN, SIZE, SOURCES, input_spikes, integrate, train
 from snn_picture import draw
 from train_ste import digits
 
 import q4core as q4
 
-SOURCES = {**dict.fromkeys(HIDDEN, ("pixels", *HIDDEN)), "out": HIDDEN}
-"""Whom each population reads."""
 MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spikes of even steps and of odd ones
 
 
@@ -59,20 +55,6 @@ class Population:
             state[COUNT] += state[SPIKES + step % 2]
 
 
-class Plan(NamedTuple):
-    """How long to run, with how many actors of which kind, how many of them to kill, and how unsteady they are."""
-
-    steps: int = 40
-    actors: int = 4
-    processes: bool = False
-    kills: int = 0
-    jitter: float = 0.0
-
-    def names(self, index: int) -> tuple[str, ...]:
-        """Return the populations of one actor."""
-        return tuple(SOURCES)[index :: self.actors]
-
-
 def act(index: int, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, q4.MutableTensor]) -> None:
     """Be an actor: advance its populations from wherever their states are, and tell what was copied."""
     torch.set_num_threads(1)
@@ -85,39 +67,6 @@ def act(index: int, plan: Plan, masters: dict[str, torch.Tensor], states: dict[s
     stats = [one.state.stats() for one in populations]
     with states["copied"].write(wait=True) as total:
         total.add_(sum(one.bytes_copied / max(1, one.writes) for one in stats))
-
-
-class Crew:
-    """Actors at work; whoever is killed is replaced."""
-
-    def __init__(self, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, q4.MutableTensor]) -> None:
-        self.plan, self.masters, self.states = plan, masters, states
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["q4core", "snn_network"])  # so that a replacement starts at once
-        self.hire: Any = server.Process if plan.processes else threading.Thread
-        self.workers = [self.start(index) for index in range(plan.actors)]
-
-    def kill_one(self, step: int) -> bool:
-        """Kill somebody at work; return whether that is what ended them."""
-        self.replace_killed(step)
-        worker = random.choice(self.workers)  # noqa: S311  # no secret
-        worker.kill()
-        worker.join()
-        return bool(worker.exitcode == -signal.SIGKILL)
-
-    def start(self, index: int) -> Any:
-        """Start one actor."""
-        worker = self.hire(target=act, args=(index, self.plan, self.masters, self.states), daemon=True)
-        worker.start()
-        return worker
-
-    def replace_killed(self, step: int) -> None:
-        """Start those anew that were killed before they had done this step."""
-        for index, worker in enumerate(self.workers):
-            if not worker.is_alive() and any(self.states[name].version < step for name in self.plan.names(index)):
-                if not self.plan.processes or worker.exitcode >= 0:
-                    raise SystemExit(f"actor {index} failed in step {step}")
-                self.workers[index] = self.start(index)
 
 
 class Outcome(NamedTuple):
@@ -146,7 +95,7 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
     make = q4.SharedMutableTensor if plan.processes else q4.MutableTensor
     with contextlib.ExitStack() as stack:
         states = {name: stack.enter_context(make(torch.zeros(size), name=name)) for name, size in sizes.items()}
-        crew, killed = Crew(plan, masters, states), 0
+        crew, killed = Crew(act, plan, masters, states), 0
         for step in range(1, plan.steps + 1):
             states["pixels"].replace(input_spikes(images, -step)[None])
             if step in fatal:

@@ -9,6 +9,8 @@ import q4core as q4
 
 SIZE, DIGITS = 64, 10
 HIDDEN = ("a", "b", "c", "d")
+SOURCES = {**dict.fromkeys(HIDDEN, ("pixels", *HIDDEN)), "out": HIDDEN}
+"""Whom each population reads."""
 LEAK, FORMAT = 0.9, "nf4"  # blocks of 64 lie within one source's rows, so parts are quantised like the whole
 
 

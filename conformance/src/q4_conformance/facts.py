@@ -107,7 +107,7 @@ def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Source hash", f"sha256:{source.get('sha256', '')} over {source.get('files', 0)} files"),
         ("Versions", ", ".join(f"{item} {version}" for item, version in versions.items() if version)),
         ("Command", command_line(document)),
-        ("Variables that were set", _assignments(document) or "none that may change a result"),
+        ("Variables that were set", "" if _assignments(document) else "none that may change a result"),
         ("Made", f"{document['volatile']['date']}, in {document['volatile']['seconds']:.0f} s"),
         ("Hash of the verdicts", document["verdict_hash"]),
         ("Hash of the content", document["content_hash"]),
