@@ -197,7 +197,8 @@ class Run:
         """Race processes."""
         chance = random.Random(7)
         content = torch.zeros(ELEMENTS, dtype=torch.int64)
-        state = q4.SharedMutableTensor(content, mode=self.mode, slots=self.slots, native=kind == NATIVE)
+        slots = self.slots if self.mode is q4.MutableMode.VERSIONED else None
+        state = q4.SharedMutableTensor(content, mode=self.mode, slots=slots, native=kind == NATIVE)
         with state:
             children = [
                 _start(lambda index=index: _run_process(state, self.board, index))  # type: ignore[misc]  # bound here

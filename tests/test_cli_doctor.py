@@ -75,6 +75,9 @@ def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
     assert variables == {"Q4_BACKND": "x", "Q4_COMPUTE_PATH": "fastest"}
     assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
     assert any("Q4_COMPUTE_PATH" in problem and "kernel_only" in problem for problem in problems)
+    assert environment_facts({"Q4_DISABLE_UM": "1"}) == ({"Q4_DISABLE_UM": "1"}, [])
+    (problem,) = environment_facts({"Q4_DISABLE_UM": "yes"})[1]
+    assert "Q4_DISABLE_UM must be '0' or '1', got 'yes'" in problem
     assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])
 
 

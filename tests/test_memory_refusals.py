@@ -22,6 +22,7 @@ from q4core.memory import (
     MemoryProvider,
     apply_input_policy,
     apply_policy,
+    apply_source_policy,
 )
 
 
@@ -94,7 +95,7 @@ def test_refusal_describes_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ([1.0], PREFER, "cpu", q4.InputError, "tensor"),
         (torch.ones(3).to_sparse(), PREFER, "cpu", q4.InputError, "tensor"),
-        (torch.ones(3), "prefer_unified", "cpu", q4.ConfigError, "policy"),
+        (torch.ones(3), "preferred", "cpu", q4.ConfigError, "policy"),
         (torch.ones(3), None, "cpu", q4.ConfigError, "policy"),
         (torch.ones(3), PREFER, "gpu", q4.ConfigError, "device"),
         (torch.ones(3), PREFER, None, q4.ConfigError, "device"),
@@ -105,6 +106,21 @@ def test_bad_arguments(what: str, tensor: Any, policy: Any, device: Any, error: 
     with pytest.raises(error) as caught:
         APPLY[what](tensor, policy, device=device)
     assert caught.value.name == name
+    if name == "policy":
+        assert "'disabled', 'prefer_unified', 'require_unified'" in str(caught.value.rule)
+
+
+def test_a_policy_may_be_named() -> None:
+    """As a session's configuration takes it."""
+    assert apply_policy(weight_tensor(), "prefer_unified", device="cpu")[1].policy is PREFER
+
+
+def test_a_source_for_a_device_that_is_not_there_is_refused() -> None:
+    """By an error of ours that carries torch's own words, not by what torch raises."""
+    if torch.cuda.is_available():
+        pytest.skip("there is such a device here")
+    with pytest.raises(q4.ConfigError, match="device must be a device that torch has here, got 'cuda'"):
+        apply_source_policy(weight_tensor(), PREFER, device="cuda")
 
 
 def test_answers_are_plain_values() -> None:

@@ -140,6 +140,7 @@ def test_copies_are_refused(mode: MutableMode, duplicate: Callable[[object], obj
         duplicate(state)
     assert "membrane" in str(caught.value)
     assert "snapshot" in str(caught.value.hint)
+    assert "SharedMutableTensor" in str(caught.value.hint)
 
 
 def test_repr_says_what_it_is(mode: MutableMode) -> None:

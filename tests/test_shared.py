@@ -22,7 +22,7 @@ import torch
 from sharing import content_of, failing_block
 
 import q4core as q4
-from q4core.mutable import MutableMode, SharedMutableTensor, process_locks, segment, shared_content
+from q4core.mutable import MutableMode, SharedMutableTensor, process_locks, segment, shared, shared_content
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +42,11 @@ def own_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
     count = itertools.count()
     monkeypatch.setattr("secrets.token_hex", lambda _: f"{own}{next(count):08x}")
     return lambda: {name for name in _files() if own in name}
+
+
+def _is_native() -> bool:
+    """Return whether atomics are tested, as the plugin does by running these tests again."""
+    return shared.find_cells() is not None
 
 
 @contextlib.contextmanager
@@ -209,6 +214,12 @@ def test_number_of_slots_is_checked(slots: Any) -> None:
     with pytest.raises(q4.ConfigError) as caught:
         SharedMutableTensor(torch.zeros(4), slots=slots)
     assert (caught.value.name, caught.value.rule) == ("slots", "3 … 64")
+
+
+def test_slots_are_refused_where_updates_are_in_place() -> None:
+    """There is one; a wish for more is not silently dropped."""
+    with pytest.raises(q4.ConfigError, match="slots must be None where updates are in place, got 8"):
+        SharedMutableTensor(torch.zeros(4), mode=q4.MutableMode.IN_PLACE, slots=8)
 
 
 # -- what is refused
@@ -407,7 +418,23 @@ def test_copies_are_refused_and_pickles_attach(state: SharedMutableTensor, other
 def test_repr_says_what_it_is(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
     """Name, mode, form and the newest state, also where another process made it."""
     state.replace(torch.zeros(4))
-    assert repr(other) == f"SharedMutableTensor('membrane', {state.mode.value}, torch.float32 [4] on cpu, version 1)"
+    told = f"{state.mode.value}, torch.float32 [4] on cpu, version 1, by {'atomics' if _is_native() else 'locks'})"
+    assert repr(other) == f"SharedMutableTensor('membrane', {told}"
+    with SharedMutableTensor.attach(state.segment) as nameless:
+        assert repr(nameless) == f"SharedMutableTensor({told}"
+
+
+def test_a_handle_without_a_name_tells_its_segment(state: SharedMutableTensor) -> None:
+    """Who attaches to several tensors learns from a message which one it is about."""
+    with SharedMutableTensor.attach(state.segment) as nameless:
+        assert nameless.name is None
+        with pytest.raises(q4.InputError, match=rf"mutable tensor '{state.segment}'"):
+            nameless.replace(torch.zeros(5))
+
+
+def test_it_says_how_processes_agree(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
+    """Also in the process that attaches, which had no say in it."""
+    assert (state.is_native, other.is_native) == (_is_native(), _is_native())
 
 
 # -- lifetime

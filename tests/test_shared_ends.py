@@ -214,6 +214,7 @@ def test_there_are_no_sides_between_processes(state: SharedMutableTensor) -> Non
         with pytest.raises(q4.ConfigError) as caught:
             use()
         assert caught.value.name == "device"
+        assert "MutableTensor(…, sides=…)" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [ReadView, WriteBlock])

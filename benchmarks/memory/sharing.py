@@ -68,9 +68,10 @@ RACES = [
 ]
 
 
-def shared(kind: str, slots: int = 4) -> q4.SharedMutableTensor:
+def shared(kind: str, slots: int | None = None) -> q4.SharedMutableTensor:
     """Return a tensor of one of the kinds; the native ones are by the atomics of q4-shared-native."""
     mode = q4.MutableMode.IN_PLACE if kind.endswith("in_place") else q4.MutableMode.VERSIONED
+    slots = slots if mode is q4.MutableMode.VERSIONED else None
     return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
 
 

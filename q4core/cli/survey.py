@@ -21,6 +21,7 @@ from q4core.diagnostics import plain_reasons, plain_withheld
 from q4core.dispatch import select_backend
 from q4core.errors import BackendError, ConfigError, Q4Error
 from q4core.formats import Form, Format, ScaleKind
+from q4core.memory import is_turned_off
 from q4core.policy import resolve_config
 from q4core.selection import NO_HISTORY
 from q4core.weight import Feature
@@ -115,10 +116,11 @@ def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dic
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             problems.append(f"nothing here reads the environment variable {name}{meant}")
-    try:
-        resolve_config(environment=variables)
-    except ConfigError as error:
-        problems.append(str(error))
+    for resolve in (resolve_config, is_turned_off):
+        try:
+            resolve(environment=variables)
+        except ConfigError as error:
+            problems.append(str(error))
     return found, problems
 
 

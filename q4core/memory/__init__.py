@@ -25,6 +25,7 @@ from q4core.memory.placing import (
     managed_empty,
     release_input,
 )
+from q4core.memory.search import is_turned_off
 
 __all__ = [
     "DISABLE_VARIABLE",
@@ -40,6 +41,7 @@ __all__ = [
     "availability",
     "copy_beside",
     "detached_copy",
+    "is_turned_off",
     "keeper_of",
     "managed_empty",
     "note_provider",

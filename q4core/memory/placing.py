@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import PLUGIN_FAULTS
+from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.memory.answers import is_on, managed_by, mapped_by, told
 from q4core.memory.homes import note_provider, shares_memory
 from q4core.memory.search import Search
@@ -31,7 +31,7 @@ __all__ = [
 
 def apply_policy(  # noqa: PLR0913  # one argument per fact that decides
     tensor: torch.Tensor,
-    policy: UnifiedMemoryPolicy,
+    policy: UnifiedMemoryPolicy | str,
     *,
     device: torch.device | str,
     providers: Iterable[MemoryProvider] = (),
@@ -63,7 +63,7 @@ def apply_policy(  # noqa: PLR0913  # one argument per fact that decides
 
 def apply_source_policy(
     tensor: torch.Tensor,
-    policy: UnifiedMemoryPolicy,
+    policy: UnifiedMemoryPolicy | str,
     *,
     device: torch.device | str,
     providers: Iterable[MemoryProvider] = (),
@@ -86,14 +86,14 @@ def apply_source_policy(
         A tensor on ``device``, and the decision.
 
     Raises:
-        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal, or torch has no such device here.
         InputError: ``tensor`` is no strided tensor.
     """
     search = Search("weight", tensor, policy, device, providers, environment)
     if is_on(tensor, search.device):
         return tensor, search.decide("left", "on its device already")
     if search.is_idle:
-        return tensor.to(search.device), search.idle_decision()
+        return _brought(tensor, search.device), search.idle_decision()
     for provider in search.usable:
         try:
             mapped = mapped_by(provider, tensor.detach(), search.device)
@@ -109,12 +109,22 @@ def apply_source_policy(
             continue
         reason = f"copied into memory of {provider.name}"
         return managed, search.decide("promoted", reason, provider, tensor.nbytes, tensor=managed)
-    return tensor.to(search.device), search.decide("fallback", search.complaint())
+    return _brought(tensor, search.device), search.decide("fallback", search.complaint())
+
+
+def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        return tensor.to(device)
+    except (AssertionError, RuntimeError) as error:  # the first where torch was built without it
+        if device.type != "cuda" or torch.cuda.is_available():
+            raise
+        rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
+        raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
 
 
 def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
     tensor: torch.Tensor,
-    policy: UnifiedMemoryPolicy,
+    policy: UnifiedMemoryPolicy | str,
     *,
     device: torch.device | str,
     providers: Iterable[MemoryProvider] = (),
@@ -149,7 +159,7 @@ def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides
 
 def apply_input_policy(
     x: torch.Tensor,
-    policy: UnifiedMemoryPolicy,
+    policy: UnifiedMemoryPolicy | str,
     *,
     device: torch.device | str,
     providers: Iterable[MemoryProvider] = (),
@@ -180,13 +190,13 @@ def apply_input_policy(
     if search.is_idle:
         return x, search.idle_decision()
     holder = search.holder_of(x)
-    if holder is not None and (is_on(x, search.device) or policy is UnifiedMemoryPolicy.PREFER_UNIFIED):
+    if holder is not None and (is_on(x, search.device) or search.policy is UnifiedMemoryPolicy.PREFER_UNIFIED):
         try:
             holder.prefetch(x, search.device)
         except PLUGIN_FAULTS as error:
             return x, search.decide("left", f"already managed; prefetch raised {told(error)}", holder, tensor=x)
         return x, search.decide("prefetched", "already managed; its pages move to the device", holder, tensor=x)
-    if policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
+    if search.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
         if search.usable:
             return x, search.decide("left", "in ordinary memory; activations are never copied under PREFER_UNIFIED")
         return x, search.decide("fallback", search.complaint())

@@ -21,7 +21,7 @@ from q4core.policy import UnifiedMemoryPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Search"]
+__all__ = ["Search", "is_turned_off"]
 
 
 class Search:
@@ -31,7 +31,7 @@ class Search:
         self,
         what: str,
         tensor: torch.Tensor,
-        policy: UnifiedMemoryPolicy,
+        policy: UnifiedMemoryPolicy | str,
         device: torch.device | str,
         providers: Iterable[MemoryProvider],
         environment: Mapping[str, str] | None,
@@ -39,11 +39,9 @@ class Search:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
-        if not isinstance(policy, UnifiedMemoryPolicy):
-            raise ConfigError(f"placing a {what}", name="policy", rule="a UnifiedMemoryPolicy", value=policy)
-        self.what, self.policy, self.device = what, policy, _to_device(device)
+        self.what, self.policy, self.device = what, _to_policy(what, policy), _to_device(device)
         self.is_activation = what == "activation"
-        self.is_turned_off = _is_turned_off(os.environ if environment is None else environment)
+        self.is_turned_off = is_turned_off(os.environ if environment is None else environment)
         self.usable: list[MemoryProvider] = []
         self.reasons: list[str] = []
         self.attributes: dict[str, Any] = {}
@@ -61,7 +59,7 @@ class Search:
         self._asked = len(providers)
         if not providers:
             asker = "q4-um-managed asks a CUDA device for managedMemory, concurrentManagedAccess and the others"
-            self.reasons.append(f"no provider of unified memory is there ({asker})")
+            self.reasons.append(f"no provider of unified memory was given ({asker})")
         for provider in providers:
             answer = availability(provider, self.device)
             self._note_facts(provider, answer.attributes)
@@ -140,7 +138,8 @@ class Search:
         if self.is_turned_off:
             return f"Unset {DISABLE_VARIABLE}, or ask for PREFER_UNIFIED."
         if not self._asked:
-            return "Install a plugin that provides it for this device, or ask for PREFER_UNIFIED."
+            given = "where you call apply_*, give default_registry().memory_providers()"
+            return f"Install a plugin that provides it ({given}), or ask for PREFER_UNIFIED."
         if not self.usable:
             return "Take a device whose attributes allow it (`q4 doctor` tells each), or ask for PREFER_UNIFIED."
         return " ".join((*self._hints, "Or ask for PREFER_UNIFIED."))
@@ -166,6 +165,15 @@ def _placement(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | No
     return answer if isinstance(answer, Placement) else None
 
 
+def _to_policy(what: str, policy: object) -> UnifiedMemoryPolicy:
+    try:
+        return UnifiedMemoryPolicy(policy)
+    except ValueError:
+        legal = ", ".join(repr(member.value) for member in UnifiedMemoryPolicy)
+        rule = f"a UnifiedMemoryPolicy ({legal})"
+        raise ConfigError(f"placing a {what}", name="policy", rule=rule, value=policy) from None
+
+
 def _to_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
@@ -173,7 +181,12 @@ def _to_device(device: torch.device | str) -> torch.device:
         raise ConfigError("unified memory", name="device", rule="a torch device", value=device) from None
 
 
-def _is_turned_off(environment: Mapping[str, str]) -> bool:
+def is_turned_off(environment: Mapping[str, str]) -> bool:
+    """Return whether ``Q4_DISABLE_UM`` turns promotion off.
+
+    Raises:
+        ConfigError: Its value is not legal.
+    """
     value = environment.get(DISABLE_VARIABLE, "")
     if value not in {"", "0", "1"}:  # empty is unset, as for every Q4_ variable
         raise ConfigError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMutableTensor"]
 
-LEAST_SLOTS = 3
+LEAST_SLOTS, USUAL_SLOTS = 3, 4
 
 
 class SharedMutableTensor(MutableTensor):
@@ -36,8 +36,8 @@ class SharedMutableTensor(MutableTensor):
         tensor: The first content, version 0: strided, on the CPU. It is copied.
         mode: How an update and its readers are kept apart.
         name: For messages.
-        slots: ``VERSIONED``: how many versions there is room for, 3 … 64. Of these, one is the newest and one the
-            writer's; the others are for readers that still hold older versions.
+        slots: ``VERSIONED``: how many versions there is room for, 3 … 64; None means 4. Of these, one is the newest and
+            one the writer's; the others are for readers that still hold older versions. ``IN_PLACE``: None.
         native: Whether processes agree by the atomics of the plugin ``q4-shared-native``, which then all of them need,
             or by the core's own, slower locks. None: by atomics where this process has them.
 
@@ -56,7 +56,7 @@ class SharedMutableTensor(MutableTensor):
         *,
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
-        slots: int = 4,
+        slots: int | None = None,
         native: bool | None = None,
     ) -> None:
         label = label_of(name)
@@ -64,9 +64,7 @@ class SharedMutableTensor(MutableTensor):
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
-        if not isinstance(slots, int) or isinstance(slots, bool) or not LEAST_SLOTS <= slots <= MAX_SLOTS:
-            raise ConfigError(label, name="slots", rule=f"{LEAST_SLOTS} … {MAX_SLOTS}", value=slots)
-        count = slots if mode is MutableMode.VERSIONED else 1
+        count = _count_of(label, slots, mode)
         form = Form(mode, tensor.dtype, tuple(tensor.shape), count, _layout(label, native=native))
         segment = Segment.create(label, form, tensor.detach())
         self._adopt(segment, label, name)
@@ -110,7 +108,7 @@ class SharedMutableTensor(MutableTensor):
 
         Args:
             segment: The maker's ``segment``.
-            name: For messages.
+            name: For messages, which else name the segment.
             mode: What it must be; None takes what is there, also below.
             dtype: What it must be.
             shape: What it must be.
@@ -120,7 +118,7 @@ class SharedMutableTensor(MutableTensor):
             InputError: It has another mode, dtype or shape.
             ConfigError: ``segment``, ``mode``, ``shape`` or ``name`` is not legal, or the platform is not Linux.
         """
-        label = label_of(name)
+        label = label_of(segment if name is None and isinstance(segment, str) else name)
         try:
             lengths = None if shape is None else tuple(shape)
         except TypeError:
@@ -144,6 +142,11 @@ class SharedMutableTensor(MutableTensor):
     def segment(self) -> str:
         """What another process gives to ``attach``."""
         return self._content.segment.name
+
+    @property
+    def is_native(self) -> bool:
+        """Whether processes agree by atomics, those of ``q4-shared-native``, or by the core's own locks."""
+        return self._content.segment.form.layout == ATOMICS
 
     @property
     def version(self) -> int:
@@ -202,7 +205,8 @@ class SharedMutableTensor(MutableTensor):
         with self._content.lock, contextlib.suppress(LifecycleError):
             self._content.check_size()
             self._content.refresh()
-        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)
+        how = "by atomics" if self.is_native else "by locks"
+        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)[:-1] + f", {how})"
 
     def __copy__(self) -> NoReturn:
         """Refuse.
@@ -219,6 +223,19 @@ class SharedMutableTensor(MutableTensor):
             LifecycleError: Always.
         """
         super().__reduce_ex__(2)
+
+
+def _count_of(label: str, slots: int | None, mode: MutableMode) -> int:
+    """Return for how many versions there is to be room."""
+    if mode is MutableMode.IN_PLACE:
+        if slots is not None:
+            hint = "Leave slots out, or take VERSIONED."
+            raise ConfigError(label, name="slots", rule="None where updates are in place", value=slots, hint=hint)
+        return 1
+    count = USUAL_SLOTS if slots is None else slots
+    if not isinstance(count, int) or isinstance(count, bool) or not LEAST_SLOTS <= count <= MAX_SLOTS:
+        raise ConfigError(label, name="slots", rule=f"{LEAST_SLOTS} … {MAX_SLOTS}", value=slots)
+    return count
 
 
 def _layout(label: str, *, native: bool | None) -> int:

@@ -49,8 +49,8 @@ def to_side(content: Content, device: str) -> str:
         ConfigError: There is only one, or no such.
     """
     if content.order is None or not content.order.has_sides:
-        hint = "Give it the sides of its memory."
-        raise ConfigError(content.label, name="device", rule="None without sides=", value=device, hint=hint)
+        rule, hint = "None for memory of one side", "Only MutableTensor(…, sides=…) over unified memory has two."
+        raise ConfigError(content.label, name="device", rule=rule, value=device, hint=hint)
     if device not in {"cpu", "cuda"}:
         raise ConfigError(content.label, name="device", rule="'cpu', 'cuda' or None", value=device)
     return device

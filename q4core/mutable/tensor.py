@@ -316,7 +316,7 @@ class MutableTensor:
             f"copy of {self._content.label}",
             name="it",
             rule="shared, not copied or pickled",
-            hint="Make another one from snapshot().tensor.",
+            hint="Between processes take a SharedMutableTensor; else make another one from snapshot().tensor.",
         )
 
     def __repr__(self) -> str:
