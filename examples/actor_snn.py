@@ -1,6 +1,6 @@
 """A spiking network of actors tells handwritten digits: their memory is shared, their synapses have four bits.
 
-    python examples/actor_snn.py [--actors 4] [--processes] [--kills 3] [--jitter 0.01] [--picture actor_snn.png]
+    python examples/actor_snn.py [--actors 3] [--processes] [--kills 3] [--jitter 0.01] [--picture actor_snn.png]
 
 Each population of leaky integrate-and-fire neurons owns its state as a ``MutableTensor``, and its synapses as
 ``Q4Linear`` layers, which read the other populations' spikes where these lie, uncopied. One update is one step, so the
@@ -118,15 +118,18 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
 def main() -> None:
     """Train, run the actors, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--actors", type=int, default=len(SOURCES), choices=range(1, len(SOURCES) + 1))
+    most = len(SOURCES)
+    parser.add_argument(
+        "--actors", type=int, default=most, choices=range(1, most + 1), help=f"how many (default {most})"
+    )
     parser.add_argument("--processes", action="store_true", help="processes instead of threads")
     parser.add_argument("--kills", type=int, default=0, help="how many actors to kill on the way")
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="seconds that an actor sleeps at most before each step"
     )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--picture", type=Path, default=Path("actor_snn.png"))
+    parser.add_argument("--steps", type=int, default=40, help="how long the images are shown (default 40)")
+    parser.add_argument("--epochs", type=int, default=15, help="of training (default 15)")
+    parser.add_argument("--picture", type=Path, default=Path("actor_snn.png"), help="a PNG (default actor_snn.png)")
     options = parser.parse_args()
     if options.kills and not options.processes:
         parser.error("--kills needs --processes: threads can't be killed")
@@ -134,6 +137,10 @@ def main() -> None:
         parser.error("--steps must be at least 2")
     if not 0 <= options.kills < options.steps:
         parser.error(f"--kills must be 0 … {options.steps - 1}: at most one before each further step")
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1")
+    if options.picture.suffix != ".png" or not options.picture.parent.is_dir():
+        parser.error("--picture must be a file in a folder that is there, and end in .png")
     if not 0.0 <= options.jitter < math.inf:
         parser.error("--jitter must be seconds, 0 or more")
     torch.set_num_threads(1)  # the actors are what runs in parallel

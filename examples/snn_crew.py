@@ -44,7 +44,7 @@ class Crew:
     ) -> None:
         self.act, self.plan, self.masters, self.states = act, plan, masters, states
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["q4core", "snn_network"])  # so that a replacement starts at once
+        server.set_forkserver_preload(["__main__", "q4core"])  # whose import takes a replacement a second
         self.hire: Any = server.Process if plan.processes else threading.Thread
         self.workers = [self.start(index) for index in range(plan.actors)]
 

@@ -38,16 +38,26 @@ def draw(fired: torch.Tensor, potentials: torch.Tensor, image: torch.Tensor, lab
         middle = index * SIZE + spikes.shape[1] / 2
         raster.text(len(time_) + 1.5, middle, name, color=colors[index], va="center")
         if index < len(HIDDEN):
-            hidden.plot(time_, membranes[:, int(spikes.sum(0).argmax())].numpy(), color=colors[index], lw=1)
+            raster.axhline((index + 1) * SIZE - 0.5, color="#d3d7cf", lw=0.8, zorder=0)
+            busiest = membranes[:, int(spikes.sum(0).argmax())].numpy()
+            hidden.plot(time_, busiest, color=colors[index], lw=1, label=f"population {name}")
     for digit, trace in enumerate(potentials[:, -DIGITS:].numpy().T):
-        color = colors[-1] if digit == label else "#888a85"
-        out.plot(time_, trace, color=color, lw=1.5 if digit == label else 0.8)
-    raster.set(xlabel="step", ylabel="neuron", ylim=(-6, 5.3 * SIZE), title=f"{int(fired.sum()):,} spikes")
-    out.set(ylabel="membrane", title=f"the ten digits' neurons; {label} is true, and red")
+        is_true = digit == label
+        told = f"{digit}, the right one" if is_true else "other digits" if digit == (label == 0) else None
+        out.plot(time_, trace, color=colors[-1] if is_true else "#888a85", lw=1.5 if is_true else 0.8, label=told)
+    counts = fired[:, -DIGITS:].sum(0)
+    ticks = [*range(0, len(HIDDEN) * SIZE + 1, SIZE), fired.shape[1]]
+    raster.set(xlabel="step", ylabel="neuron", yticks=ticks, ylim=(-3, fired.shape[1] + 60))
+    raster.set(title=f"{int(fired.sum()):,} spikes; the network says {int(counts.argmax())}")
+    out.set(ylabel="membrane", title="the ten digits' neurons")
     hidden.set(xlabel="step", ylabel="membrane", title="each hidden population's busiest neuron")
-    inset = raster.inset_axes((0.02, 0.83, 0.16, 0.16))
+    for traces in (out, hidden):
+        traces.axhline(1.0, color="#2e3436", lw=0.8, ls=":", label="threshold")
+        traces.legend(fontsize="x-small", loc="upper left" if traces is hidden else "lower left")
+    inset = raster.inset_axes((0.02, 0.84, 0.14, 0.14))
     inset.imshow(image.reshape(8, 8).numpy(), cmap="gray_r")
     inset.set(xticks=[], yticks=[])
+    raster.text(0.17, 0.91, f"shown: a {label}", transform=raster.transAxes, va="center")
     for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -139,6 +139,9 @@ def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
         (("--steps", 1), "--steps must be at least 2"),
         (("--processes", "--steps", 3, "--kills", 3), "--kills must be 0 … 2"),
         (("--processes", "--kills", -3), "--kills must be 0 … 39"),
+        (("--epochs", -1), "--epochs must be at least 1"),
+        (("--picture", "snn.jpg"), "--picture must be a file in a folder that is there, and end in .png"),
+        (("--picture", "nowhere/snn.png"), "--picture must be a file in a folder that is there"),
         (("--jitter", "nan"), "--jitter must be seconds, 0 or more"),
     ],
 )
