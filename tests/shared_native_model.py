@@ -1,4 +1,4 @@
-"""The protocol of atomics (``docs/memory.md``) as a model, searched through as ``shared_model`` does.
+"""The protocol of atomics (``docs/memory-protocols.md``) as a model, searched through as ``shared_model`` does.
 
 Here no lock orders memory while all live. A store with release order leaves what its process knows with the value, a
 load with acquire order takes it over; a full fence exchanges what processes know, as the kernel's locks do; an atomic

@@ -1,6 +1,6 @@
 """What a ``MutableTensor`` is inside: the content with its version, and what the blocks do to it.
 
-``docs/memory.md`` states the protocol, its invariants, and why no reader sees half an update.
+``docs/memory-protocols.md`` states the protocol, its invariants, and why no reader sees half an update.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The protocol between processes by atomics, ``VERSIONED``: without a lock of the system's where nobody waits.
 
-``docs/memory.md`` states it. What readers do is the plugin's; what a writer does is here, and in the plugin.
+``docs/memory-protocols.md`` states it. What readers do is the plugin's; what a writer does is here, and in the plugin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The protocol between processes by atomics, ``IN_PLACE``: without a lock of the system's where nobody waits.
 
-``docs/memory.md`` states it. A read that need not wait is the plugin's, and an update mostly; whoever must wait does so
+``docs/memory-protocols.md`` states it. A read that need not wait is the plugin's, and an update mostly; whoever must wait does so
 here: in turn among the threads of this process, as by locks, and then among the processes.
 """
 

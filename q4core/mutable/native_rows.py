@@ -1,6 +1,6 @@
 """What both modes have when processes agree by atomics: a row of the header, the turn to write, and being woken.
 
-``docs/memory.md`` states the protocols.
+``docs/memory-protocols.md`` states the protocols.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protocol between processes: what the blocks of a ``SharedMutableTensor`` do.
 
 A thread first takes its turn among the threads of its process, then its process takes a lock among the processes.
-``docs/memory.md`` states the protocol, its memory order, and why no reader sees half an update.
+``docs/memory-protocols.md`` states the protocol, its memory order, and why no reader sees half an update.
 """
 
 from __future__ import annotations

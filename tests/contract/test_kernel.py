@@ -13,8 +13,16 @@ FORMATS = ("nf4", "nvfp4", "q4_1", "int4")
 """One of each kind: a table with flat blocks, two scale levels, an offset, zero points."""
 CHOSEN = ("nf4", "int4")
 """In every run."""
+ONCE = {"varied", "frozen", "calls", "kind", "dispose", "long"}
+"""Parts that take seconds: in every run of the first of them."""
+
+
+def _is_in_every_run(case: Case) -> bool:
+    return case.weight_recipe.format.name in CHOSEN[: 1 if case.part in ONCE else None]
+
+
 CASES = [
-    pytest.param(case, id=case.id, marks=[] if case.weight_recipe.format.name in CHOSEN else pytest.mark.every)
+    pytest.param(case, id=case.id, marks=[] if _is_in_every_run(case) else pytest.mark.every)
     for case in (*linear_cases(FORMATS), *backend_cases(FORMATS))
 ]
 

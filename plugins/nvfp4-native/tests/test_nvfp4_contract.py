@@ -17,6 +17,8 @@ LONG = {
     *("bias", "out", "static", "strided"),
 }
 """Parts that take an emulator seconds: in each run by float32, in the others by the marker ``every``."""
+SIZES = {"long", "threads", "counts", "rows", "tiles", "neighbours", "shapes"}
+"""Of these, what is about how work is divided: the same for both formats and both launchers, so for one of each."""
 MANY = {"wide", "many"}
 """Parts that take it minutes."""
 USUAL_K = 10_000
@@ -25,12 +27,13 @@ USUAL_K = 10_000
 
 def _marked(case: Case) -> object:
     is_long = case.weight_recipe.k > USUAL_K and (case.part != "long" or case.weight_recipe.k > 2 * USUAL_K)
-    is_again = case.part in LONG or case.weight_recipe.format.name != "nvfp4"
-    is_rare = is_long or case.part in MANY or (is_again and case.dtype is not torch.float32)
+    is_other = case.weight_recipe.format.name != "nvfp4"
+    is_again = (case.part in LONG or is_other) and case.dtype is not torch.float32
+    is_rare = is_long or is_again or case.part in MANY or (is_other and case.part in SIZES)
     return pytest.param(case, id=case.id, marks=pytest.mark.every if is_rare else ())
 
 
-LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
+LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4" and case.part not in SIZES]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-// The protocol between processes by atomics alone; docs/memory.md argues it, and tests/shared_native_model.py searches it.
+// The protocol between processes by atomics alone; docs/memory-protocols.md argues it, and tests/shared_native_model.py searches it.
 //
 // One 64-bit word names the newest version and its slot. Each process has a row, with one bit for each slot that it reads.
 // A reader sets its bit and then looks at the word again; a writer, whose turn it is, writes only where no bit is set. Between
