@@ -15,17 +15,21 @@ from q4core.errors import PLUGIN_FAULTS
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["said", "where"]
+__all__ = ["said", "said_briefly", "where"]
 
 
 def said(error: BaseException) -> str:
-    """Return ``kind: text (in file:line, function)``; the text is a stranger's and may raise where it is asked for."""
+    """Return ``kind: text (in file:line, function)``."""
+    return said_briefly(error) + where(error)
+
+
+def said_briefly(error: BaseException) -> str:
+    """Return ``kind: text``; the text is a stranger's and may raise where it is asked for."""
     kind = type(error).__name__
     try:
-        told = f"{kind}: {error}"
+        return f"{kind}: {error}"
     except PLUGIN_FAULTS as other:
-        told = f"{kind}, whose text raises {type(other).__name__}"
-    return told + where(error)
+        return f"{kind}, whose text raises {type(other).__name__}"
 
 
 def where(error: BaseException) -> str:

@@ -1,4 +1,6 @@
-"""The protocol of atomics for ``IN_PLACE`` (``docs/memory-protocols.md``) as a model: the memory is ``shared_native_model``'s.
+"""The protocol of atomics for ``IN_PLACE`` (``docs/memory-protocols.md``) as a model.
+
+The memory is ``shared_native_model``'s.
 
 There is one slot. A writer whose turn it is sets a bar, waits until no row has a bit, marks the word, writes, publishes
 and takes the bar away. A reader sets its bit and then looks for the bar; kept out, it looks whether who has the turn

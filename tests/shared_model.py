@@ -1,4 +1,4 @@
-"""The protocol between processes (``docs/memory-protocols.md``) as a model, and a search through everything that it can do.
+"""The protocol between processes (``docs/memory-protocols.md``) as a model, and a search through all that it can do.
 
 Memory is weakly ordered: a location keeps all values that it ever had, each process knows how far it has seen each
 location, and a load gives any value from there on. What a process knows grows by its own stores and loads, and when it

@@ -53,7 +53,7 @@ class Search:
             self.reasons.append(f"{DISABLE_VARIABLE}=1 turns promotion off")
             self.attributes[DISABLE_VARIABLE] = "1"
             return
-        self._ask(sorted(providers, key=lambda provider: provider.name))
+        self._ask(_by_name(what, providers))
 
     def _ask(self, providers: Sequence[MemoryProvider]) -> None:
         self._asked = len(providers)
@@ -156,6 +156,16 @@ class Search:
             attributes=decision.attributes,
             decision=decision,
         )
+
+
+def _by_name(what: str, providers: Iterable[MemoryProvider]) -> list[MemoryProvider]:
+    given = list(providers)
+    for provider in given:
+        if not isinstance(getattr(provider, "name", None), str):
+            hint = "Give default_registry().memory_providers(), or a list of providers."
+            value = type(provider).__name__
+            raise ConfigError(f"placing a {what}", name="providers", rule="memory providers", value=value, hint=hint)
+    return sorted(given, key=lambda provider: provider.name)
 
 
 def _placement(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | None:

@@ -52,6 +52,8 @@ def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
     """Refuse a tensor that can't be shared; one that is taken uncopied must tell its changes as well."""
     if not isinstance(tensor, torch.Tensor):
         raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
+    if tensor.is_nested:
+        raise InputError(label, name="tensor", rule="plain and strided", value="a nested tensor")
     if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
         value = type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
         raise InputError(label, name="tensor", rule="plain and strided", value=value)
@@ -65,12 +67,22 @@ def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
     hint = "Leave copy=True."
     if tensor.is_inference():
         raise InputError(label, name="tensor", rule="one that counts its changes", value="inference tensor", hint=hint)
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if _may_overlap(tensor):
         raise InputError(label, name="tensor", rule="without overlap", value=tensor.stride(), hint=hint)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may share memory: whether an axis steps less far than all finer ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def to_seconds(label: str, timeout: float) -> float:
     """Return a timeout that threads can wait for."""
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
-        return min(float(timeout), threading.TIMEOUT_MAX)
+        return float(min(timeout, threading.TIMEOUT_MAX))
     raise ConfigError(label, name="timeout", rule="seconds, 0 or more, or None", value=timeout)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from q4core.mutable.content import Content
 
-__all__ = ["ReadView", "WriteBlock"]
+__all__ = ["ReadView", "WriteBlock", "refuse_outside"]
 
 
 class ReadView(Ticket):
@@ -30,17 +30,18 @@ class ReadView(Ticket):
         "count",
         "deadline",
         "mark",
+        "number",
         "side",
         "timeout",
         "turn",
-        "version",
     )
     base: torch.Tensor
     begun_on: int | None
     deadline: float | None
     count: int
     mark: tuple[int, int]
-    version: int
+    number: int
+    """``version``, once it is known."""
 
     def __init__(self, content: Content, timeout: float | None) -> None:
         self.is_admitted = False
@@ -60,17 +61,20 @@ class ReadView(Ticket):
             LifecycleError: The block has ended, or was never entered.
         """
         if self._alias is None:
-            self.refuse_outside()
+            refuse_outside(self._content.label, "tensor")
         return self._alias
 
-    def refuse_outside(self) -> NoReturn:
-        """Raise, since the view is used outside its block."""
-        raise LifecycleError(
-            f"read view of {self._content.label}",
-            name="view.tensor",
-            rule="used inside its with block",
-            hint="Take a snapshot() for what must last longer.",
-        )
+    @property
+    def version(self) -> int:
+        """The version that is read, or was.
+
+        Raises:
+            LifecycleError: The block was never entered.
+        """
+        try:
+            return self.number
+        except AttributeError:  # not yet
+            refuse_outside(self._content.label, "version")
 
     def __enter__(self) -> Self:
         """Begin to read."""
@@ -107,6 +111,7 @@ class WriteBlock(Ticket):
 
     __slots__ = (
         "_content",
+        "address",
         "alias",
         "before",
         "begun_on",
@@ -121,6 +126,8 @@ class WriteBlock(Ticket):
     )
 
     work: torch.Tensor
+    address: int
+    """Where ``work`` lay when the block began."""
     alias: torch.Tensor
     begun_on: int | None
     deadline: float | None
@@ -174,6 +181,12 @@ class WriteBlock(Ticket):
         """Leave word that nobody will end this update."""
         if getattr(self, "is_admitted", False):
             self._content.lose_write(self)
+
+
+def refuse_outside(label: str, name: str) -> NoReturn:
+    """Raise, since a read view is used outside its block."""
+    rule, hint = "used inside its with block", "Take a snapshot() for what must last longer."
+    raise LifecycleError(f"read view of {label}", name=f"view.{name}", rule=rule, hint=hint)
 
 
 def _refuse_again(label: str) -> NoReturn:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
+from q4core.faults import said_briefly
 from q4core.memory import copy_beside, detached_copy, provider_of
 from q4core.mutable.blocks import ReadView
 from q4core.mutable.exclusion import HERE, Exclusion
@@ -21,20 +24,23 @@ if TYPE_CHECKING:
     from q4core.mutable.blocks import WriteBlock
     from q4core.mutable.sides import Order
 
-__all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
+__all__ = ["Content", "cause_of", "copied", "let_forks_know", "mark_of", "refuse_late"]
 
 
-def refuse_late(label: str, error: BaseException | None) -> None:
+def refuse_late(label: str, error: BaseException | None, *, is_forked: bool = False) -> None:
     """Complain about a block that was put out before it was left, unless it is left by an error of its own."""
     if error is not None:
         return
+    if is_forked:
+        rule, hint = "left by the process that entered it", "Nothing has changed, here or there."
+        raise LifecycleError(label, name="with block", rule=rule, value="left by a forked child", hint=hint)
     hint = "Leave it in the thread that entered it. Its update is dropped, or what it read may be torn: begin anew."
     raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
 
 
 def cause_of(problem: BaseException | None) -> str | None:
     """Return why an update failed."""
-    return None if problem is None else f"a writer failed with {type(problem).__name__}: {problem}"
+    return None if problem is None else f"a writer failed with {said_briefly(problem)}"
 
 
 def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
@@ -45,6 +51,24 @@ def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> tor
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return torch's count of in-place changes, which all aliases share, and the address."""
     return tensor._version, tensor.data_ptr()  # noqa: SLF001  # torch documents it under this name
+
+
+_CONTENTS: weakref.WeakSet[Content] = weakref.WeakSet()
+"""Whom a fork concerns."""
+
+
+def let_forks_know(content: Content) -> None:
+    """Call ``content.after_fork`` in each child that this process forks from now on."""
+    _CONTENTS.add(content)
+
+
+def _after_fork() -> None:
+    for content in tuple(_CONTENTS):
+        content.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Content:
@@ -62,6 +86,7 @@ class Content:
         "grown",
         "home",
         "is_closed",
+        "is_forked",
         "is_in_place",
         "is_unsettled",
         "kept",
@@ -98,10 +123,17 @@ class Content:
         self.order: Order | None = None  # where a device works behind the CPU's back
         self.version = 0
         self.poison: str | None = None
-        self.is_closed = False
+        self.is_closed = self.is_forked = False
         self.is_unsettled = False
         self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
         self.bytes_copied = 0
+
+    def after_fork(self) -> None:
+        """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
+        self.gate = Exclusion(excludes_readers=self.is_in_place)  # of the old one a lock may be held for ever
+        self.lock = self.gate.lock
+        self.grown = threading.Condition(self.lock)
+        self.is_closed = self.is_forked = True
 
     # -- places that nobody leaves
 
@@ -180,7 +212,10 @@ class Content:
             )
 
     def raise_closed(self) -> NoReturn:
-        """Tell that it is closed."""
+        """Tell that it is closed, or another process's."""
+        if self.is_forked:
+            rule, hint = "used by the process that made it", "Between processes take a SharedMutableTensor."
+            raise LifecycleError(self.label, name="it", rule=rule, value="used by a forked child", hint=hint)
         raise LifecycleError(self.label, name="it", rule="open", value="closed", hint="Make a new one.")
 
     def check_waiting(self) -> None:
@@ -243,13 +278,13 @@ class Content:
             base, mark = self.tensor, self.mark
             if mark_of(base) != mark:
                 self.refuse_touched(base, self.version)
-            view.base, view.mark, view.version = base, mark, self.version
+            view.base, view.mark, view.number = base, mark, self.version
         side = None if order is None else order.begin(view, base, is_reading=True)
         return base.detach() if side is None else side
 
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
-        base, version = view.base, view.version
+        base, version = view.base, view.number
         is_late = False
         del view.base  # an old version goes with its last reader
         try:
@@ -257,7 +292,7 @@ class Content:
                 self.order.end(view, base, is_reading=True)
         finally:
             with self.lock:
-                is_late = not self.gate.end_read(view) and self.is_in_place
+                is_late = not self.gate.end_read(view) and (self.is_in_place or self.is_forked)
                 is_touched = mark_of(base) != view.mark and not is_late
                 if is_copied:
                     self.snapshots += 1
@@ -272,7 +307,7 @@ class Content:
                     if error is None:
                         raise
         if is_late:
-            refuse_late(self.label, error)
+            refuse_late(self.label, error, is_forked=self.is_forked)
 
     def snapshot(self, timeout: float | None) -> Snapshot:
         """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
@@ -288,7 +323,7 @@ class Content:
                 raise
             finally:
                 self.end_read(view, error, is_copied=error is None)
-            return Snapshot(copy, view.version)
+            return Snapshot(copy, view.number)
         except BaseException:
             self.drop_read(view)
             raise
@@ -313,6 +348,7 @@ class Content:
         if order is not None:
             side = order.begin(block, base, is_reading=False)
         block.work = work = self.working_copy(block, base, mark)
+        block.address = work.data_ptr()
         block.alias = alias = work.detach()
         return alias if side is None else side
 
@@ -369,7 +405,7 @@ class Content:
         with self.lock:
             if self.gate.writing is not block.token:  # it was put out, and counted as a failure
                 block.is_admitted = False
-                refuse_late(self.label, error)
+                refuse_late(self.label, error, is_forked=self.is_forked)
                 return
             block.before = self.version
             if not self.is_in_place or block.source is not None:
@@ -389,10 +425,9 @@ class Content:
 
     def check_form(self, block: WriteBlock, work: torch.Tensor, alias: torch.Tensor) -> None:
         """Refuse an update that changed more than values."""
-        is_moved = self.is_in_place and not block.healing and work.data_ptr() != self.mark[1]
-        if alias.is_set_to(work) and not is_moved:
+        address = block.address
+        if alias.is_set_to(work) and work.data_ptr() == address:  # to resize a storage moves it
             return
-        address = self.mark[1] if is_moved else work.data_ptr()
         wanted = (self.shape, self.dtype, work.stride(), address)
         found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr())
         for name, rule, got in zip(("shape", "dtype", "stride", "address"), wanted, found, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ENDED", "HERE", "LOOK_INTERVAL_S", "Exclusion", "Thread", "Ticket"]
+__all__ = ["ENDED", "HERE", "LOOK_INTERVAL_S", "Exclusion", "Thread", "Ticket", "wait_on"]
 
 LOOK_INTERVAL_S = 0.1
 """How long who waits sleeps before it looks again whether the one it waits for can still leave."""
@@ -54,6 +54,16 @@ class _Here(threading.local):
 
 
 HERE = _Here()
+
+
+def wait_on(bell: threading.Condition, seconds: float) -> None:
+    """Wait for the bell, whose lock is held before and after, also where a signal handler raises meanwhile."""
+    try:
+        bell.wait(seconds)
+    except BaseException:
+        if not bell._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # raised just after it gave the lock back
+            bell.acquire()
+        raise
 
 
 class Ticket:
@@ -268,7 +278,7 @@ class Exclusion:
                 remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
                 if ticket.is_admitted or remaining <= 0:
                     break
-                bell.wait(remaining)
+                wait_on(bell, remaining)
         finally:
             if ticket in queue:
                 queue.remove(ticket)

@@ -32,6 +32,7 @@ class NativeContent(NativeRows):
                 slot = self._begin_at_once(block)
             if slot >= 0:
                 block.work = work = self._filled(slot, block.source)
+                block.address = work.data_ptr()
                 block.alias = alias = work.detach()
                 return alias
         except BaseException:

@@ -1,7 +1,7 @@
 """The protocol between processes by atomics, ``IN_PLACE``: without a lock of the system's where nobody waits.
 
-``docs/memory-protocols.md`` states it. A read that need not wait is the plugin's, and an update mostly; whoever must wait does so
-here: in turn among the threads of this process, as by locks, and then among the processes.
+``docs/memory-protocols.md`` states it. A read that need not wait is the plugin's, and an update mostly; whoever must
+wait does so here: in turn among the threads of this process, as by locks, and then among the processes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class NativeInPlace(NativeRows):
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:  # noqa: ARG002  # see snapshot
         """Let the view out, after a look at whether the content is still what it was; the plugin counts it."""
         self._notice_fork()
-        base, version = view.base, view.version
+        base, version = view.base, view.number
         del view.base
         with self.lock:
             epoch, slot = view.place
@@ -135,7 +135,7 @@ class NativeInPlace(NativeRows):
                     self.release_hold(view.token, slot)
                     self.gate.end_read(view)
         if is_late:
-            refuse_late(self.label, error)
+            refuse_late(self.label, error, is_forked=epoch != self.epoch)
 
     def _hold_in_place(self, view: ReadView) -> bool:
         cells = self.cells
@@ -184,7 +184,7 @@ class NativeInPlace(NativeRows):
     def _enter(self, view: ReadView, slot: int, version: int) -> None:
         self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
         base = self.slots[slot]
-        view.base, view.mark, view.version = base, _mark_of(base), version
+        view.base, view.mark, view.number = base, _mark_of(base), version
         if not self.cells.is_untouched(slot, version):
             self.refuse_touched(base, version)
 
@@ -237,6 +237,7 @@ class NativeInPlace(NativeRows):
                 self._wait_for_claim(block, "readers", self.pauses(block.timeout))
             if found != LOOK:
                 block.work = work = self.tensor
+                block.address = self.mark[1]
                 block.alias = alias = work.detach()
                 return alias
         except BaseException:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from q4core.errors import LifecycleError
 from q4core.memory import detached_copy
+from q4core.mutable.blocks import refuse_outside
 from q4core.mutable.content import refuse_late
 from q4core.mutable.exclusion import HERE
 from q4core.mutable.pauses import Pauses
@@ -81,19 +82,18 @@ class NativeRows(SharedContent):
         with self.lock:
             self.refuse_touched(self.slots[slot], version)
 
-    def refuse_late(self, error: BaseException | None) -> None:
+    def refuse_late(self, error: BaseException | None, is_forked: bool) -> None:  # noqa: FBT001  # as the plugin calls it
         """Complain about a block that was put out before it was left."""
-        refuse_late(self.label, error)
+        refuse_late(self.label, error, is_forked=is_forked)
 
     def refuse_again(self) -> NoReturn:
         """Raise, since a block is entered once."""
         hint = "Call read() or write() each time."
         raise LifecycleError(self.label, name="with block", rule="entered once", hint=hint)
 
-    def refuse_outside(self) -> NoReturn:
+    def refuse_outside(self, name: str) -> NoReturn:
         """Raise, since a view is used outside its block."""
-        rule, hint = "used inside its with block", "Take a snapshot() for what must last longer."
-        raise LifecycleError(f"read view of {self.label}", name="view.tensor", rule=rule, hint=hint)
+        refuse_outside(self.label, name)
 
     def let_go(self) -> None:
         """Give everything back after the last reader of a closed handle."""

@@ -282,7 +282,7 @@ class Segment:
     @cause.setter
     def cause(self, text: str) -> None:
         size = CAUSE.stop - CAUSE.start
-        self._bytes[CAUSE] = text.encode()[: size - 1].ljust(size, b"\0")
+        self._bytes[CAUSE] = text.encode(errors="backslashreplace")[: size - 1].ljust(size, b"\0")
 
     def close_first(self, part: Any) -> None:
         """Close something before the locks that prove it to be this process's."""

@@ -129,7 +129,7 @@ class SharedContent(SharedState):
         self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
         base = self.slots[slot]
         count = base._version  # noqa: SLF001  # torch documents it under this name
-        view.base, view.count, view.version = base, count, version
+        view.base, view.count, view.number = base, count, version
         seen = self.seen[slot]
         if seen[0] != version:
             self.seen[slot] = (version, count)
@@ -146,7 +146,7 @@ class SharedContent(SharedState):
 
     def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
-        base, version = view.base, view.version
+        base, version = view.base, view.number
         del view.base
         with self.lock:
             epoch, slot = view.place
@@ -175,7 +175,7 @@ class SharedContent(SharedState):
                             self.dispose()
                     self.gate.end_read(view)
         if is_late:
-            refuse_late(self.label, error)
+            refuse_late(self.label, error, is_forked=epoch != self.epoch)
 
     def pauses(self, timeout: float | None) -> Pauses:
         """Return how long to sleep between two looks at what other processes do."""
@@ -223,6 +223,7 @@ class SharedContent(SharedState):
         if obstacle is not None:
             self._wait_for_claim(block, obstacle, pauses or self.pauses(block.timeout))
         block.work = work = self._working_copy(block)
+        block.address = work.data_ptr()
         block.alias = alias = work.detach()
         return alias
 
@@ -237,8 +238,9 @@ class SharedContent(SharedState):
                 self._let_readers_go()
             elif not self._sleep(obstacle, pauses):
                 with self.lock:
+                    got = obstacle if self.is_in_place or obstacle != "readers" else self._slots_held()
                     hint = "Wait longer, or hold blocks shorter."
-                    self.refuse("write()", f"let in within {block.timeout} s", obstacle, hint)
+                    self.refuse("write()", f"let in within {block.timeout} s", got, hint)
             with self.lock:
                 self.reclaim()
                 if self.is_closed:  # there may be no locks any more
@@ -267,9 +269,12 @@ class SharedContent(SharedState):
             got = f"another one is there (process {self.words[WRITER_PROCESS]})"
             self.refuse("writer", "the only one", got, "Try later, or wait with write(wait=True).")
         if not self.is_in_place and pauses.count >= LOOKS_FOR_A_SLOT:
-            got = f"{len(self.slots) - 1} of {len(self.slots)} held by readers of old versions"
             hint = "Hold reads shorter, make the tensor with more slots, or wait with write(wait=True)."
-            self.refuse("slot", "free for the next version", got, hint)
+            self.refuse("slot", "free for the next version", self._slots_held(), hint)
+
+    def _slots_held(self) -> str:
+        """Return in words what is in the way where no slot is free."""
+        return f"{len(self.slots) - 1} of {len(self.slots)} slots held by readers of old versions"
 
     def _obstacle(self, block: WriteBlock, *, lets_readers_go: bool) -> str | None:
         """Take what an update still lacks, and return what is in the way, or None."""
@@ -395,7 +400,7 @@ class SharedContent(SharedState):
         with self.lock:
             if block.place[0] != self.epoch or self.gate.writing is not block.token:
                 block.is_admitted = False
-                refuse_late(self.label, error)
+                refuse_late(self.label, error, is_forked=block.place[0] != self.epoch)
                 return
             if not self.is_in_place or block.source is not None:
                 self.copies += 1

@@ -13,7 +13,7 @@ import torch
 
 from q4core.errors import LifecycleError
 from q4core.mutable.arguments import MutableMode
-from q4core.mutable.content import Content
+from q4core.mutable.content import Content, let_forks_know
 from q4core.mutable.exclusion import ENDED, Exclusion
 from q4core.mutable.segment import CLOSED, CURRENT, FIRST_SLOT, TAINTED, WRITER, WRITER_PROCESS, WRITER_WAITS, Segment
 
@@ -58,6 +58,7 @@ class SharedState(Content):
         self.forget()
         self.refresh()
         _STATES.add(self)
+        let_forks_know(self)
 
     def forget(self) -> None:
         """Begin with nobody inside."""
@@ -241,7 +242,7 @@ class SharedState(Content):
                     self.words[CLOSED] = 1
                 self.segment.remove_name()
             self.is_closed = self.is_let_go = True
-            self.tensor, self.kept = torch.empty(0), None
+            self.tensor, self.kept = torch.empty(0, device="cpu"), None
             self.tell_all()
             self.dispose()
 
@@ -254,11 +255,6 @@ class SharedState(Content):
 
 
 _STATES: weakref.WeakSet[SharedState] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for state in tuple(_STATES):
-        state.after_fork()
 
 
 def _after_thread(thread: Thread) -> None:
@@ -275,7 +271,3 @@ def _after_thread(thread: Thread) -> None:
 
 
 ENDED.append(_after_thread)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -11,8 +11,8 @@ from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.memory import provider_of
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
 from q4core.mutable.blocks import ReadView, WriteBlock
-from q4core.mutable.content import Content, copied
-from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S
+from q4core.mutable.content import Content, copied, let_forks_know
+from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S, wait_on
 from q4core.mutable.records import MutableStats, Snapshot
 from q4core.mutable.sides import Order, to_side
 
@@ -70,12 +70,16 @@ class MutableTensor:
             raise ConfigError(
                 label, name="sides", rule="None unless IN_PLACE with copy=False, whose address stays", value="given"
             )
+        if sides is not None and not (callable(getattr(sides, "turn", None)) and hasattr(sides, "streams")):
+            hint = "Give what a memory provider's dual_view returns."
+            raise ConfigError(label, name="sides", rule="both sides", value=type(sides).__name__, hint=hint)
         check_content(label, tensor, copy=copy)
         self._name = name
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
         if sides is not None or tensor.device.type == "cuda":
             self._content.order = Order(self._content, sides)
+        let_forks_know(self._content)
 
     # -- facts
 
@@ -202,7 +206,7 @@ class MutableTensor:
                     return False
                 content.waiting += 1
                 try:
-                    content.grown.wait(remaining)
+                    wait_on(content.grown, remaining)
                 finally:
                     content.waiting -= 1
 
@@ -290,7 +294,7 @@ class MutableTensor:
         content = self._content
         with content.lock:
             content.is_closed = True
-            content.tensor, content.kept = torch.empty(0), None
+            content.tensor, content.kept = torch.empty(0, device="cpu"), None
             if content.order is not None:
                 content.order.close()
             content.gate.wake()

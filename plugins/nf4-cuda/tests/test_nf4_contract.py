@@ -26,7 +26,10 @@ FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
 NOT_SERVED = frozenset(
     {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
 )
-ONCE = {"threads", "counts", "kind", "long", "tiles", "neighbours", "rows", "awkward", "shapes", "inference"}
+ONCE = {
+    *("threads", "counts", "kind", "long", "tiles", "neighbours", "rows", "awkward", "shapes", "inference"),
+    *("export", "copies", "ranges", "dtypes", "record", "modes", "compile", "mix", "isolation", "override"),
+}
 """Parts that judge what all formats share, run for one of them: an interpreted kernel takes a second."""
 MANY = {"calls", "varied", "frozen", "dispose", "elsewhere", "wide", "many"}
 """Parts of thousands of calls or rows, or of other processes, which an interpreter does not get through."""

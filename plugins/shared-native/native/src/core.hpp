@@ -273,6 +273,7 @@ class Core {
     void link(View& view);
     void unlink(View& view, bool is_there = true);
     int64_t reads = 0;
+    int forks = 0;  // between the process that made this and the one that has it
     bool is_shut = false;
     const bool is_in_place;
     int file;  // what is mapped, open once more

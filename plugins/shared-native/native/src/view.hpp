@@ -20,6 +20,7 @@ class View {
         if (stage_ != kNew) ask(content_, names().refuse_again);
         stage_ = kLeft;
         thread_ = core_.thread();
+        forks_ = core_.forks;
         if (core_.is_in_place) {
             if (!enter_at_once()) enter_in_turn();
             return;
@@ -58,14 +59,14 @@ class View {
             ask(turn_, names().exit, nb::none(), error, nb::none());
         } else if (stage_ == kPutOut) {
             stage_ = kLeft;
-            ask(content_, names().refuse_late, error);
+            ask(content_, names().refuse_late, error, nb::bool_(core_.forks != forks_));
         }
     }
 
     nb::object tensor() {
         if (!alias_.is_valid()) {
             if (stage_ == kInTurn) return attribute(turn_, names().tensor);
-            if (stage_ != kInside) ask(content_, names().refuse_outside);
+            if (stage_ != kInside) ask(content_, names().refuse_outside, nb::handle(names().tensor));
             alias_ = ask(base(), names().detach);
         }
         return alias_;
@@ -77,7 +78,7 @@ class View {
         return core_.slot(slot_).tensor;
     }
     int64_t version() const {
-        if (version_ < 0) throw nb::attribute_error("version");
+        if (version_ < 0) ask(content_, names().refuse_outside, nb::handle(names().version));
         return version_;
     }
 
@@ -160,6 +161,7 @@ class View {
     Core& core_;
     nb::object timeout_, thread_, alias_, turn_;
     int64_t version_ = -1, changes_ = 0;
+    int forks_ = 0;
     Stage stage_ = kNew;
 };
 
@@ -189,6 +191,7 @@ inline void Core::put_all_out() {
 
 // In a child nobody is inside: what the parent's threads hold is the parent's.
 inline void Core::after_fork() {
+    ++forks;
     put_all_out();
     for (auto& slot : slots_) slot.readers = 0, slot.version = -1;
     reads = waiting_ = 0;
