@@ -44,7 +44,8 @@ class Crew:
     ) -> None:
         self.act, self.plan, self.masters, self.states = act, plan, masters, states
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["__main__", "q4core"])  # whose import takes a replacement a second
+        # What an actor's script imports takes a second: it is imported once, before there are actors.
+        server.set_forkserver_preload(["matplotlib.pyplot", "q4core", "rich.progress", "sklearn.datasets"])
         self.hire: Any = server.Process if plan.processes else threading.Thread
         self.workers = [self.start(index) for index in range(plan.actors)]
 
