@@ -112,8 +112,12 @@ def test_a_provider_that_makes_no_version_of_its_own_is_refused(fault: str) -> N
         return tensor if fault == "the same memory" else provider.own(tensor.clone()).as_subclass(_OnCuda)
 
     provider.to_managed = to_managed  # type: ignore[method-assign]
-    with pytest.raises(q4.UnifiedMemoryError, match=r"^copy for mutable tensor 'membrane'.*fake"), state.write():
+    with (
+        pytest.raises(q4.UnifiedMemoryError, match=r"^copy for mutable tensor 'membrane'.*fake") as caught,
+        state.write(),
+    ):
         raise AssertionError("let in")
+    assert ("Free some" in str(caught.value)) is (fault == "raises"), "room does not mend a provider's result"
     assert (state.version, state.snapshot().tensor.tolist()) == (1, [1.0] * 3)
 
 

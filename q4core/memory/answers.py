@@ -94,12 +94,14 @@ def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> to
     except LifecycleError:
         raise
     except PLUGIN_FAULTS as error:
+        is_broken = isinstance(error, PluginError)  # more room would not mend it
+        hint = f"Report it to the maker of {provider.name}." if is_broken else "Free some of that memory, or take less."
         raise UnifiedMemoryError(
             what,
             name="copy",
             rule=f"in memory of {provider.name}, where the tensor lies",
             value=told(error),
-            hint=(error.hint if isinstance(error, Q4Error) else None) or "Free some of that memory, or take less.",
+            hint=(error.hint if isinstance(error, Q4Error) else None) or hint,
             attributes=getattr(error, "attributes", None),
         ) from error
     return copy

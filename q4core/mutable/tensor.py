@@ -51,6 +51,7 @@ class MutableTensor:
         InputError: ``tensor`` is none that can be shared so.
         ConfigError: ``mode`` or ``name`` is not legal.
         UnifiedMemoryError: ``tensor`` lies in a provider's memory, and there is no room for a copy.
+        LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
     """
 
     _sides: Sides | None = None
