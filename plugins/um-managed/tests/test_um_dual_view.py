@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import types
 from pathlib import Path
@@ -25,6 +26,8 @@ from pretended_driver import (
 import q4core as q4
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_um_managed import DualView
 
 CPU = torch.device("cpu")
@@ -153,6 +156,72 @@ def test_only_whole_tensors_of_the_provider_have_two_sides() -> None:
     provider.free(tensor)
     with pytest.raises(q4.LifecycleError):
         provider.dual_view(tensor)
+
+
+SIDES_TAKEN: dict[str, Callable[[DualView], object]] = {
+    "cpu": lambda view: view.cpu,
+    "cuda": lambda view: view.cuda,
+    "on_cpu": lambda view: view.on_cpu().__enter__(),
+    "on_cuda": lambda view: view.on_cuda().__enter__(),
+    "turn cpu": lambda view: view.turn("cpu", timeout=0).__enter__(),
+    "turn cuda": lambda view: view.turn("cuda", timeout=0).__enter__(),
+}
+
+
+@pytest.mark.parametrize("attributes", [CONCURRENT, LEGACY], ids=["concurrent", "in turns"])
+@pytest.mark.parametrize("side", SIDES_TAKEN)
+def test_a_view_of_memory_that_was_given_back_has_no_side(side: str, attributes: dict[str, int]) -> None:
+    """After free() the bytes are another tensor's, which no side of an older view may reach."""
+    provider = pretend(attributes).provider
+    tensor = provider.empty((4,), torch.float32, CUDA)
+    view, second = provider.dual_view(tensor), provider.dual_view(tensor[1:])
+    provider.free(tensor)
+    other = provider.empty((4,), torch.float32, CUDA)
+    assert other.data_ptr() == tensor.data_ptr()
+    for item in (view, second):
+        with pytest.raises(q4.LifecycleError) as caught:
+            SIDES_TAKEN[side](item)
+        assert (caught.value.name, caught.value.rule) == ("tensor", "in use, not given back")
+        assert "dual view" in str(caught.value)
+        assert caught.value.hint
+
+
+def test_a_mutable_tensor_over_a_freed_view_is_refused() -> None:
+    """Blocks by either side of memory that was given back are refused, and leave nothing waiting."""
+    case = pretend()
+    tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
+    view = case.provider.dual_view(tensor)
+    state = q4.MutableTensor(view.cpu, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view)
+    case.provider.free(tensor)
+    for device in ("cpu", "cuda", None):
+        for block in (state.read(device=device, timeout=0), state.write(device=device, timeout=0)):
+            with pytest.raises(q4.LifecycleError, match="given back"), block:
+                raise AssertionError("let in")
+    assert not state.is_poisoned
+
+
+@pytest.mark.parametrize("attributes", [CONCURRENT, LEGACY], ids=["concurrent", "in turns"])
+@pytest.mark.parametrize("device", ["mps", "cuda:0", CUDA, None])
+def test_a_side_that_is_none_is_refused(device: Any, attributes: dict[str, int]) -> None:
+    """There are two sides, by name; no other name stands for one of them."""
+    _, view = _view(attributes)
+    with pytest.raises(q4.ConfigError, match="'cpu' or 'cuda'") as caught, view.turn(device, timeout=0):
+        pass
+    assert (caught.value.name, caught.value.value) == ("device", device)
+
+
+@pytest.mark.parametrize("attributes", [CONCURRENT, LEGACY], ids=["concurrent", "in turns"])
+@pytest.mark.parametrize("timeout", [math.nan, -1, True, "x"], ids=str)
+def test_a_timeout_that_is_no_time_is_refused(timeout: Any, attributes: dict[str, int]) -> None:
+    """Whether or not anybody has to wait, a time limit is seconds or None."""
+    _, view = _view(attributes)
+    for block in (view.on_cpu(timeout=timeout), view.on_cuda(timeout=timeout), view.turn("cpu", timeout=timeout)):
+        with pytest.raises(q4.ConfigError) as caught, block:
+            pass
+        assert caught.value.name == "timeout"
+    for block in (view.on_cpu(timeout=math.inf), view.on_cuda(timeout=None), view.turn("cpu", timeout=1)):
+        with block:
+            pass
 
 
 # -- a mutable tensor with two sides

@@ -162,6 +162,19 @@ def test_a_driver_that_fails_is_told_to_the_writer() -> None:
     assert state.version == 1
 
 
+def test_a_freed_tensor_is_told_as_such() -> None:
+    """Contents that were given back are the cause that is told, not room, of which there is enough."""
+    case = pretend()
+    tensor = _by_provider(case)
+    state = q4.MutableTensor(tensor, copy=False)
+    case.provider.free(tensor)
+    with pytest.raises(q4.LifecycleError, match="given back") as caught:
+        q4.MutableTensor(tensor)
+    assert "Free some" not in str(caught.value)
+    with pytest.raises(q4.LifecycleError, match="given back"), state.write():
+        raise AssertionError("let in")
+
+
 def test_updates_in_inference_mode_stay_managed() -> None:
     """What is made in inference mode still counts its changes, and lies where the first version does."""
     case = pretend()

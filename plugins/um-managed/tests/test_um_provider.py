@@ -317,6 +317,47 @@ def test_free_takes_back_at_once_and_once() -> None:
         provider.free(torch.zeros(4))
 
 
+def test_memory_that_was_given_back_serves_nobody() -> None:
+    """After free() nothing is done through the old tensor or a view of it: its bytes are another tensor's by then."""
+    case = pretend()
+    provider = case.provider
+    for device in (CUDA, CPU):
+        tensor = provider.empty((1024,), torch.float32, device)
+        provider.free(tensor)
+        provider.empty((1024,), torch.float32, device)
+        calls = len(case.runtime.calls)
+        for old in (tensor, tensor[1:5], tensor.detach(), tensor[:0]):
+            for call in (
+                lambda old=old: provider.prefetch(old, CUDA),
+                lambda old=old: provider.advise(old, "read_mostly", CUDA),
+                lambda old=old: provider.record_stream(old, 9),
+                lambda old=old: provider.to_managed(old, device=CUDA, read_mostly=False, prefetch=False),
+                lambda old=old: provider.place(old, device=CUDA, placement="pinned"),
+                lambda old=old: provider.free(old),
+                lambda old=old: provider.dual_view(old),
+            ):
+                with pytest.raises(q4.LifecycleError, match="given back") as caught:
+                    call()
+                assert (caught.value.name, caught.value.rule) == ("tensor", "in use, not given back")
+                assert caught.value.hint
+            assert provider.is_managed(old) is False
+            assert provider.placement_of(old) is None
+        assert {"memPrefetchAsync", "memAdvise", "mallocManaged"}.isdisjoint(case.runtime.calls[calls:])
+
+
+def test_no_policy_takes_memory_that_was_given_back() -> None:
+    """A freed tensor is not "already managed": a policy that would use it says what is wrong with it."""
+    provider = pretend().provider
+    tensor = provider.empty((8,), torch.float32, CPU)
+    provider.free(tensor)
+    with pytest.raises(q4.UnifiedMemoryError, match="given back"):
+        apply_policy(tensor, REQUIRE, device="cpu", providers=[provider], environment={})
+    prefer = q4.UnifiedMemoryPolicy.PREFER_UNIFIED
+    _, decision = apply_policy(tensor, prefer, device="cpu", providers=[provider], environment={})
+    assert decision.action == "fallback"
+    assert "given back" in decision.reason
+
+
 def test_hints_are_given_and_may_be_refused() -> None:
     """Weights are advised read-mostly and prefetched; a driver that takes no hint costs nothing but the hint."""
     case = pretend()

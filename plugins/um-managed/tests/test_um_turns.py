@@ -6,7 +6,7 @@ import concurrent.futures
 import gc
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ import q4core as q4
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from q4_um_managed import DualView
 
 
 @pytest.fixture
@@ -182,3 +184,19 @@ def test_races_of_both_sides_never_meet(taking_turns: tuple[Pretended, q4.Mutabl
         for done in [pool.submit(work, device, is_writer=is_writer) for device, is_writer in kinds]:
             done.result(60)
     assert state.version == 120
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "x", True], ids=str)
+def test_nobody_waits_for_a_time_that_is_none(timeout: Any) -> None:
+    """Where the other side is held, a time limit that is no time is refused at once instead of spinning."""
+    view = _view_in_turns()
+    with view.on_cuda():
+        start = time.monotonic()
+        error = _elsewhere(lambda: view.on_cpu(timeout=timeout).__enter__())
+        assert time.monotonic() - start < 0.5
+        assert isinstance(error, q4.ConfigError), error
+
+
+def _view_in_turns() -> DualView:
+    provider = pretend(LEGACY).provider
+    return provider.dual_view(provider.empty((4,), torch.float32, CUDA))

@@ -78,15 +78,22 @@ class Lease:
         """Return whether a storage at an address is this memory's, given back or not."""
         return self._start <= address < self._start + max(1, self.size)
 
-    def require_block(self) -> Block:
-        """Return the block.
+    @property
+    def is_given_back(self) -> bool:
+        """Whether the block is the pool's again, or another's."""
+        return self.block is None
+
+    def require_block(self, what: str) -> Block:
+        """Return the block, which ``what`` needs.
 
         Raises:
             LifecycleError: It was given back.
         """
-        if self.block is None:
-            raise LifecycleError("unified memory", name="memory", rule="in use", value="given back by free()")
-        return self.block
+        block = self.block
+        if block is None:
+            rule, hint = "in use, not given back", "Make a new tensor: these bytes may be another's by now."
+            raise LifecycleError(what, name="tensor", rule=rule, value="given back by free()", hint=hint)
+        return block
 
     def wait(self) -> None:
         """Wait for the device work of whoever had the block before."""

@@ -10,14 +10,18 @@ import torch
 
 from q4_um_managed.fences import DriverStreams, Fence
 from q4_um_managed.turns import Turns
-from q4core import UnifiedMemoryError, WriteConflictError
+from q4core import ConfigError, UnifiedMemoryError, WriteConflictError
+from q4core.mutable.arguments import to_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from q4_um_managed.blocks import Lease
     from q4_um_managed.driver import Driver
 
 __all__ = ["DualView"]
+
+_SIDES = ("cpu", "cuda")
 
 
 class DualView:
@@ -28,6 +32,8 @@ class DualView:
     while a kernel runs ends the process, so the contract refuses it first: ``cpu`` raises, ``on_cpu`` waits for the
     device, and while its block lasts the CUDA side is not handed out.
 
+    Once the memory was given back by ``free``, no side is handed out any more: its bytes may be another tensor's.
+
     A mutable tensor made with ``sides=`` this keeps its blocks in order by itself, through ``turn`` and ``streams``.
 
     Args:
@@ -36,7 +42,7 @@ class DualView:
         driver: CUDA's runtime.
         device: The device's number.
         attributes: Its attributes.
-        keep: Told of each stream that uses the memory.
+        lease: The memory of both, told of each stream that uses it.
         is_concurrent: Whether both sides may be used at once.
     """
 
@@ -47,15 +53,15 @@ class DualView:
         driver: Driver,
         device: int,
         attributes: Mapping[str, int],
-        keep: Callable[[int], object],
+        lease: Lease,
         *,
         is_concurrent: bool,
     ) -> None:
         self._cuda, self._make_cpu, self._driver, self._device = cuda, make_cpu, driver, device
-        self._attributes = dict(attributes)
+        self._attributes, self._lease = dict(attributes), lease
         self.is_concurrent = is_concurrent
         """Whether both sides may be used at once."""
-        self.streams = DriverStreams(driver, device, keep)
+        self.streams = DriverStreams(driver, device, lease.streams.add)
         """The streams of the CUDA side's device, as a mutable tensor asks for them."""
         self._lock = threading.Lock()
         self._turns = Turns()
@@ -66,8 +72,10 @@ class DualView:
         """The CUDA tensor.
 
         Raises:
+            LifecycleError: The memory was given back.
             WriteConflictError: The device is not concurrent, and the CPU has its turn.
         """
+        self._require_memory()
         if not self.is_concurrent and self._turns.is_open("cpu"):
             self._turns.leave("cuda", self._turns.enter("cuda", 0.0))
         return self._cuda
@@ -77,8 +85,10 @@ class DualView:
         """The CPU tensor; what the device has still to write is not awaited.
 
         Raises:
+            LifecycleError: The memory was given back.
             UnifiedMemoryError: The device is not concurrent: ``on_cpu`` is the way.
         """
+        self._require_memory()
         if not self.is_concurrent:
             raise UnifiedMemoryError(
                 "CPU side of a dual view",
@@ -105,6 +115,8 @@ class DualView:
         Raises:
             WriteConflictError: Not waiting, and the device is busy; or the device is not concurrent, and an ``on_cuda``
                 block is still open, or is this thread's own.
+            LifecycleError: The memory was given back.
+            ConfigError: ``timeout`` is no time.
         """
         with self._turn("cpu", timeout):
             self._settle(wait=wait)
@@ -121,6 +133,8 @@ class DualView:
 
         Raises:
             WriteConflictError: The device is not concurrent, and the CPU still has its turn.
+            LifecycleError: The memory was given back.
+            ConfigError: ``timeout`` is no time.
         """
         with self._turn("cuda", timeout):
             try:
@@ -138,7 +152,11 @@ class DualView:
 
         Raises:
             WriteConflictError: The time ran out, or this thread itself holds the other side.
+            LifecycleError: The memory was given back.
+            ConfigError: ``device`` is no side, or ``timeout`` no time.
         """
+        if device not in _SIDES:
+            raise ConfigError("dual view", name="device", rule="'cpu' or 'cuda'", value=device)
         with self._turn(device, timeout):
             if device == "cuda":
                 yield self._cuda.detach()
@@ -150,14 +168,20 @@ class DualView:
 
     @contextlib.contextmanager
     def _turn(self, side: str, timeout: float | None) -> Iterator[None]:
+        limit = None if timeout is None else to_seconds("dual view", timeout)
         if self.is_concurrent:
+            self._require_memory()
             yield
             return
-        thread = self._turns.enter(side, timeout)
+        thread = self._turns.enter(side, limit)
         try:
+            self._require_memory()
             yield
         finally:
             self._turns.leave(side, thread)
+
+    def _require_memory(self) -> None:
+        self._lease.require_block("dual view")
 
     @contextlib.contextmanager
     def _cpu_tensor(self) -> Iterator[torch.Tensor]:

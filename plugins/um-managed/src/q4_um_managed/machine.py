@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from q4_um_managed.driver import UNASKED, Driver, Missing
 from q4_um_managed.placing import choose
 from q4_um_managed.prospect import Prospect
-from q4core import UnifiedMemoryError
+from q4core import ConfigError, UnifiedMemoryError
 from q4core.memory import Availability
 
 if TYPE_CHECKING:
@@ -83,8 +83,17 @@ class Machine:
         return known[0] if known else UNASKED
 
     def index(self, device: torch.device) -> int:
-        """Return the number of a CUDA device; of any other, and of one without a number, the current one's."""
-        index: int | None = device.index if device.type == "cuda" else None  # torch says that it is never None
+        """Return the number of a CUDA device; of the CPU, and of one without a number, the current one's.
+
+        Raises:
+            ConfigError: It is another device.
+            UnifiedMemoryError: There is no driver to ask for the current one.
+        """
+        kind, index = device.type, None
+        if kind == "cuda":
+            index = device.index
+        elif kind != "cpu":
+            raise ConfigError("managed memory", name="device", rule="the CPU or a CUDA device", value=str(device))
         return self.driver().current_device() if index is None else index
 
     def attributes(self, index: int) -> dict[str, int]:

@@ -28,6 +28,8 @@ class MappedMemory:
 
     __slots__ = ("__weakref__", "_device", "_driver", "_process", "_tensor", "placement")
 
+    is_given_back = False
+    """Whether somebody took the memory back, which nobody can: it goes with its last tensor."""
     kept: list[torch.Tensor] = []  # noqa: RUF012  # of the process, as what it holds back
     """What went during the capture of a graph, whose replays may read it: the device can't be awaited then."""
 

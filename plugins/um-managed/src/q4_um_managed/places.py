@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["address_of", "is_readable_in_place", "span_of", "storage_of"]
+__all__ = ["address_of", "has_storage", "is_plain", "is_readable_in_place", "span_of", "storage_of"]
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has one storage; sparse and jagged ones have none of their own."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are those that its shape, strides and dtype tell."""
+    return has_storage(tensor) and not tensor.is_nested and not tensor.is_quantized
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -27,9 +37,10 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 def is_readable_in_place(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in system memory in a way that a GPU could read."""
     # Aligned for its dtype, as any view of a CUDA tensor is: safetensors files promise no more than 8 bytes.
-    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return (
-        is_plain
+        is_plain(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
         and tensor.device.type == "cpu"
         and tensor.numel() > 0
         and tensor.data_ptr() % tensor.element_size() == 0

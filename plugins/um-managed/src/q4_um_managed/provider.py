@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
+from q4_um_managed.arguments import check_source, size_of, to_device
 from q4_um_managed.blocks import Lease, PoolStats
 from q4_um_managed.budget import Budget, host_memory
 from q4_um_managed.driver import CPU, find_driver
@@ -15,7 +13,8 @@ from q4_um_managed.dual import DualView
 from q4_um_managed.faults import DriverFaultError
 from q4_um_managed.machine import Machine
 from q4_um_managed.mapping import MappedMemory
-from q4_um_managed.places import address_of, is_readable_in_place, span_of, storage_of
+from q4_um_managed.owners import Owners
+from q4_um_managed.places import address_of, has_storage, is_readable_in_place, span_of
 from q4_um_managed.placing import choose, reads_system_memory
 from q4_um_managed.pool import Pool
 from q4core import ConfigError, InputError, UnifiedMemoryError
@@ -23,6 +22,8 @@ from q4core.memory import Placement, note_provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from q4_um_managed.driver import Driver, Missing
     from q4_um_managed.prospect import Prospect
@@ -61,27 +62,38 @@ class ManagedProvider:
         self._host, self._max_cached_bytes = host, max_cached_bytes
         self._lock = threading.Lock()
         self._pool: Pool | None = None
-        # By torch's storage object: an address may have passed on to another tensor while an old one still lives.
-        self._owners: weakref.WeakValueDictionary[int, Lease | MappedMemory] = weakref.WeakValueDictionary()
+        self._owners = Owners()
         self._hints_refused = 0
 
     # -- questions
 
-    def is_available(self, device: torch.device) -> Availability:
-        """Return whether managed memory can be had that ``device`` reaches, and by which attributes."""
-        return self._machine.availability(device)
+    def is_available(self, device: torch.device | str) -> Availability:
+        """Return whether managed memory can be had that ``device`` reaches, and by which attributes.
+
+        Raises:
+            ConfigError: ``device`` is none.
+        """
+        return self._machine.availability(to_device("unified memory", device))
 
     def is_managed(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor's memory is managed, by the driver's own word."""
+        """Return whether the tensor's memory is managed, by the driver's own word; False once it was given back."""
+        if not has_storage(tensor):
+            return False
+        owner = self._owners.of(tensor)
+        if owner is not None and owner.is_given_back:
+            return False
         address = address_of(tensor)
         driver = self._machine.driver_if_any()
         return address != 0 and driver is not None and driver.kind_of(address) == "managed"
 
     def placement_of(self, tensor: torch.Tensor) -> Placement | None:
-        """Return where a tensor of this provider's lies, and which attribute decided it; None for any other memory."""
-        owner = self._owner_of(tensor)
+        """Return where a tensor of this provider's lies, and which attribute decided it.
+
+        None for any other memory, and for what was given back.
+        """
+        owner = self._owners.of(tensor)
         if owner is not None:
-            return owner.placement
+            return None if owner.is_given_back else owner.placement
         return Placement("managed", "pointerGetAttributes") if self.is_managed(tensor) else None
 
     @property
@@ -95,29 +107,41 @@ class ManagedProvider:
 
     # -- memory
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """Return a contiguous managed tensor with unspecified content: on the CPU or on a CUDA device, as asked.
 
         Raises:
+            ConfigError: ``device`` is none.
+            InputError: No tensor has that shape, or ``dtype`` is none.
             UnifiedMemoryError: There is none, or it does not fit into the budget; with the numbers.
             LifecycleError: A CUDA graph is being captured.
         """
+        device = to_device(f"empty of {self.name}", device)
         self._require(device)
         return self._empty(
             shape, dtype, device, choose(self._machine.attributes(self._machine.index(device)), wish="managed")
         )
 
     def to_managed(
-        self, tensor: torch.Tensor, *, device: torch.device, read_mostly: bool, prefetch: bool
+        self, tensor: torch.Tensor, *, device: torch.device | str, read_mostly: bool, prefetch: bool
     ) -> torch.Tensor:
-        """Return a copy in managed memory that ``device`` reaches; errors as for ``empty``.
+        """Return a copy in managed memory that ``device`` reaches.
 
         Args:
             tensor: Any strided tensor.
             device: Who will compute with it.
             read_mostly: Written once, then only read.
             prefetch: Move the pages to ``device`` now.
+
+        Raises:
+            ConfigError, UnifiedMemoryError: As for ``empty``.
+            InputError: ``tensor`` has no plain contents: sparse, nested, quantised or on the meta device.
+            LifecycleError: As for ``empty``; or ``tensor`` was given back.
         """
+        what = f"to_managed of {self.name}"
+        device = to_device(what, device)
+        check_source(what, tensor)
+        self._owners.in_use(tensor, what)
         managed = self._filled(self.empty(tuple(tensor.shape), tensor.dtype, device), tensor)
         index = self._machine.index(device)
         if self._machine.attributes(index)["concurrentManagedAccess"]:
@@ -125,30 +149,36 @@ class ManagedProvider:
             address = address_of(managed)
             if read_mostly:
                 self._hint(lambda: self._machine.driver().advise(address, size, "read_mostly", index))
-                self._lease_of(managed, "to_managed").require_block().is_read_mostly = True
+                self._owners.lease_of(managed, what).require_block(what).is_read_mostly = True
             if prefetch:
                 self._hint(lambda: self.prefetch(managed, device))
         return managed
 
-    def prefetch(self, tensor: torch.Tensor, device: torch.device) -> None:
+    def prefetch(self, tensor: torch.Tensor, device: torch.device | str) -> None:
         """Queue the move of a managed tensor's pages to ``device``; the address stays.
 
         Where the driver moves pages by itself alone (``concurrentManagedAccess=0``, pinned or pageable memory, a graph
         that is being captured) nothing is done.
 
         Raises:
+            ConfigError: ``device`` is neither the CPU nor a CUDA device.
+            LifecycleError: The memory was given back.
             UnifiedMemoryError: The driver refuses.
         """
+        device = to_device("prefetch", device)
         driver, index = self._machine.driver(), self._machine.index(device)
         placement = self.placement_of(tensor)
-        if placement is None or placement.kind != "managed" or not tensor.numel():
+        if placement is None:
+            self._owners.in_use(tensor, f"prefetch of {self.name}")
+            return
+        if placement.kind != "managed" or not tensor.numel():
             return
         if not self._machine.attributes(index)["concurrentManagedAccess"] or driver.is_capturing(index):
             return
         start, size = span_of(tensor)
         driver.prefetch(start, size, CPU if device.type == "cpu" else index, index)
 
-    def advise(self, tensor: torch.Tensor, advice: str, device: torch.device, *, is_set: bool = True) -> None:
+    def advise(self, tensor: torch.Tensor, advice: str, device: torch.device | str, *, is_set: bool = True) -> None:
         """Tell the driver how a managed tensor will be used.
 
         Args:
@@ -158,18 +188,23 @@ class ManagedProvider:
             is_set: False takes the advice back.
 
         Raises:
-            ConfigError: There is no such advice.
+            ConfigError: There is no such advice, or ``device`` is neither the CPU nor a CUDA device.
+            InputError: ``tensor`` has no plain contents: sparse, nested, quantised or on the meta device.
+            LifecycleError: The memory was given back.
             UnifiedMemoryError: The driver refuses.
         """
+        what = f"advise of {self.name}"
         if advice not in _ADVICE:
             rule = f"one of {', '.join(_ADVICE)}"
             raise ConfigError("advice on managed memory", name="advice", rule=rule, value=advice)
+        device = to_device(what, device)
+        check_source(what, tensor)
+        owner = self._owners.in_use(tensor, what)
         driver, index = self._machine.driver(), self._machine.index(device)
         if not tensor.numel():
             return
         start, size = span_of(tensor)
         driver.advise(start, size, advice, CPU if device.type == "cpu" else index, is_set=is_set)
-        owner = self._owner_of(tensor)
         if advice == "read_mostly" and is_set and isinstance(owner, Lease) and owner.block is not None:
             owner.block.is_read_mostly = True
 
@@ -180,9 +215,7 @@ class ManagedProvider:
             InputError: The memory is not this provider's.
             LifecycleError: It was given back before.
         """
-        lease = self._lease_of(tensor, "free")
-        lease.require_block()
-        lease.give_back()
+        self._owners.lease_of(tensor, f"free of {self.name}").give_back()
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """Keep the memory, once it comes back, until a further stream has passed, as ``Tensor.record_stream`` does.
@@ -193,8 +226,9 @@ class ManagedProvider:
 
         Raises:
             InputError: The memory is not this provider's.
+            LifecycleError: It was given back.
         """
-        self._lease_of(tensor, "record_stream").streams.add(stream)
+        self._owners.lease_of(tensor, f"record_stream of {self.name}").streams.add(stream)
 
     def trim(self) -> int:
         """Give the driver all that the pool keeps; returns the bytes that went. Waits for the device."""
@@ -203,7 +237,7 @@ class ManagedProvider:
     # -- further placements
 
     def place(
-        self, tensor: torch.Tensor, *, device: torch.device, placement: str = "auto"
+        self, tensor: torch.Tensor, *, device: torch.device | str, placement: str = "auto"
     ) -> tuple[torch.Tensor, Placement]:
         """Return a tensor with the same values in memory that CPU and GPU share, and where that is.
 
@@ -214,34 +248,43 @@ class ManagedProvider:
 
         Raises:
             ConfigError: There is no such placement, or ``device`` is no CUDA device.
+            InputError: ``tensor`` has no plain contents: sparse, nested, quantised or on the meta device.
+            LifecycleError: ``tensor`` was given back, or a CUDA graph is being captured.
             UnifiedMemoryError: The device's attributes don't allow it; with their values.
         """
+        device = to_device("placing a tensor", device)
         if placement not in _PLACEMENTS or device.type != "cuda":
             wrong = placement not in _PLACEMENTS
             rule = f"one of {', '.join(_PLACEMENTS)}" if wrong else "a CUDA device"
             name, value = ("placement", placement) if wrong else ("device", str(device))
             raise ConfigError("placing a tensor", name=name, rule=rule, value=value)
+        what = f"place of {self.name}"
+        check_source(what, tensor)
+        self._owners.in_use(tensor, what)
         attributes = self._machine.attributes(self._machine.index(device))
         chosen = choose(attributes, wish=placement, is_readable_in_place=is_readable_in_place(tensor))
         if chosen.kind == "pageable":
             return self._mapped(tensor, device, chosen), chosen
         return self._filled(self._empty(tuple(tensor.shape), tensor.dtype, device, chosen), tensor), chosen
 
-    def map(self, tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor | None:
+    def map(self, tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tensor | None:
         """Return a CUDA tensor over the same bytes as a CPU tensor, where the device reads those well; else None.
 
         A mapped checkpoint becomes a CUDA tensor so, without a copy. The CPU tensor is kept as long as the other.
 
         Raises:
+            ConfigError: ``device`` is none.
+            LifecycleError: ``tensor`` was given back.
             UnifiedMemoryError: The driver or torch refuses.
         """
+        device = to_device(f"map of {self.name}", device)
         if device.type != "cuda" or not is_readable_in_place(tensor) or not self.is_available(device):
             return None
         if reads_system_memory(self._machine.attributes(self._machine.index(device))) is None:
             return None
         return self.place(tensor, device=device, placement="pageable")[0]
 
-    def dual_view(self, tensor: torch.Tensor, *, device: torch.device | None = None) -> DualView:
+    def dual_view(self, tensor: torch.Tensor, *, device: torch.device | str | None = None) -> DualView:
         """Return a CPU side and a CUDA side of the same bytes.
 
         Args:
@@ -249,19 +292,24 @@ class ManagedProvider:
             device: The CUDA device of the other side; the tensor's own unless told.
 
         Raises:
+            ConfigError: ``device`` is neither the CPU nor a CUDA device.
             InputError: The memory is not this provider's, or the tensor is not contiguous.
+            LifecycleError: The memory was given back.
         """
-        lease = self._lease_of(tensor, "dual_view")
-        block = lease.require_block()
+        what = f"dual_view of {self.name}"
+        lease = self._owners.lease_of(tensor, what)
+        block = lease.require_block(what)
         if not tensor.is_contiguous() or not tensor.numel():
             value = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
             raise InputError("dual_view", name="tensor", rule="contiguous, and not empty", value=value)
-        driver, index = self._machine.driver(), block.device if device is None else self._machine.index(device)
+        driver, index = self._machine.driver(), block.device
+        if device is not None:
+            index = self._machine.index(to_device(what, device))
         attributes = self._machine.attributes(index)
         start, size = span_of(tensor)
 
         def typed(raw: torch.Tensor) -> torch.Tensor:
-            self._owners[storage_of(raw)] = lease
+            self._owners.note(raw, lease)
             note_provider(raw, self)
             return raw.view(tensor.dtype).view(tensor.shape)
 
@@ -276,7 +324,7 @@ class ManagedProvider:
                 tensor if tensor.device.type == "cpu" and is_concurrent else typed(driver.cpu_bytes(lease, start, size))
             )
 
-        return DualView(cuda, make_cpu, driver, index, attributes, lease.streams.add, is_concurrent=is_concurrent)
+        return DualView(cuda, make_cpu, driver, index, attributes, lease, is_concurrent=is_concurrent)
 
     # -- inside
 
@@ -297,12 +345,12 @@ class ManagedProvider:
     def _empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, placement: Placement
     ) -> torch.Tensor:
+        size = size_of("unified memory", shape, dtype)
         driver, index = self._machine.driver(), self._machine.index(device)
-        size = torch.Size(shape).numel() * dtype.itemsize
         lease = self._pool_of(driver).take(
             max(1, size), index, self._machine.attributes(index), placement, is_for_cpu=device.type == "cpu"
         )
-        block = lease.require_block()
+        block = lease.require_block("unified memory")
         if block.is_read_mostly:
             self._hint(lambda: driver.advise(block.address, block.size, "read_mostly", index, is_set=False))
             block.is_read_mostly = False
@@ -312,13 +360,13 @@ class ManagedProvider:
         else:
             address = driver.device_address(block.address) if block.is_pinned else block.address
             raw = driver.cuda_bytes(lease, address, max(1, size), index)
-        self._owners[storage_of(raw)] = lease
+        self._owners.note(raw, lease)
         note_provider(raw, self)
         return raw[:size].view(dtype).view(shape)
 
     def _filled(self, managed: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         managed.copy_(source.detach())
-        self._lease_of(managed, "copy").note_written()
+        self._owners.lease_of(managed, f"copy of {self.name}").note_written()
         return managed
 
     def _mapped(self, tensor: torch.Tensor, device: torch.device, placement: Placement) -> torch.Tensor:
@@ -326,22 +374,8 @@ class ManagedProvider:
         start, size = span_of(tensor)
         memory = MappedMemory(tensor.detach(), driver, index, placement)
         raw = driver.cuda_bytes(memory, start, size, index)
-        self._owners[storage_of(raw)] = memory
+        self._owners.note(raw, memory)
         return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-    def _owner_of(self, tensor: torch.Tensor) -> Lease | MappedMemory | None:
-        owner = self._owners.get(storage_of(tensor))
-        if owner is None or not owner.holds(address_of(tensor)):
-            return None
-        return owner
-
-    def _lease_of(self, tensor: torch.Tensor, what: str) -> Lease:
-        owner = self._owner_of(tensor)
-        if not isinstance(owner, Lease):
-            raise InputError(
-                f"{what} of {self.name}", name="tensor", rule="in memory of this provider", value="other memory"
-            )
-        return owner
 
     def _hint(self, give: Callable[[], None]) -> None:
         """Give the driver a hint; the tensor is right without it too."""
