@@ -6,7 +6,7 @@ kept but a note on the memory itself, whose it is. Each ``apply_*`` function ret
 the core has none of its own.
 """
 
-from q4core.memory.answers import availability, copy_beside
+from q4core.memory.answers import availability, copy_beside, was_taken_back
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
     Availability,
@@ -47,4 +47,5 @@ __all__ = [
     "note_provider",
     "provider_of",
     "release_input",
+    "was_taken_back",
 ]

@@ -8,12 +8,12 @@ import torch
 
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, PluginError, Q4Error, UnifiedMemoryError
 from q4core.memory.contract import Availability
-from q4core.memory.homes import note_provider, shares_memory
+from q4core.memory.homes import note_provider, provider_of, shares_memory
 
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "told"]
+__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "told", "was_taken_back"]
 
 
 def told(error: BaseException) -> str:
@@ -37,6 +37,18 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return whether a tensor is on a device; one without a number is any of its type."""
     index: int | None = device.index  # torch says that it is never None
     return tensor.device == device or (index is None and tensor.device.type == device.type)
+
+
+def was_taken_back(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory that its provider, by what was noted, knows no more."""
+    provider = provider_of(tensor)
+    if provider is None:
+        return False
+    place: Any = getattr(provider, "placement_of", None)
+    try:
+        return not provider.is_managed(tensor) and not (callable(place) and place(tensor) is not None)
+    except PLUGIN_FAULTS:  # told by whoever asks it for more
+        return False
 
 
 def managed_by(

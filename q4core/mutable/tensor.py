@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4core.errors import ConfigError, InputError, LifecycleError
-from q4core.memory import provider_of
+from q4core.memory import provider_of, was_taken_back
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
 from q4core.mutable.blocks import ReadView, WriteBlock
 from q4core.mutable.content import Content, copied, let_forks_know
@@ -76,6 +76,9 @@ class MutableTensor:
             raise ConfigError(label, name="sides", rule="both sides", value=type(sides).__name__, hint=hint)
         check_content(label, tensor, copy=copy)
         self._name = name
+        if not copy and was_taken_back(tensor):
+            rule, hint = "in memory that its provider has not taken back", "Place a new tensor."
+            raise LifecycleError(label, name="tensor", rule=rule, value="given back", hint=hint)
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
         if sides is not None or tensor.device.type == "cuda":

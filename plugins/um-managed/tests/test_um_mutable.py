@@ -171,6 +171,9 @@ def test_a_freed_tensor_is_told_as_such() -> None:
     with pytest.raises(q4.LifecycleError, match="given back") as caught:
         q4.MutableTensor(tensor)
     assert "Free some" not in str(caught.value)
+    for mode in q4.MutableMode:
+        with pytest.raises(q4.LifecycleError, match="given back"):
+            q4.MutableTensor(tensor, mode=mode, copy=False)
     with pytest.raises(q4.LifecycleError, match="given back"), state.write():
         raise AssertionError("let in")
 
