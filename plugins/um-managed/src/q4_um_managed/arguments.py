@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 
 from q4_um_managed.places import is_plain
 from q4core import ConfigError, InputError
 
-__all__ = ["check_source", "size_of", "to_device"]
+__all__ = ["check_source", "size_of", "to_device", "to_seconds"]
 
 _MAX_BYTES = (1 << 63) - 1
 """torch counts in signed 64-bit numbers."""
@@ -72,3 +73,14 @@ def to_device(what: str, device: torch.device | str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError):
         raise ConfigError(what, name="device", rule="a torch device", value=device) from None
+
+
+def to_seconds(what: str, timeout: float) -> float:
+    """Return a time limit that threads can wait for.
+
+    Raises:
+        ConfigError: It is no number of 0 or more.
+    """
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
+        return float(min(timeout, threading.TIMEOUT_MAX))
+    raise ConfigError(what, name="timeout", rule="seconds, 0 or more, or None", value=timeout)

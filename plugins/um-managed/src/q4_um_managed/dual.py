@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4_um_managed.arguments import to_seconds
 from q4_um_managed.fences import DriverStreams, Fence
 from q4_um_managed.turns import Turns
 from q4core import ConfigError, UnifiedMemoryError, WriteConflictError
-from q4core.mutable.arguments import to_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
