@@ -57,6 +57,22 @@ def test_an_update_that_resizes_its_storage_has_failed(mode: MutableMode, size: 
         assert state.snapshot().tensor.tolist() == [0.0] * 4
 
 
+def _cut(storage: torch.UntypedStorage, size: int) -> None:
+    """Make a storage smaller, where it lies if that can be had."""
+    before = storage.data_ptr()
+    for _ in range(100):
+        storage.resize_(size)
+        if storage.data_ptr() == before:
+            return
+
+
+def test_an_update_whose_storage_comes_back_to_its_address_has_failed(mode: MutableMode) -> None:
+    """A storage that was resized twice may lie where it lay, and be too short all the same."""
+    state = MutableTensor(torch.ones(1000), mode=mode)
+    with pytest.raises(q4.InputError, match=r"(address|bytes) must be left as it is"), state.write() as tensor:
+        _cut(tensor.untyped_storage(), 3000)
+
+
 USES = {
     "read": lambda state: state.read().__enter__(),
     "write": lambda state: state.write().__enter__(),
@@ -64,6 +80,8 @@ USES = {
     "replace": lambda state: state.replace(torch.ones(4)),
     "wait": lambda state: state.wait(7, timeout=0.01),
     "version": lambda state: state.version,
+    "reset": lambda state: state.reset(),
+    "side": lambda state: state.read(device="cuda"),
 }
 
 
@@ -111,6 +129,7 @@ APART = [
     torch.zeros(2, 3, 4).permute(2, 0, 1),
     torch.zeros(1, 5).expand(1, 5),
     torch.zeros(0, 3),
+    torch.zeros(0, 1).expand(0, 3),
 ]
 
 
@@ -173,6 +192,12 @@ def test_a_signal_just_after_the_lock_was_given_back_leaves_it_held() -> None:
         wait_on(Interrupted(lock), 1.0)
     assert lock.acquire(blocking=False)
     lock.release()
+    for kind in (MutableTensor, functools.partial(SharedMutableTensor, native=False)):
+        with kind(torch.zeros(4)) as state:
+            state._content.grown = Interrupted(state._content.lock)
+            with pytest.raises(KeyboardInterrupt):
+                state.wait(1)
+            state.replace(torch.ones(4))
 
 
 @pytest.mark.parametrize("kind", KINDS)

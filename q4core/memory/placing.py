@@ -116,10 +116,18 @@ def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
         return tensor.to(device)
     except (AssertionError, RuntimeError) as error:  # the first where torch was built without it
-        if device.type != "cuda" or torch.cuda.is_available():
+        if _is_there(device):
             raise
         rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
         raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
+
+
+def _is_there(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
 
 
 def apply_mutable_policy(  # noqa: PLR0913  # one argument per fact that decides

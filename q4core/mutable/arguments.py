@@ -74,6 +74,8 @@ def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
 def _may_overlap(tensor: torch.Tensor) -> bool:
     """Return whether two elements may share memory: whether an axis steps less far than all finer ones reach."""
     reach = 0
+    if not tensor.numel():
+        return False
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return True

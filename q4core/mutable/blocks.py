@@ -116,6 +116,7 @@ class WriteBlock(Ticket):
         "before",
         "begun_on",
         "deadline",
+        "extent",
         "healing",
         "side",
         "source",
@@ -128,6 +129,8 @@ class WriteBlock(Ticket):
     work: torch.Tensor
     address: int
     """Where ``work`` lay when the block began."""
+    extent: int | None
+    """How many bytes were there; None where a storage can't be resized."""
     alias: torch.Tensor
     begun_on: int | None
     deadline: float | None
@@ -145,7 +148,7 @@ class WriteBlock(Ticket):
         self.is_admitted = False
         self.thread = None
         self.token = object()
-        self.before = None
+        self.before = self.extent = None
         self._content = content
         self.wait = wait
         self.timeout = timeout

@@ -32,7 +32,7 @@ def refuse_late(label: str, error: BaseException | None, *, is_forked: bool = Fa
     if error is not None:
         return
     if is_forked:
-        rule, hint = "left by the process that entered it", "Nothing has changed, here or there."
+        rule, hint = "left by the process that entered it", "There it goes on."
         raise LifecycleError(label, name="with block", rule=rule, value="left by a forked child", hint=hint)
     hint = "Leave it in the thread that entered it. Its update is dropped, or what it read may be torn: begin anew."
     raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
@@ -133,6 +133,7 @@ class Content:
         self.gate = Exclusion(excludes_readers=self.is_in_place)  # of the old one a lock may be held for ever
         self.lock = self.gate.lock
         self.grown = threading.Condition(self.lock)
+        self.order = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
 
     # -- places that nobody leaves
@@ -227,6 +228,8 @@ class Content:
     def check_healing(self) -> None:
         """Raise if there is nothing that ``reset()`` could heal."""
         self.reclaim()
+        if self.is_forked:
+            self.raise_closed()
         if self.is_closed or self.poison is None:
             rule, got = ("open", "closed") if self.is_closed else ("poisoned", "healthy")
             hint = "Update a healthy tensor with write() or replace(tensor)."
@@ -348,7 +351,7 @@ class Content:
         if order is not None:
             side = order.begin(block, base, is_reading=False)
         block.work = work = self.working_copy(block, base, mark)
-        block.address = work.data_ptr()
+        block.address, block.extent = work.data_ptr(), work.untyped_storage().nbytes()
         block.alias = alias = work.detach()
         return alias if side is None else side
 
@@ -425,12 +428,12 @@ class Content:
 
     def check_form(self, block: WriteBlock, work: torch.Tensor, alias: torch.Tensor) -> None:
         """Refuse an update that changed more than values."""
-        address = block.address
-        if alias.is_set_to(work) and work.data_ptr() == address:  # to resize a storage moves it
+        extent = None if block.extent is None else work.untyped_storage().nbytes()
+        if alias.is_set_to(work) and (work.data_ptr(), extent) == (block.address, block.extent):
             return
-        wanted = (self.shape, self.dtype, work.stride(), address)
-        found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr())
-        for name, rule, got in zip(("shape", "dtype", "stride", "address"), wanted, found, strict=True):
+        wanted = (self.shape, self.dtype, work.stride(), block.address, block.extent)
+        found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr(), extent)
+        for name, rule, got in zip(("shape", "dtype", "stride", "address", "bytes"), wanted, found, strict=True):
             if rule != got:
                 raise InputError(
                     f"update of {self.label}",

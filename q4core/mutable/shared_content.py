@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from q4core.errors import LifecycleError, PoisonedError
 from q4core.mutable.content import cause_of, refuse_late
-from q4core.mutable.exclusion import HERE
+from q4core.mutable.exclusion import HERE, wait_on
 from q4core.mutable.pauses import LONGEST_PAUSE_S, Pauses
 from q4core.mutable.segment import (
     CLOSED,
@@ -199,7 +199,7 @@ class SharedContent(SharedState):
                     return False
                 self.waiting += 1
                 try:
-                    self.grown.wait(pause)  # which ends early when this process itself writes
+                    wait_on(self.grown, pause)  # which ends early when this process itself writes
                 finally:
                     self.waiting -= 1
 

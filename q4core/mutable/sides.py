@@ -47,7 +47,10 @@ def to_side(content: Content, device: str) -> str:
 
     Raises:
         ConfigError: There is only one, or no such.
+        LifecycleError: This is a forked child.
     """
+    if content.is_forked:
+        content.raise_closed()
     if content.order is None or not content.order.has_sides:
         rule, hint = "None for memory of one side", "Only MutableTensor(…, sides=…) over unified memory has two."
         raise ConfigError(content.label, name="device", rule=rule, value=device, hint=hint)

@@ -99,10 +99,19 @@ class Turns:
                 left = _LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), _LOOK_INTERVAL_S)
                 if left <= 0:
                     _refuse(ticket.side, f"left within {timeout:.3g} s" if timeout else "left first", "open")
-                self._changed.wait(left)
+                self._sleep(left)
         finally:
             self._waiting.remove(ticket)
             self._changed.notify_all()
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait for a change, with the lock held afterwards also where a signal handler raises meanwhile."""
+        try:
+            self._changed.wait(seconds)
+        except BaseException:
+            if not self._changed._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # it had just been given back
+                self._changed.acquire()
+            raise
 
     def _is_barred(self, ticket: _Ticket) -> bool:
         if self.is_open(_other(ticket.side)):
