@@ -51,6 +51,28 @@ def test_a_mapped_file_becomes_a_cuda_tensor_without_a_copy() -> None:
     assert case.runtime.synchronised == before + 1  # a kernel may have been reading it
 
 
+@pytest.mark.parametrize("mode", q4.MutableMode)
+def test_what_processes_share_is_read_where_it_is_shared(mode: q4.MutableMode) -> None:
+    """The process that has such a GPU lets it read, or write, the very bytes that other processes write and read."""
+    case = pretend(GB10)
+    with q4.SharedMutableTensor(torch.arange(16.0), mode=mode) as state:
+        with q4.SharedMutableTensor.attach(state.segment) as actor, actor.write() as tensor:
+            tensor.add_(1.0)
+        with state.read() as view:
+            mapped = case.provider.map(view.tensor, device=CUDA)
+            assert mapped is not None
+            assert (mapped.data_ptr(), mapped.device) == (view.tensor.data_ptr(), CUDA)
+            assert _bytes_at(mapped) == _bytes_at(torch.arange(16.0) + 1.0)
+            del mapped
+        with state.write() as tensor:
+            mapped = case.provider.map(tensor, device=CUDA)
+            assert mapped is not None
+            mapped.as_subclass(torch.Tensor).fill_(3.0)
+            del mapped
+        assert state.snapshot().tensor.tolist() == [3.0] * 16
+        assert case.runtime.count("mallocManaged") == 0
+
+
 def test_a_checkpoint_is_read_where_it_is_mapped(tmp_path: Path) -> None:
     """On a device that reads system memory well, every tensor of a checkpoint's weight is the file's own pages."""
     case = pretend(GB10)
