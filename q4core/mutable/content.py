@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from q4core.mutable.blocks import WriteBlock
     from q4core.mutable.sides import Order
 
-__all__ = ["Content", "cause_of", "copied", "let_forks_know", "mark_of", "refuse_late"]
+__all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
 
 
 def refuse_late(label: str, error: BaseException | None, *, is_forked: bool = False) -> None:
@@ -51,24 +49,6 @@ def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> tor
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return torch's count of in-place changes, which all aliases share, and the address."""
     return tensor._version, tensor.data_ptr()  # noqa: SLF001  # torch documents it under this name
-
-
-_CONTENTS: weakref.WeakSet[Content] = weakref.WeakSet()
-"""Whom a fork concerns."""
-
-
-def let_forks_know(content: Content) -> None:
-    """Call ``content.after_fork`` in each child that this process forks from now on."""
-    _CONTENTS.add(content)
-
-
-def _after_fork() -> None:
-    for content in tuple(_CONTENTS):
-        content.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Content:

@@ -13,8 +13,9 @@ import torch
 
 from q4core.errors import LifecycleError
 from q4core.mutable.arguments import MutableMode
-from q4core.mutable.content import Content, let_forks_know
+from q4core.mutable.content import Content
 from q4core.mutable.exclusion import ENDED, Exclusion
+from q4core.mutable.forks import let_forks_know
 from q4core.mutable.segment import CLOSED, CURRENT, FIRST_SLOT, TAINTED, WRITER, WRITER_PROCESS, WRITER_WAITS, Segment
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.memory import provider_of, was_taken_back
 from q4core.mutable.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
 from q4core.mutable.blocks import ReadView, WriteBlock
-from q4core.mutable.content import Content, copied, let_forks_know
+from q4core.mutable.content import Content, copied
 from q4core.mutable.exclusion import HERE, LOOK_INTERVAL_S, wait_on
+from q4core.mutable.forks import let_forks_know
 from q4core.mutable.records import MutableStats, Snapshot
 from q4core.mutable.sides import Order, to_side
 
