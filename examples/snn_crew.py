@@ -44,7 +44,7 @@ class Crew:
     ) -> None:
         self.act, self.plan, self.masters, self.states = act, plan, masters, states
         server = multiprocessing.get_context("forkserver")
-        # What an actor's script imports takes a second: it is imported once, before there are actors.
+        # What an actor's script imports is imported once, before there are actors, so that one is replaced at once.
         server.set_forkserver_preload(["matplotlib.pyplot", "q4core", "rich.progress", "sklearn.datasets"])
         self.hire: Any = server.Process if plan.processes else threading.Thread
         self.workers = [self.start(index) for index in range(plan.actors)]

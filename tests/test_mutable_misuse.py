@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def in_child(use: Callable[[], object]) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        signal.alarm(30)  # whoever hangs says nothing
         try:
             use()
             told = ""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, PluginError, Q4Error, UnifiedMemoryError
-from q4core.memory.contract import Availability
+from q4core.memory.contract import Availability, Placement
 from q4core.memory.homes import note_provider, provider_of, shares_memory
 
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "told", "was_taken_back"]
+__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "placement_by", "told", "was_taken_back"]
 
 
 def told(error: BaseException) -> str:
@@ -39,14 +39,20 @@ def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device == device or (index is None and tensor.device.type == device.type)
 
 
+def placement_by(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | None:
+    """Return what a provider with the optional ``placement_of`` says."""
+    ask: Any = getattr(provider, "placement_of", None)
+    answer: object = ask(tensor) if callable(ask) else None
+    return answer if isinstance(answer, Placement) else None
+
+
 def was_taken_back(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in memory that its provider, by what was noted, knows no more."""
     provider = provider_of(tensor)
     if provider is None:
         return False
-    place: Any = getattr(provider, "placement_of", None)
     try:
-        return not provider.is_managed(tensor) and not (callable(place) and place(tensor) is not None)
+        return not provider.is_managed(tensor) and placement_by(provider, tensor) is None
     except PLUGIN_FAULTS:  # told by whoever asks it for more
         return False
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError, UnifiedMemoryError
-from q4core.memory.answers import availability, told
+from q4core.memory.answers import availability, placement_by, told
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
     MemoryAction,
     MemoryDecision,
     MemoryProvider,
-    Placement,
 )
 from q4core.policy import UnifiedMemoryPolicy
 
@@ -91,7 +90,7 @@ class Search:
         """Return the usable provider in whose memory the tensor lies already, mapped memory included."""
         for provider in self.usable:
             try:
-                if provider.is_managed(tensor) or _placement(provider, tensor) is not None:
+                if provider.is_managed(tensor) or placement_by(provider, tensor) is not None:
                     return provider
             except PLUGIN_FAULTS as error:
                 self.reasons.append(f"{provider.name}: is_managed raised {told(error)}")
@@ -114,7 +113,7 @@ class Search:
         placement = None
         if provider is not None and tensor is not None:
             try:
-                placement = _placement(provider, tensor)
+                placement = placement_by(provider, tensor)
             except PLUGIN_FAULTS as error:
                 reason = f"{reason}; placement_of raised {told(error)}"
         if placement is not None:
@@ -166,13 +165,6 @@ def _by_name(what: str, providers: Iterable[MemoryProvider]) -> list[MemoryProvi
             value = type(provider).__name__
             raise ConfigError(f"placing a {what}", name="providers", rule="memory providers", value=value, hint=hint)
     return sorted(given, key=lambda provider: provider.name)
-
-
-def _placement(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | None:
-    """Return what a provider with the optional ``placement_of`` says."""
-    ask: Any = getattr(provider, "placement_of", None)
-    answer: object = ask(tensor) if callable(ask) else None
-    return answer if isinstance(answer, Placement) else None
 
 
 def _to_policy(what: str, policy: object) -> UnifiedMemoryPolicy:
