@@ -7,6 +7,7 @@ exception that fits it best.
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -36,12 +37,25 @@ __all__ = [
     "UnknownBackendError",
     "WeightError",
     "WriteConflictError",
+    "closest_name",
 ]
 
 PLUGIN_FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 """What is caught at the plugin boundary and reported; a plugin that exits must not take the process along."""
 
 _MAX_VALUE_CHARACTERS = 200
+
+
+def closest_name(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most like ``name``, for a hint, or None where none is like it.
+
+    Args:
+        name: What was asked for.
+        known: The names there are.
+        cutoff: How alike they must be, 0 to 1, by ``difflib``.
+    """
+    found = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
 
 
 class Q4Error(Exception):
