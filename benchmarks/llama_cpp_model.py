@@ -53,6 +53,11 @@ class LlamaModel:
         self._clear()
         return np.array(self._step(prompt))
 
+    def all_logits(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Return the logits after each of some tokens, [tokens, words]."""
+        self._clear()
+        return np.stack([np.array(self._step([token])) for token in tokens])
+
     def _clear(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)  # noqa: FBT003  # a C function
 

@@ -1,0 +1,105 @@
+"""What int8 activations cost: SmolLM2's next tokens over a text, against the exact path (and llama.cpp's, where it is)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from benchmarks import record
+from benchmarks.llama_cpp_model import LlamaModel
+from q4_nn import LanguageModel
+from q4_nn.command import find_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+TEXT = Path(__file__).parents[1] / "LICENSE"
+"""English prose that every clone has and nobody edits."""
+WINDOW = 512
+PRECISIONS = {"q4core, exact": "exact", "q4core, int8 activations": "int8"}
+EXACT = "q4core, exact"
+LLAMA = "llama.cpp"
+BASE = "q4core, reference"
+"""What the others are compared with: weights decoded exactly, products in float32 by torch."""
+
+
+def _ours(path: Path, config: q4.SessionConfig) -> tuple[LanguageModel, Callable[[Sequence[int]], torch.Tensor]]:
+    model = LanguageModel.open(path, config)
+
+    def logits(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            cache = model.decoder.make_cache(len(tokens))
+            return model.decoder(torch.tensor([list(tokens)]), cache)[0].double()  # type: ignore[no-any-return]
+
+    return model, logits
+
+
+def _windows(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(tokens), WINDOW):
+        yield tokens[start : start + WINDOW]
+
+
+def measure(characters: int) -> dict[str, Any]:
+    """Return, for each program, the divergence from the reference and the share of equal next tokens.
+
+    Args:
+        characters: How much of the text is read.
+    """
+    path = find_model("smollm2")
+    reference = q4.SessionConfig(device="cpu", activation_precision="exact", compute_path="dequant_matmul_only")
+    model, base = _ours(path, reference)
+    programs = {
+        name: _ours(path, q4.SessionConfig(device="cpu", activation_precision=precision))[1]
+        for name, precision in PRECISIONS.items()
+    }
+    peer: dict[str, Any] = {"distribution": "llama-cpp-python", "installed": False}
+    try:
+        llama = LlamaModel(path, WINDOW)
+    except ImportError:
+        pass
+    else:
+        peer |= {"installed": True, "version": importlib.metadata.version("llama-cpp-python")}
+        programs[LLAMA] = lambda tokens: torch.from_numpy(llama.all_logits(tokens)).double()
+    tokens = model.tokenizer.encode(TEXT.read_text(encoding="utf-8")[:characters])
+    sums = {name: {"divergence": 0.0, "equal": 0} for name in programs}
+    for window in _windows(tokens):
+        told = base(window).log_softmax(-1)
+        for name, logits in programs.items():
+            own = logits(window).log_softmax(-1)
+            sums[name]["divergence"] += float((told.exp() * (told - own)).sum())
+            sums[name]["equal"] += int((told.argmax(-1) == own.argmax(-1)).sum())
+    count = len(tokens)
+    return {
+        "file": path.name,
+        "text": TEXT.name,
+        "tokens": count,
+        "against": BASE,
+        "peers": {LLAMA: peer},
+        "programs": {
+            name: {"kl_divergence": own["divergence"] / count, "equal_next_tokens": own["equal"] / count}
+            for name, own in sums.items()
+        },
+        "unit": "nats per token; share of tokens",
+    }
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure, write ``precision.json`` and print a line for each program."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks precision", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the text, for development")
+    options = parser.parse_args(arguments)
+    result = measure(characters=1200 if options.quick else 1_000_000)
+    written = record.write("precision", result, folder=record.BUILD if options.quick else record.RESULTS)
+    print(f"{result['tokens']} tokens of {result['text']}, against {result['against']}")
+    for name, own in result["programs"].items():
+        print(f"{name:<26} KL {own['kl_divergence']:.1e}, equal next tokens {own['equal_next_tokens']:.1%}")
+    print(f"written: {written}")
+
+
+if __name__ == "__main__":
+    main()
