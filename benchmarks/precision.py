@@ -1,4 +1,4 @@
-"""What int8 activations cost: SmolLM2's next tokens over a text, against the exact path (and llama.cpp's, where it is)."""
+"""What int8 activations cost: SmolLM2's next tokens over a text, compared with the reference's."""
 
 from __future__ import annotations
 
