@@ -1,14 +1,17 @@
 """Structured events: every decision as a name with fields, to the ``logging`` tree and to observers.
 
 structlog is wrapped round the standard library's logger ``"q4core"``, never configured globally, and nothing goes to
-stdout. Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json``, ``console`` and a
-level, separated by commas), in which case they go to stderr.
+stdout. Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json`` or ``console``, and a
+level, separated by commas), in which case they go to stderr. Decisions are told at ``info``, what goes wrong at
+``warning`` and ``error``, details at ``debug``. Names bound with structlog's contextvars join each line; q4core binds
+``session`` and ``layer`` while it prepares a layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import datetime as dt
 import functools
 import itertools
 import logging
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from q4core.errors import Q4Warning
 
-__all__ = ["LOGGER_NAME", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
+__all__ = ["LOGGER_NAME", "bound", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
 
 LOGGER_NAME = "q4core"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -65,6 +68,15 @@ def muted() -> Iterator[None]:
         yield
     finally:
         _muted.reset(token)
+
+
+@contextlib.contextmanager
+def bound(**names: str | None) -> Iterator[None]:
+    """Name a session or a layer in every line logged from this context inside the ``with`` block; skip None."""
+    import structlog  # noqa: PLC0415  # slow to import, and needed by no one who only reads weights
+
+    with structlog.contextvars.bound_contextvars(**{key: name for key, name in names.items() if name is not None}):
+        yield
 
 
 def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
@@ -114,7 +126,8 @@ def set_up_logging(wish: str) -> None:
     """Send q4core's events to stderr as ``Q4_LOG`` asks.
 
     Args:
-        wish: ``json`` or ``console``, and a level (``debug``, ``info``, ``warning``, ``error``), in any order.
+        wish: ``json`` or ``console``, and a level (``debug``, ``info``, ``warning``, ``error``), in any order. Unless
+            told ``console`` and ``info``.
 
     Raises:
         ConfigError: A word is neither.
@@ -149,7 +162,7 @@ class _EventFormatter(logging.Formatter):
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
 
         fields: dict[str, Any] = {
-            "timestamp": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "timestamp": _timestamp(record.created),
             "level": record.levelname.lower(),
             "event": getattr(record, "q4_event", record.getMessage()),
             **getattr(record, "q4_fields", {}),
@@ -161,6 +174,12 @@ class _EventFormatter(logging.Formatter):
             order = ["timestamp", "level", "event"]
             text = structlog.processors.KeyValueRenderer(key_order=order, repr_native_str=False)(None, "", fields)
         return text if isinstance(text, str) else text.decode()
+
+
+def _timestamp(seconds: float) -> str:
+    """Return a time since the epoch as ISO 8601 in UTC, to the millisecond."""
+    moment = dt.datetime.fromtimestamp(seconds, tz=dt.timezone.utc).replace(tzinfo=None)
+    return f"{moment.isoformat(timespec='milliseconds')}Z"
 
 
 @functools.cache
@@ -177,9 +196,8 @@ def _standard_logger() -> logging.Logger:
 def _logger() -> Any:
     import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
 
-    return structlog.wrap_logger(
-        _standard_logger(), processors=[_to_standard_logging], wrapper_class=structlog.stdlib.BoundLogger
-    )
+    processors: list[Any] = [structlog.contextvars.merge_contextvars, _to_standard_logging]
+    return structlog.wrap_logger(_standard_logger(), processors=processors, wrapper_class=structlog.stdlib.BoundLogger)
 
 
 def _to_standard_logging(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import attrs
 import torch
 
@@ -216,7 +218,8 @@ class Q4Linear(PackedModule):
         placed, decision = apply_input_policy(x, policy, device=self.device, providers=providers)
         line = f"{decision.action}: {decision.reason}"
         self._input_memory[line] = self._input_memory.get(line, 0) + 1
-        tell_memory(decision, "activation", self._config)
+        level = logging.INFO if self._input_memory[line] == 1 else logging.DEBUG  # not a line for each call
+        tell_memory(decision, "activation", self._config, self.name, level=level)
         return self._call(placed, bias, out_dtype, out)  # a temporary goes with its last reference
 
     def _traced_plan(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.causes import chained, note_fault
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
-from q4core.events import emit, muted, warn_once
+from q4core.events import bound, emit, muted, warn_once
 from q4core.memory import apply_policy, apply_source_policy, managed_empty
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
@@ -89,7 +89,8 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
     with heard, chained(), without_casts("cpu"), without_casts("cuda"):
         # The name goes with the weight, because everything below tells of it.
         told = weight if name is None else attrs.evolve(weight, name=name)
-        return _prepare_layer(told, config, registry, m, dtype)
+        with bound(layer=told.name):
+            return _prepare_layer(told, config, registry, m, dtype)
 
 
 def _prepare_layer(
@@ -258,6 +259,7 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
     buffers, decisions = _place(buffers, config, registry, selection.request.device, weight.name)
     emit(
         "q4.select",
+        level=logging.INFO,
         layer=weight.name,
         format=weight.format.name,
         backend=selection.backend,
@@ -305,16 +307,18 @@ def _place(
         tensor, decision = apply_policy(buffer, policy, device=device, providers=providers, layer=layer)
         placed.append(tensor)
         decisions.append(decision)
-        tell_memory(decision, "weight", config)
+        tell_memory(decision, "weight", config, layer)
     return placed, tuple(decisions)
 
 
-def tell_memory(decision: MemoryDecision, kind: str, config: SessionConfig) -> None:
+def tell_memory(
+    decision: MemoryDecision, kind: str, config: SessionConfig, layer: str | None, *, level: int = logging.INFO
+) -> None:
     """Send what became of a ``"weight"`` or an ``"activation"`` under the unified-memory policy as an event."""
     if config.diagnostics is False:
         return
-    fields: dict[str, Any] = {key: str(value) for key, value in attrs.asdict(decision, recurse=False).items()}
-    emit("q4.memory", kind=kind, **fields)
+    fields = {**attrs.asdict(decision), "policy": decision.policy.value}
+    emit("q4.memory", level=level, layer=layer, kind=kind, **fields)
 
 
 def copy_prepared(

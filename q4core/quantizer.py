@@ -154,6 +154,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
             why = "; ".join(map(str, error.rejections))
     emit(
         "q4.quantize",
+        level=logging.INFO,
         layer=name,
         format=kind.name,
         device=str(dense.device),

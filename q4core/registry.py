@@ -7,6 +7,7 @@ registration.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -236,7 +237,8 @@ class Registry:
 
 
 def _tell(record: PluginRecord, error: str) -> None:
-    emit("q4.plugin", plugin=record.name, source=record.source, state=record.state, error=error)
+    facts = {"plugin": record.name, "source": record.source, "state": record.state, "error": error}
+    emit("q4.plugin", level=logging.WARNING, **facts)
     warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
 
 

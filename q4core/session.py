@@ -13,6 +13,7 @@ import torch
 from q4core.backend import Request
 from q4core.diagnostics import Report
 from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.events import bound
 from q4core.linear import Q4Linear
 from q4core.policy import SessionConfig, resolve_config
 from q4core.registry import Registry, default_registry
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "default_session", "explain", "linear", "select"]
 
+_numbers = itertools.count(1)
+
 
 class Session:
     """A policy, and the lifetime of what was prepared under it.
@@ -38,15 +41,19 @@ class Session:
     Args:
         config: What to ask for; unset fields ask the context, the environment and the default, when a layer is made.
         registry: The plugins to choose among; the process's unless told.
+        name: For logs; ``session-1`` and so on unless told.
 
     Raises:
         ConfigError: The configuration, or a ``Q4_*`` variable, is not legal.
     """
 
-    def __init__(self, config: SessionConfig | None = None, *, registry: Registry | None = None) -> None:
+    def __init__(
+        self, config: SessionConfig | None = None, *, registry: Registry | None = None, name: str | None = None
+    ) -> None:
         self.config = config or SessionConfig()
         """What was asked for; unset fields are resolved whenever a layer is made."""
         resolve_config(self.config)  # a wish that is not legal is refused here, not at the first layer
+        self.name = name or f"session-{next(_numbers)}"
         self._registry = registry
         self._layers: weakref.WeakValueDictionary[int, Q4Linear] = weakref.WeakValueDictionary()
         self._made = itertools.count()
@@ -88,7 +95,8 @@ class Session:
         self._require_open()
         _require_weight("session.linear", weight)
         config = resolve_config(self.config)
-        layer = Q4Linear(weight, bias, config=config, registry=self._registry, name=name, m=m)
+        with bound(session=self.name):
+            layer = Q4Linear(weight, bias, config=config, registry=self._registry, name=name, m=m)
         return self._adopted(layer)
 
     def _adopted(self, layer: Q4Linear) -> Q4Linear:
@@ -129,7 +137,9 @@ class Session:
             config = attrs.evolve(config, compute_dtype=x.dtype)
             if config.device in {None, "auto"}:
                 config = attrs.evolve(config, device=str(x.device))
-            layer = self._adopted(Q4Linear(weight, config=config, registry=self._registry))
+            with bound(session=self.name):
+                made = Q4Linear(weight, config=config, registry=self._registry)
+            layer = self._adopted(made)
             with self._lock:
                 layer = self._by_weight.setdefault(weight, {}).setdefault(key, layer)
         y: torch.Tensor = layer(x) if bias is None else layer.with_bias(x, bias)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import logging
+import re
 import subprocess
 import sys
 import warnings
 
 import pytest
+import structlog
 import torch
-from fakes import registry
+from fakes import FakeBackend, registry
 
 import q4core as q4
 from q4core import events
@@ -49,6 +52,79 @@ def test_json_lines_on_stderr() -> None:
     assert by_event["q4.select"]["layer"] == "up"
     assert by_event["q4.select"]["backend"] == "dequant-fallback"
     assert by_event["q4.fallback"]["level"] == "warning"
+
+
+@pytest.mark.parametrize("wish", ["json", "console"])
+def test_a_style_alone_shows_what_was_decided(wish: str) -> None:
+    """Q4_LOG=json, or console, shows selection and fallback of a healthy run, and no more than what is worth info."""
+    _, err = _run(Q4_LOG=wish)
+    told = [re.search(r"q4\.\w+", line) for line in err.splitlines()]
+    assert [found and found[0] for found in told] == ["q4.quantize", "q4.select", "q4.fallback"]
+
+
+def test_timestamps_have_zone_and_milliseconds() -> None:
+    """A timestamp is ISO 8601 in UTC with milliseconds, whatever the machine's zone."""
+    _, err = _run(Q4_LOG="json", TZ="Asia/Tokyo")
+    for line in err.splitlines():
+        stamp = json.loads(line)["timestamp"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stamp)
+        age = dt.datetime.now(tz=dt.timezone.utc) - dt.datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+        assert dt.timedelta() <= age < dt.timedelta(minutes=10)
+
+
+def test_lines_carry_the_names_of_session_and_layer() -> None:
+    """Every line of a layer's preparation names its session and the layer, probes and backend faults included."""
+    _, err = _run(Q4_LOG="json,debug")
+    records = [json.loads(line) for line in err.splitlines()]
+    assert "q4.probe" in {record["event"] for record in records}
+    about_layers = [record for record in records if record["event"] not in {"q4.plugin", "q4.quantize"}]
+    assert {(record["session"], record["layer"]) for record in about_layers} == {("session-1", "up")}
+
+
+def test_an_applications_own_names_join(caplog: pytest.LogCaptureFixture) -> None:
+    """What the application bound with structlog's contextvars joins our lines, and none of our names stays bound."""
+    structlog.contextvars.clear_contextvars()
+    with (
+        structlog.contextvars.bound_contextvars(request="r1"),
+        caplog.at_level(logging.INFO, logger="q4core"),
+    ):
+        layer = q4.Session(name="mine", registry=registry()).linear(q4.quantize(torch.ones(8, 64), "nf4", name="up"))
+        assert structlog.contextvars.get_contextvars() == {"request": "r1"}
+    assert layer.is_prepared
+    (fields,) = [item.q4_fields for item in caplog.records if item.q4_event == "q4.select"]  # type: ignore[attr-defined]
+    assert (fields["request"], fields["session"], fields["layer"]) == ("r1", "mine", "up")
+
+
+def test_a_failed_probe_shows_where_errors_show(caplog: pytest.LogCaptureFixture) -> None:
+    """A backend whose numbers are wrong is an error in the logs."""
+    wrong = FakeBackend("wrong", damage=lambda y: y + 100)
+    with caplog.at_level(logging.INFO, logger="q4core"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q4.Session(registry=registry(wrong)).linear(q4.quantize(torch.ones(8, 64), "nf4"))
+    levels = {item.q4_event: item.levelname for item in caplog.records}  # type: ignore[attr-defined]  # our extra
+    assert levels["q4.probe"] == "ERROR"
+
+
+def test_a_broken_plugin_shows_where_warnings_show(caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin that can't be used is a warning in the logs."""
+    with caplog.at_level(logging.INFO, logger="q4core"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q4.Registry([("empty", object())]).records()
+    (record,) = caplog.records
+    assert (record.q4_event, record.levelname) == ("q4.plugin", "WARNING")  # type: ignore[attr-defined]  # our extra
+
+
+def test_memory_events_carry_values_of_their_own_types(caplog: pytest.LogCaptureFixture) -> None:
+    """A q4.memory event holds numbers, mappings and None as such, shown at info; a policy is the word to ask for it."""
+    config = q4.SessionConfig(unified_memory="prefer_unified")
+    weight = q4.quantize(torch.ones(8, 64), "nf4", name="up")
+    with caplog.at_level(logging.INFO, logger="q4core"):
+        q4.Session(config, registry=registry()).linear(weight)
+    fields = next(item.q4_fields for item in caplog.records if item.q4_event == "q4.memory")  # type: ignore[attr-defined]
+    assert (fields["kind"], fields["policy"], fields["action"]) == ("weight", "prefer_unified", "fallback")
+    assert (fields["bytes"], fields["provider"], fields["placement"]) == (0, None, None)
+    assert fields["attributes"]["cuda_available"] is torch.cuda.is_available()
+    assert json.loads(json.dumps(fields))["layer"] == "up"
 
 
 def test_console_lines_and_levels() -> None:
