@@ -6,19 +6,19 @@ import difflib
 import importlib
 import importlib.metadata
 import os
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pluggy
 
-from q4core.errors import PLUGIN_FAULTS
-from q4core.faults import said
+from q4core.faults import said, where_thread_is
 from q4core.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "discover", "plugin_of_command"]
+__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "call_plugin", "discover", "plugin_of_command"]
 
 REFERENCE_PLUGIN = "dequant-fallback"
 """Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
@@ -64,19 +64,59 @@ class Discovered:
     faults: tuple[tuple[PluginRecord, str], ...]
 
 
-def discover(given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]) -> Discovered:
+def call_plugin(
+    record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any, limit_s: float | None = None
+) -> tuple[Any, str | None]:
+    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through.
+
+    Args:
+        record: Whose code it is; ``failed`` once it hangs.
+        what: What is called, for the message.
+        call: The code.
+        arguments: What it is called with.
+        limit_s: Seconds after which a call is given up, in a thread that goes on alone. None waits, in this thread.
+    """
+    told: list[tuple[Any, str | None]] = []
+
+    def attempt() -> None:
+        try:
+            told.append((call(*arguments), None))
+        except KeyboardInterrupt:
+            if limit_s is None:
+                raise
+            told.append((None, f"{what} raised KeyboardInterrupt"))  # the user's own goes to the main thread
+        except BaseException as error:  # noqa: BLE001  # pytest's outcomes and CancelledError are no Exception
+            told.append((None, f"{what} raised {said(error)}"))
+
+    if limit_s is None:
+        attempt()
+        return told[0]
+    thread = threading.Thread(target=attempt, name=f"q4core plugin {record.name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if told:
+        return told[0]
+    record.state = "failed"
+    way_out = f"Q4_DISABLE_PLUGINS={record.name} shuts it out"
+    return None, f"{what} did not end within {limit_s:g} s{where_thread_is(thread)}; {way_out}"
+
+
+def discover(
+    given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
+) -> Discovered:
     """Find and load plugins; nothing is told and nothing is raised.
 
     Args:
         given: (name, plugin object) pairs to use instead of the installed entry points, or None.
         environment: The ``Q4_PLUGIN*`` variables.
+        limit_s: Seconds that one plugin's import may take; None waits.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
     records: dict[str, PluginRecord] = {}
     faults: list[tuple[PluginRecord, str]] = []
     for found in _candidates(given, environment):
-        faults.extend(_register(manager, records, found, environment))
+        faults.extend(_register(manager, records, found, environment, limit_s))
     if given is None or environment is not os.environ:  # the process's own variables name installed plugins
         faults.extend(_strangers(records, environment))
     return Discovered(manager, records, tuple(faults))
@@ -100,10 +140,9 @@ def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, o
     points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]
     if len(points) != 1 or not _allowed(points[0].name, environment, by_module=False):
         return None
-    try:
-        return points[0].name, points[0].load()
-    except PLUGIN_FAULTS:
-        return None
+    record = PluginRecord(points[0].name, "", "loaded")
+    plugin, fault = call_plugin(record, "import", points[0].load)
+    return None if fault is not None else (record.name, plugin)
 
 
 def _names(value: str | None) -> tuple[str, ...]:
@@ -148,7 +187,11 @@ def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str])
 
 
 def _register(
-    manager: pluggy.PluginManager, records: dict[str, PluginRecord], found: _Found, environment: Mapping[str, str]
+    manager: pluggy.PluginManager,
+    records: dict[str, PluginRecord],
+    found: _Found,
+    environment: Mapping[str, str],
+    limit_s: float | None,
 ) -> list[tuple[PluginRecord, str]]:
     """Register one plugin, and return what is wrong with it."""
     if found.name in records:
@@ -157,15 +200,13 @@ def _register(
     if not _allowed(found.name, environment, by_module=found.source == "Q4_PLUGIN_MODULES"):
         record.state = "disabled"
         return []
-    try:
-        plugin = found.load()
-        manager.register(plugin, name=found.name)
-        named = [name for name in dir(plugin) if name.startswith("q4_")]
-        marked = [name for name in named if manager.parse_hookimpl_opts(plugin, name) is not None]
-        bare = [name for name in named if name in _HOOKS and name not in marked and callable(getattr(plugin, name))]
-    except PLUGIN_FAULTS as error:
+    plugin, fault = call_plugin(record, "import", found.load, limit_s=limit_s)
+    if fault is None:
+        names, fault = call_plugin(record, "registration", _register_hooks, manager, plugin, found.name)
+    if fault is not None:
         record.state = "failed"
-        return [(record, said(error))]
+        return [(record, fault)]
+    marked, bare = names
     known = ", ".join(_HOOKS)
     told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in _HOOKS]
     if bare:
@@ -173,3 +214,12 @@ def _register(
     elif not marked:
         told.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
     return [(record, error) for error in told]
+
+
+def _register_hooks(manager: pluggy.PluginManager, plugin: object, name: str) -> tuple[list[str], list[str]]:
+    """Register a plugin, and return the names of the hooks that it marks, and of those that it forgot to mark."""
+    manager.register(plugin, name=name)
+    named = [item for item in dir(plugin) if item.startswith("q4_")]
+    marked = [item for item in named if manager.parse_hookimpl_opts(plugin, item) is not None]
+    bare = [item for item in named if item in _HOOKS and item not in marked and callable(getattr(plugin, item))]
+    return marked, bare

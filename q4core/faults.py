@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from q4core.errors import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterable
     from types import FrameType
 
-__all__ = ["said", "said_briefly", "where"]
+__all__ = ["said", "said_briefly", "where", "where_thread_is"]
 
 
 def said(error: BaseException) -> str:
@@ -38,7 +41,17 @@ def where(error: BaseException) -> str:
     Frames of q4core, of torch and of the standard library are passed over, and of the file's path only the parts that
     its module has are told: nothing of how this machine's folders are called.
     """
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+    return _first_place(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def where_thread_is(thread: threading.Thread) -> str:
+    """Return the same of what a thread does now."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # the documented way to look at threads
+    return _first_place(traceback.walk_stack(frame)) if frame is not None else ""
+
+
+def _first_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not _is_passed_over(file):
             return f" (in {_short(frame, Path(file))}:{line}, {frame.f_code.co_name})"

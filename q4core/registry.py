@@ -17,7 +17,7 @@ import attrs
 
 from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
 from q4core.dialect import Dialect
-from q4core.discovery import REFERENCE_PLUGIN, PluginRecord, discover
+from q4core.discovery import REFERENCE_PLUGIN, PluginRecord, call_plugin, discover
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.events import emit, observe, unobserve, warn_once
 from q4core.faults import said
@@ -62,6 +62,11 @@ class Registry:
         self._lock = threading.RLock()
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
+        self.time_limit_s: float | None = None
+        """Seconds that one plugin's import, or one hook of it, may take; what hangs is recorded and asked no more.
+
+        None waits. Under a limit plugins run in threads of their own.
+        """
 
     # -- loading
 
@@ -69,7 +74,7 @@ class Registry:
         with self._lock:
             if self._manager is not None:
                 return self._manager
-            found = discover(self._given, self._environment)
+            found = discover(self._given, self._environment, limit_s=self.time_limit_s)
             # Everything is in place before anything is told, because a warning may be an error here.
             self._records, self._manager = found.records, found.manager
             if found.manager.hook.q4_event.get_hookimpls():
@@ -110,13 +115,20 @@ class Registry:
             for implementation in sorted(
                 getattr(manager.hook, hook).get_hookimpls(), key=lambda item: item.plugin_name
             ):
-                record = self._records[implementation.plugin_name]
-                try:
-                    answers.extend((implementation.plugin_name, item) for item in implementation.function())
-                except PLUGIN_FAULTS as error:
-                    self._report(record, f"hook {hook} raised {said(error)}")
+                items = self._call(hook, implementation, lambda call=implementation.function: list(call()))
+                answers.extend((implementation.plugin_name, item) for item in items or ())
             self._answers[hook] = answers
             return answers
+
+    def _call(self, hook: str, implementation: pluggy.HookImpl, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call one plugin's hook and return its answer; None where it went wrong, which is recorded."""
+        record = self._records[implementation.plugin_name]
+        if record.state == "failed":  # it hangs in another hook
+            return None
+        answer, fault = call_plugin(record, f"hook {hook}", call, *arguments, limit_s=self.time_limit_s)
+        if fault is not None:
+            self._report(record, fault)
+        return answer
 
     def _typed(self, hook: str, accept: Callable[[Any], str | None]) -> list[Any]:
         good: list[Any] = []
@@ -217,23 +229,14 @@ class Registry:
         """Let every plugin add its sub-commands to the ``q4`` command."""
         manager = self._load()
         for implementation in sorted(manager.hook.q4_commands.get_hookimpls(), key=lambda item: item.plugin_name):
-            try:
-                implementation.function(app)
-            except PLUGIN_FAULTS as error:
-                record = self._records[implementation.plugin_name]
-                self._report(record, f"hook q4_commands raised {said(error)}")
+            self._call("q4_commands", implementation, implementation.function, app)
 
     def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
         """Pass one event to the plugins that watch; one that raises is told once for each kind of error."""
         if self._manager is None or event == "q4.plugin":
             return
         for implementation in self._manager.hook.q4_event.get_hookimpls():
-            try:
-                implementation.function(event, dict(fields))
-            except PLUGIN_FAULTS as error:
-                record = self._records[implementation.plugin_name]
-                message = f"hook q4_event raised {said(error)}"
-                self._report(record, message)
+            self._call("q4_event", implementation, implementation.function, event, dict(fields))
 
 
 def _tell(record: PluginRecord, error: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import types
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,19 @@ def test_survey_gives_paths_or_every_reason() -> None:
     assert (none.serves, [reason["code"] for reason in none.reasons]) == ("none", ["arch", "not_built"])
     assert verdicts["nf4-only", "nf4"].serves == "all"
     assert [reason["code"] for reason in verdicts["nf4-only", "fp4"].reasons] == ["format"]
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``doctor`` goes on after its time limit, names the plugin that hangs, and tells of the others."""
+    monkeypatch.setattr("q4core.cli.app.PLUGIN_LIMIT_S", 1.0)
+    waiting = plugin(q4_dialects=lambda: threading.Event().wait(600))
+    mine = q4.Registry([("stuck", waiting), ("good", plugin(FakeBackend("good")))])
+    monkeypatch.setattr("q4core.registry._default", mine)
+    record = answer(capsys, "doctor")
+    (error,) = record["plugin_errors"]
+    assert "plugin 'stuck': hook q4_dialects did not end within 1 s" in error
+    assert {item["name"] for item in record["backends"] if item["state"] == "serves"} == {"good"}
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")

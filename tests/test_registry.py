@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from fakes import FakeBackend, plugin
 
 import q4core as q4
-from q4core.events import forget_warnings
+from q4core.events import emit, forget_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +210,74 @@ def test_modules_from_the_environment_are_loaded_beside_broken_ones(tmp_path: Pa
             ("q4_test_good", "loaded"),
         ]
     )
+
+
+BASE_FAULTS = {
+    "own": "class Bare(BaseException): pass\nraise Bare('boom')",
+    "cancelled": "import asyncio\nraise asyncio.CancelledError('boom')",
+    "generator": "raise GeneratorExit('boom')",
+    "outcome": "import pytest\npytest.skip('boom', allow_module_level=True)",
+    "exit": "raise SystemExit('boom')",
+}
+
+
+@pytest.mark.parametrize("where", ["import", "q4_backends", "q4_commands", "q4_event"])
+@pytest.mark.parametrize("kind", BASE_FAULTS)
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_a_base_exception_is_recorded_like_any_error(
+    kind: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What derives from BaseException alone, at import or in a hook, costs only its own plugin."""
+    name = f"q4_test_base_{kind}_{where}"
+    body = textwrap.indent(BASE_FAULTS[kind], "    ")
+    arguments = {"q4_commands": "app", "q4_event": "event, fields"}.get(where, "")
+    text = f"import q4core\n@q4core.hookimpl\ndef {where}({arguments}):\n{body}\n"
+    (tmp_path / f"{name}.py").write_text(BASE_FAULTS[kind] if where == "import" else text)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = q4.Registry(environment={"Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": name})
+    assert "dequant-fallback" in registry.backends()
+    registry.add_commands(object())
+    emit("q4.one")
+    (error,) = _records(registry)[name].errors
+    assert where in error
+    assert "boom" in error
+
+
+def test_the_users_own_interrupt_comes_through() -> None:
+    """Ctrl-C while a plugin is asked is not the plugin's fault, and ends what was asked."""
+
+    def interrupted() -> list[Any]:
+        raise KeyboardInterrupt
+
+    registry = q4.Registry([("a", plugin(q4_dialects=interrupted))])
+    with pytest.raises(KeyboardInterrupt):
+        registry.dialects()
+
+
+@pytest.mark.parametrize("where", ["import", "q4_backends"])
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_a_plugin_that_hangs_is_named_after_the_time_limit(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a time limit a plugin that hangs is recorded with its place, asked no more, and the others are loaded."""
+    name = f"q4_test_hangs_{where}"
+    start = "import time\nimport q4core\n"
+    hook = "@q4core.hookimpl\ndef q4_backends():\n    time.sleep(600)\n"
+    hook += "@q4core.hookimpl\ndef q4_dialects():\n    raise ValueError('asked again')\n"
+    (tmp_path / f"{name}.py").write_text(start + ("time.sleep(600)\n" if where == "import" else hook))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = q4.Registry(environment={"Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": name})
+    registry.time_limit_s = 5.0
+    started = time.perf_counter()
+    assert "dequant-fallback" in registry.backends()
+    registry.dialects()
+    assert 5 <= time.perf_counter() - started < 60
+    record = _records(registry)[name]
+    line, function = (3, "<module>") if where == "import" else (5, "q4_backends")
+    what = "import" if where == "import" else "hook q4_backends"
+    told = f"{what} did not end within 5 s (in {name}.py:{line}, {function}); Q4_DISABLE_PLUGINS={name} shuts it out"
+    assert (record.state, record.errors) == ("failed", [told])
+    assert told in [item.reason.message for item in registry.refused_backends()]
 
 
 def test_a_failed_plugin_stands_among_the_rejections(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_app", "run"]
 
+PLUGIN_LIMIT_S = 30.0
+"""How long ``q4 doctor`` waits for one plugin's import, or one hook of it."""
 _HELP = "4-bit checkpoints: look into them, make them, and see what runs them here, and why."
 
 
@@ -125,7 +127,10 @@ def run(arguments: Sequence[str], *, registry: Registry | None = None) -> int:
     hidden = (Q4PluginWarning,) if words[0] == "doctor" else ()
     try:
         with _terminable(), warnings_on_stderr(*hidden):
-            command = typer.main.get_command(build_app(registry or _registry_of(words[0])))
+            plugins = registry or _registry_of(words[0]) or default_registry()
+            if words[0] == "doctor":
+                plugins.time_limit_s = PLUGIN_LIMIT_S
+            command = typer.main.get_command(build_app(plugins))
             status = command.main(args=words, prog_name="q4", standalone_mode=False)
             sys.stdout.flush()
     except BrokenPipeError:

@@ -58,8 +58,7 @@ def doctor(
         verdicts = survey_backends(registry, devices, config.compute_dtype)
         variables, problems = environment_facts()
         problems += unknown_formats(registry)
-        broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
-        record = {
+        record: dict[str, Any] = {
             "versions": versions(registry),
             "machine": facts,
             "plugins": registry.records(),
@@ -71,9 +70,10 @@ def doctor(
             "backends": _backends(registry),
             "verdicts": verdicts,
             "environment": variables,
-            "plugin_errors": broken,
-            "problems": [*problems, *broken],
         }
+        # Last, when every hook has been asked.
+        broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
+        record |= {"plugin_errors": broken, "problems": [*problems, *broken]}
         output.answer(record, lambda console: _show(console, record, facts))
         if strict and broken:
             raise typer.Exit(1)
