@@ -197,7 +197,12 @@ _DEFAULT = SessionConfig(
     diagnostics=True,
 )
 _ACTIVE: contextvars.ContextVar[SessionConfig | None] = contextvars.ContextVar("q4core_config", default=None)
-_VARIABLES = {"Q4_DEVICE": "device", "Q4_BACKEND": "backend", "Q4_COMPUTE_PATH": "compute_path"}
+_VARIABLES = {
+    "Q4_DEVICE": "device",
+    "Q4_BACKEND": "backend",
+    "Q4_COMPUTE_PATH": "compute_path",
+    "Q4_UNIFIED_MEMORY": "unified_memory",
+}
 
 
 def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:

@@ -17,7 +17,7 @@ from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.causes import chained, note_fault
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import bound, emit, muted, warn_once
-from q4core.memory import apply_policy, apply_source_policy, managed_empty
+from q4core.memory import Placer
 from q4core.plan import Plan, as_bytes, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
@@ -126,13 +126,19 @@ def _context(config: SessionConfig, registry: Registry, selection: Selection) ->
     """Return where ``prepare`` puts things: in managed memory from the start where the policy wants it."""
     device = selection.request.device
     paths: dict[str, Any] = {"paths": selection.segments, "gradient_paths": selection.gradients}
-    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
-    empty = None
-    if policy is not UnifiedMemoryPolicy.DISABLED:
-        empty = managed_empty(policy, device=device, providers=registry.memory_providers())
+    placer = _placer(config, registry, device)
+    empty = None if placer is None else placer.empty()
     if empty is None:
         return PrepareContext(device, **paths)
     return PrepareContext(device, empty, **paths)
+
+
+def _placer(config: SessionConfig, registry: Registry, device: torch.device) -> Placer | None:
+    """Return what places tensors under the unified-memory policy, or None under DISABLED."""
+    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
+    if policy is UnifiedMemoryPolicy.DISABLED:
+        return None
+    return Placer(policy, device=device, providers=registry.memory_providers())
 
 
 def _is_about_gradients(book: ProbeBook, selection: Selection) -> bool:
@@ -203,20 +209,16 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
 
 def _require_memory(weight: PackedWeight, config: SessionConfig, registry: Registry) -> None:
     """Fail before anything is done where unified memory is required and can't be had, for want of the device too."""
-    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
-    if policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-        device = weight.device if config.device in {None, "auto"} else torch.device(str(config.device))
-        providers = registry.memory_providers()
-        apply_policy(torch.empty(1), policy, device=device, providers=providers, layer=weight.name)
+    device = weight.device if config.device in {None, "auto"} else torch.device(str(config.device))
+    placer = _placer(config, registry, device)
+    if placer is not None and placer.policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+        placer.weight(torch.empty(1), weight.name)
 
 
 def _moved(weight: PackedWeight, device: torch.device, config: SessionConfig, registry: Registry) -> PackedWeight:
     """Return the weight on the device that prepares it: where the policy says so, uncopied or written once."""
-    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
-    if policy is UnifiedMemoryPolicy.DISABLED:
-        return weight.to(device)
-    providers = registry.memory_providers()
-    return weight.map_tensors(lambda tensor: apply_source_policy(tensor, policy, device=device, providers=providers)[0])
+    placer = _placer(config, registry, device)
+    return weight.to(device) if placer is None else weight.map_tensors(lambda tensor: placer.source(tensor)[0])
 
 
 def _adapt(weight: PackedWeight, request: Request) -> PackedWeight:
@@ -298,13 +300,12 @@ def _place(
     device: torch.device,
     layer: str | None = None,
 ) -> tuple[list[torch.Tensor], tuple[MemoryDecision, ...]]:
-    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
-    if policy is UnifiedMemoryPolicy.DISABLED:
+    placer = _placer(config, registry, device)
+    if placer is None:
         return buffers, ()
     placed, decisions = [], []
     for buffer in buffers:
-        providers = registry.memory_providers()
-        tensor, decision = apply_policy(buffer, policy, device=device, providers=providers, layer=layer)
+        tensor, decision = placer.weight(buffer, layer)
         placed.append(tensor)
         decisions.append(decision)
         tell_memory(decision, "weight", config, layer)

@@ -22,6 +22,7 @@ from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.events import emit, observe, unobserve, warn_once
 from q4core.faults import said
 from q4core.formats import BUILTIN_FORMATS, Format
+from q4core.memory.placement import take_providers_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -313,3 +314,6 @@ def reset_registry() -> None:
     global _default  # noqa: PLW0603  # one per process
     with _default_lock:
         _default = None
+
+
+take_providers_from(lambda: default_registry().memory_providers())

@@ -27,7 +27,7 @@ from q4core import (
     preparation,
     registry,
 )
-from q4core.memory import search
+from q4core.memory import decision
 from q4core.schema import detection, validation
 from q4core.training import straight_through
 
@@ -245,7 +245,9 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "names-no-attributes",
-            _replaced(search.Search, "refusal", lambda _: lambda self: q4.UnifiedMemoryError(f"{self.what}: refused")),
+            _replaced(
+                decision.Decision, "refusal", lambda _: lambda self: q4.UnifiedMemoryError(f"{self.what}: refused")
+            ),
             "TC-08/require",
             "the error names no device attribute",
         ),

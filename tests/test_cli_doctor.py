@@ -77,6 +77,8 @@ def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
     assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
     assert any("Q4_COMPUTE_PATH" in problem and "kernel_only" in problem for problem in problems)
     assert environment_facts({"Q4_DISABLE_UM": "1"}) == ({"Q4_DISABLE_UM": "1"}, [])
+    assert environment_facts({"Q4_UNIFIED_MEMORY": "prefer_unified"})[1] == []
+    assert "Q4_UNIFIED_MEMORY" in environment_facts({"Q4_UNIFIED_MEMORY": "yes"})[1][0]
     (problem,) = environment_facts({"Q4_DISABLE_UM": "yes"})[1]
     assert "Q4_DISABLE_UM must be '0' or '1', got 'yes'" in problem
     assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])

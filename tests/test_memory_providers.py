@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fakes import plugin
 
 import q4core as q4
+from q4core import memory
 from q4core.memory import (
     apply_input_policy,
     apply_policy,
@@ -95,3 +97,28 @@ def test_prefetch_that_fails_is_no_error() -> None:
         placed, decision = apply_input_policy(x, policy, device="cpu", providers=[broken], environment={})
         assert (placed is x, decision.action, decision.provider) == (True, "left", "broken")
         assert "cudaErrorUnknown" in decision.reason
+
+
+@pytest.mark.parametrize("what", APPLY)
+def test_installed_providers_are_asked_unless_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``providers`` those of the installed plugins serve; an empty list means nobody."""
+    fake = FakeProvider()
+    mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake]))])
+    monkeypatch.setattr("q4core.registry._default", mine)
+    placed, decision = APPLY[what](torch.ones(3), REQUIRE, device="cpu", environment={})
+    assert (decision.action, decision.provider) == ("promoted", "fake")
+    if what == "input":
+        memory.release_input(placed, decision)
+        assert fake.freed == [placed.data_ptr()]
+    with pytest.raises(q4.UnifiedMemoryError):
+        APPLY[what](torch.ones(3), REQUIRE, device="cpu", providers=(), environment={})
+
+
+def test_no_plugin_is_loaded_where_nothing_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, nobody looks for plugins."""
+    mine = q4.Registry([])
+    monkeypatch.setattr("q4core.registry._default", mine)
+    for apply in APPLY.values():
+        apply(torch.ones(3), "disabled", device="cpu", environment={})
+        apply(torch.ones(3), PREFER, device="cpu", environment={"Q4_DISABLE_UM": "1"})
+    assert mine._manager is None

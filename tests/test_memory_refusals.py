@@ -42,7 +42,7 @@ def test_refusal_without_cuda_and_without_provider(monkeypatch: pytest.MonkeyPat
     """A machine that has neither is described by just that."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(q4.UnifiedMemoryError) as caught:
-        apply_input_policy(torch.ones(3), REQUIRE, device="cuda:0", environment={})
+        apply_input_policy(torch.ones(3), REQUIRE, device="cuda:0", providers=(), environment={})
     assert caught.value.attributes == {"cuda_available": False, "provider": None}
     assert caught.value.rule == "managed memory for device cuda:0"
 
@@ -50,7 +50,7 @@ def test_refusal_without_cuda_and_without_provider(monkeypatch: pytest.MonkeyPat
 def test_refusal_without_provider_says_who_would_ask() -> None:
     """Where no plugin provides memory, the message names the one that asks a CUDA device for its attributes."""
     with pytest.raises(q4.UnifiedMemoryError, match=r"q4-um-managed.*concurrentManagedAccess"):
-        apply_policy(weight_tensor(), REQUIRE, device="cuda", environment={})
+        apply_policy(weight_tensor(), REQUIRE, device="cuda", providers=(), environment={})
 
 
 def test_refusal_names_the_layer() -> None:
@@ -68,7 +68,7 @@ def test_refusal_describes_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: [None, properties][index] or properties)
-    _, decision = apply_policy(weight_tensor(), PREFER, device="cuda:1", environment={})
+    _, decision = apply_policy(weight_tensor(), PREFER, device="cuda:1", providers=(), environment={})
     assert decision.attributes == {
         "cuda_available": True,
         "cuda_device_count": 2,
@@ -78,14 +78,14 @@ def test_refusal_describes_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> N
         "total_memory_bytes": 2**37,
         "provider": None,
     }
-    _, decision = apply_policy(weight_tensor(), PREFER, device="cuda:5", environment={})
+    _, decision = apply_policy(weight_tensor(), PREFER, device="cuda:5", providers=(), environment={})
     assert decision.attributes == {
         "cuda_available": True,
         "cuda_device_count": 2,
         "cuda_device": 5,
         "provider": None,
     }
-    _, decision = apply_policy(weight_tensor(), PREFER, device="cpu", environment={})
+    _, decision = apply_policy(weight_tensor(), PREFER, device="cpu", providers=(), environment={})
     assert decision.attributes["cuda_device"] == 0
 
 

@@ -113,6 +113,22 @@ def test_precedence_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     assert q4.resolve_config().device == "auto"
 
 
+def test_the_unified_memory_policy_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_UNIFIED_MEMORY stands below argument and context and above the default; a bad value is named."""
+    assert q4.resolve_config().unified_memory is q4.UnifiedMemoryPolicy.DISABLED
+    monkeypatch.setenv("Q4_UNIFIED_MEMORY", "prefer_unified")
+    assert q4.resolve_config().unified_memory is q4.UnifiedMemoryPolicy.PREFER_UNIFIED
+    layer = q4.Session(registry=registry()).linear(_weight())
+    assert all(line.startswith("fallback") for line in layer.diagnostics().memory)
+    with q4.using(q4.SessionConfig(unified_memory="require_unified")):
+        assert q4.resolve_config().unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED
+        asked = q4.SessionConfig(unified_memory="disabled")
+        assert q4.resolve_config(asked).unified_memory is q4.UnifiedMemoryPolicy.DISABLED
+    monkeypatch.setenv("Q4_UNIFIED_MEMORY", "always")
+    with pytest.raises(q4.ConfigError, match=r"Q4_UNIFIED_MEMORY must be one of .*'prefer_unified'"):
+        q4.resolve_config()
+
+
 @pytest.mark.usefixtures("reference_alone")
 def test_using_takes_a_session_too() -> None:
     """``with q4.using(session)`` steers what is made inside."""

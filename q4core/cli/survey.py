@@ -54,6 +54,7 @@ VARIABLES = (
     "Q4_LOG",
     "Q4_PLUGINS",
     "Q4_PLUGIN_MODULES",
+    "Q4_UNIFIED_MEMORY",
 )
 _SIZE = 4096
 _LIBRARIES = ("attrs", "pluggy", "safetensors", "structlog", "typer", "rich")

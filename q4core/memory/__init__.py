@@ -1,12 +1,11 @@
 """The unified-memory contract: what a provider of managed memory offers, and what each policy makes of it.
 
-Everything here is a function of its arguments and of ``Q4_DISABLE_UM``: nothing is registered or logged, and nothing is
-kept but a note on the memory itself, whose it is. Each ``apply_*`` function returns the tensor to use and a
-``MemoryDecision`` that says what was done and why; the caller reports it. Only a provider allocates managed memory;
-the core has none of its own.
+A ``Placer`` holds a policy, a device and the providers; each ``apply_*`` function makes one and places one tensor. They
+return the tensor to use and a ``MemoryDecision`` that says what was done and why; the caller reports it. Nothing is
+logged, and nothing is kept but a note on the memory itself, whose it is. Only a provider allocates managed memory; the
+core has none of its own.
 """
 
-from q4core.memory.answers import availability, copy_beside, was_taken_back
 from q4core.memory.contract import (
     DISABLE_VARIABLE,
     Availability,
@@ -15,17 +14,17 @@ from q4core.memory.contract import (
     MemoryProvider,
     Placement,
 )
-from q4core.memory.homes import keeper_of, note_provider, provider_of
-from q4core.memory.placing import (
+from q4core.memory.decision import is_turned_off
+from q4core.memory.functions import (
     apply_input_policy,
     apply_mutable_policy,
     apply_policy,
     apply_source_policy,
-    detached_copy,
-    managed_empty,
     release_input,
 )
-from q4core.memory.search import is_turned_off
+from q4core.memory.ownership import keeper_of, note_provider, provider_of
+from q4core.memory.placement import Placer, detached_copy
+from q4core.memory.provider_checks import availability, copy_beside, was_taken_back
 
 __all__ = [
     "DISABLE_VARIABLE",
@@ -34,6 +33,7 @@ __all__ = [
     "MemoryDecision",
     "MemoryProvider",
     "Placement",
+    "Placer",
     "apply_input_policy",
     "apply_mutable_policy",
     "apply_policy",
@@ -43,7 +43,6 @@ __all__ = [
     "detached_copy",
     "is_turned_off",
     "keeper_of",
-    "managed_empty",
     "note_provider",
     "provider_of",
     "release_input",

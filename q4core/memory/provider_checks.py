@@ -1,4 +1,4 @@
-"""What a provider gives, looked at before anybody relies on it."""
+"""Checks of what a provider returns, before anybody relies on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, PluginError, Q4Error, UnifiedMemoryError
 from q4core.memory.contract import Availability, Placement
-from q4core.memory.homes import note_provider, provider_of, shares_memory
+from q4core.memory.ownership import note_provider, provider_of, shares_memory
 
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider

@@ -1,4 +1,4 @@
-"""Whose memory a tensor lies in, so that what takes its place can lie there too."""
+"""Which provider owns a tensor's memory, so that what takes its place can lie there too."""
 
 from __future__ import annotations
 

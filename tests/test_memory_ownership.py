@@ -72,7 +72,7 @@ def test_whatever_a_policy_touches_is_noted() -> None:
     """What is promoted, allocated for a backend, or found in managed memory already, has its provider noted."""
     provider = FakeProvider()
     facts: dict[str, Any] = {"device": "cpu", "providers": [provider], "environment": {}}
-    empty = memory.managed_empty(PREFER, device=torch.device("cpu"), providers=[provider])
+    empty = memory.Placer(PREFER, device="cpu", providers=[provider]).empty()
     assert empty is not None
     for tensor in (
         apply_mutable_policy(torch.ones(3), PREFER, **facts)[0],
@@ -133,7 +133,7 @@ def test_a_promoted_mutable_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatc
         clones.append(tensor.nbytes)
         return clone(tensor)
 
-    monkeypatch.setattr("q4core.memory.placing.detached_copy", note)
+    monkeypatch.setattr("q4core.memory.placement.detached_copy", note)
     source = torch.arange(3.0)
     facts: dict[str, Any] = {"device": "cpu", "environment": {}}
     placed, _ = apply_mutable_policy(source, REQUIRE, providers=[FakeProvider()], **facts)

@@ -1,0 +1,275 @@
+"""Placement of weights, mutable tensors and activations under a unified-memory policy."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError
+from q4core.memory.decision import Decision, is_turned_off, left_alone
+from q4core.memory.ownership import note_provider, shares_memory
+from q4core.memory.provider_checks import is_on, managed_by, mapped_by, told
+from q4core.policy import UnifiedMemoryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from q4core.memory.contract import MemoryDecision, MemoryProvider
+
+__all__ = ["Placer", "detached_copy", "installed_providers", "take_providers_from"]
+
+_installed: Callable[[], Iterable[MemoryProvider]] = tuple
+
+
+def take_providers_from(installed: Callable[[], Iterable[MemoryProvider]]) -> None:
+    """Ask a function for the providers wherever none are given; whoever loads plugins says so."""
+    global _installed  # noqa: PLW0603  # one per process
+    _installed = installed
+
+
+def installed_providers() -> Iterable[MemoryProvider]:
+    """Return the providers that are asked wherever none are given."""
+    return _installed()
+
+
+class Placer:
+    """Places tensors for one device, as a policy says.
+
+    Each method returns the tensor to use and a ``MemoryDecision`` that says what was done and why.
+
+    Args:
+        policy: What is asked for.
+        device: Who will compute.
+        providers: Asked in the order of their names; the first that can, serves. The installed plugins' unless told.
+        environment: Taken instead of ``os.environ``.
+
+    Raises:
+        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+    """
+
+    def __init__(
+        self,
+        policy: UnifiedMemoryPolicy | str,
+        *,
+        device: torch.device | str,
+        providers: Iterable[MemoryProvider] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.policy, self.device = _to_policy(policy), _to_device(device)
+        self._providers = None if providers is None else list(providers)
+        self._is_turned_off = is_turned_off(os.environ if environment is None else environment)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the policy, or the environment under PREFER_UNIFIED, wants nothing to be done."""
+        return self.policy is UnifiedMemoryPolicy.DISABLED or (
+            self._is_turned_off and self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
+        )
+
+    def _decide(self, what: str) -> Decision:
+        if self._is_turned_off:
+            return Decision(what, self.policy, self.device, None)
+        return Decision(
+            what, self.policy, self.device, installed_providers() if self._providers is None else self._providers
+        )
+
+    def weight(self, tensor: torch.Tensor, layer: str | None = None) -> tuple[torch.Tensor, MemoryDecision]:
+        """Place a weight; see ``apply_policy``."""
+        what = "weight" if layer is None else f"weight of layer {layer!r}"
+        _require_strided(what, tensor)
+        if self.is_idle:
+            return tensor, left_alone(self.policy)
+        promote = functools.partial(self._copy_in, tensor, read_mostly=True)
+        return self._promoted(self._decide(what), tensor, promote)
+
+    def source(self, tensor: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
+        """Bring a tensor of a weight to the device; see ``apply_source_policy``."""
+        _require_strided("weight", tensor)
+        if self.is_idle:
+            return _moved(tensor, self.device), left_alone(self.policy)
+        decision = self._decide("weight")
+        if is_on(tensor, self.device):
+            return tensor, decision.done("left", "on its device already")
+        for provider in decision.usable:
+            try:
+                mapped = mapped_by(provider, tensor.detach(), self.device)
+                if mapped is not None:
+                    return mapped, decision.done("mapped", "read where it lies", provider, mapped)
+            except PLUGIN_FAULTS as error:
+                decision.note_error(provider, "map", error)
+        for provider in decision.usable:
+            try:
+                managed = self._copy_in(tensor.detach(), provider, read_mostly=True)
+            except PLUGIN_FAULTS as error:
+                decision.note_error(provider, "to_managed", error)
+            else:
+                return managed, _copied(decision, provider, managed)
+        return _moved(tensor, self.device), decision.fallback()
+
+    def mutable(self, tensor: torch.Tensor, *, copy: bool = True) -> tuple[torch.Tensor, MemoryDecision]:
+        """Place a tensor that is written again and again; see ``apply_mutable_policy``."""
+        _require_strided("mutable tensor", tensor)
+
+        def promote(provider: MemoryProvider) -> torch.Tensor:
+            managed = self._copy_in(tensor.detach(), provider, read_mostly=False)
+            if copy and shares_memory(managed, tensor):  # it maps memory instead of copying
+                managed = self._copy_in(detached_copy(tensor), provider, read_mostly=False)
+            return managed
+
+        with torch.inference_mode(mode=False):  # what is made there does not count its changes
+            placed, done = tensor.detach(), left_alone(self.policy)
+            if not self.is_idle:
+                placed, done = self._promoted(self._decide("mutable tensor"), placed, promote, is_apart=copy)
+        return (detached_copy(tensor) if copy and done.action != "promoted" else placed), done
+
+    def input(self, x: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
+        """Place an activation; see ``apply_input_policy``."""
+        _require_strided("activation", x)
+        if self.is_idle:
+            return x, left_alone(self.policy)
+        decision = self._decide("activation")
+        is_preferred = self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
+        owner = decision.owner_of(x)
+        if owner is not None and (is_preferred or is_on(x, self.device)):
+            try:
+                owner.prefetch(x, self.device)
+            except PLUGIN_FAULTS as error:
+                return x, decision.done("left", f"already managed; prefetch raised {told(error)}", owner, x)
+            return x, decision.done("prefetched", "already managed; its pages move to the device", owner, x)
+        if is_preferred and decision.usable:
+            return x, decision.done("left", "in ordinary memory; activations are never copied under PREFER_UNIFIED")
+        if is_preferred:
+            return x, decision.fallback()
+
+        def promote(provider: MemoryProvider) -> torch.Tensor:
+            to_managed = functools.partial(managed_by, provider, device=self.device, read_mostly=False, prefetch=True)
+            managed: torch.Tensor = _Promotion.apply(x, to_managed)  # type: ignore[no-untyped-call]  # torch's
+            return managed
+
+        return self._promoted(decision, x, promote)
+
+    def empty(self) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None:
+        """Return ``empty(shape, dtype)`` in managed memory for whoever prepares weights.
+
+        Returns:
+            None where the policy wants no managed memory, or nobody has any. A tensor that no provider can allocate
+            comes from ordinary memory; ``weight`` then decides about it like about any other.
+        """
+        usable = [] if self.is_idle else self._decide("weight").usable
+        if not usable:
+            return None
+
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            for provider in usable:
+                try:
+                    managed: object = provider.empty(shape, dtype, self.device)
+                    if isinstance(managed, torch.Tensor) and managed.shape == shape and managed.dtype == dtype:
+                        note_provider(managed, provider)
+                        return managed
+                except PLUGIN_FAULTS:  # told once the provider is asked to promote what lies elsewhere
+                    continue
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        return empty
+
+    def _promoted(
+        self,
+        decision: Decision,
+        tensor: torch.Tensor,
+        promote: Callable[[MemoryProvider], torch.Tensor],
+        *,
+        is_apart: bool = False,
+    ) -> tuple[torch.Tensor, MemoryDecision]:
+        """Promote a tensor by the first provider that can; ``is_apart`` if it may not stay where it is managed."""
+        owner = decision.owner_of(tensor)
+        if owner is not None and not is_apart and is_on(tensor, self.device):
+            note_provider(tensor, owner)
+            return tensor, decision.done("left", "already managed", owner, tensor)
+        for provider in decision.usable:
+            try:
+                managed = promote(provider)
+            except PLUGIN_FAULTS as error:
+                decision.note_error(provider, "to_managed", error)
+            else:
+                return managed, _copied(decision, provider, managed)
+        if self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
+            return tensor, decision.fallback()
+        raise decision.refusal()
+
+    def _copy_in(self, tensor: torch.Tensor, provider: MemoryProvider, *, read_mostly: bool) -> torch.Tensor:
+        """Return a copy in a provider's memory; what is only read is prefetched."""
+        managed = managed_by(
+            provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
+        )
+        return managed.requires_grad_(tensor.requires_grad)
+
+
+def _copied(decision: Decision, provider: MemoryProvider, managed: torch.Tensor) -> MemoryDecision:
+    reason = f"copied into memory of {provider.name}"
+    return decision.done("promoted", reason, provider, managed, size_bytes=managed.nbytes)
+
+
+class _Promotion(torch.autograd.Function):
+    """The identity, whose result lies elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, promote: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.home = tensor.device
+        return promote(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.home), None
+
+
+def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy outside any graph, which counts its own changes also where inference mode is on."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            return detached_copy(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.clone() if tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    try:
+        return tensor.to(device)
+    except (AssertionError, RuntimeError) as error:  # the first where torch was built without it
+        if _is_there(device):
+            raise
+        rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
+        raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
+
+
+def _is_there(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+def _require_strided(what: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
+
+
+def _to_policy(policy: object) -> UnifiedMemoryPolicy:
+    try:
+        return UnifiedMemoryPolicy(policy)
+    except ValueError:
+        legal = ", ".join(repr(member.value) for member in UnifiedMemoryPolicy)
+        rule = f"a UnifiedMemoryPolicy ({legal})"
+        raise ConfigError("unified memory", name="policy", rule=rule, value=policy) from None
+
+
+def _to_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError("unified memory", name="device", rule="a torch device", value=device) from None
