@@ -53,7 +53,7 @@ class SimpleNf4(Dialect):
     name: ClassVar[str] = "simple-nf4"
     formats: ClassVar[frozenset[str]] = frozenset({"nf4", "fp4"})
     options: ClassVar[frozenset[str]] = frozenset({"nibble_order"})
-    numbers: ClassVar[Mapping[str, str]] = {"scale": "finite and not negative", "codebook": "finite"}
+    numbers: ClassVar[Mapping[str, str]] = {"scale": "finite", "codebook": "finite"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with the trio, or with codes and one of the other two."""

@@ -157,9 +157,9 @@ def test_missing_names_are_key_errors(tmp_path: Path) -> None:
     assert checkpoint.get("x") is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_illegal_scale_is_named_by_file_key_rule_and_value(value: float, tmp_path: Path) -> None:
-    """A NaN, infinite or negative scale is found when the layer is read, and never before; other layers are fine."""
+    """A NaN or infinite scale is found when the layer is read, and never before; other layers are fine."""
     tensors = tensors_of_two()
     tensors["a.absmax"][5] = value
     path = save(tmp_path / "x.safetensors", tensors)
@@ -171,7 +171,7 @@ def test_illegal_scale_is_named_by_file_key_rule_and_value(value: float, tmp_pat
     assert error.name is not None
     assert error.name.startswith("a.absmax[")
     assert error.where == str(path)
-    assert error.rule == "finite and not negative"
+    assert error.rule == "finite"
     assert str(error.value) == str(value)
     assert isinstance(error.__cause__, q4.WeightError)
 

@@ -130,6 +130,7 @@ _NUMBERS = {
     "nested_codebook",
 }
 _SIGNED = {"codebook", "nested_codebook", "input_channel_scale"}
+_SIGNED_SCALES = {"simple-nf4", "bitsandbytes"}
 
 
 def _faults(sample: Sample, name: str) -> dict[str, tuple[str, Fault, str]]:
@@ -150,6 +151,7 @@ def _faults(sample: Sample, name: str) -> dict[str, tuple[str, Fault, str]]:
                 continue
             is_byte = dtype.itemsize == 1  # e4m3 and e8m0 have no infinity, and e8m0 no sign
             is_legal = role in _SIGNED or dtype == torch.float8_e8m0fnu
+            is_legal |= role == "scale" and name in _SIGNED_SCALES
             if (kind == "negative" and is_legal) or (kind == "infinite" and is_byte):
                 continue
             found[f"{role} {kind}"] = (key, fault, key)
@@ -227,9 +229,30 @@ def test_values_are_named_by_place(name: str) -> None:
     role = "nested_scale" if "nested" in name else "scale"
     tensors = dict(sample.tensors)
     VALUES["nan"](tensors, sample.keys[role])
+    rule = "finite" if name in _SIGNED_SCALES else "finite and not negative"
     (problem,) = sample.problems(tensors)
-    assert (problem.code, problem.key, problem.rule) == ("value", sample.keys[role], "finite and not negative")
+    assert (problem.code, problem.key, problem.rule) == ("value", sample.keys[role], rule)
     assert str(problem.value).startswith("nan at [")
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if "scale" in _sample(name).keys])
+def test_a_dialect_judges_the_sign_of_scales_as_the_weight_does(name: str) -> None:
+    """What ``validate`` says of a scale below zero is what the weight that is read says of it."""
+    sample = _sample(name)
+    tensors = dict(sample.tensors)
+    if tensors[sample.keys["scale"]].dtype in {torch.float8_e8m0fnu, torch.uint8}:
+        tensors[sample.keys["scale"]] = tensors[sample.keys["scale"]].clone()
+        tensors[sample.keys["scale"]].view(torch.uint8).view(-1)[3] |= 0x80
+    else:
+        VALUES["negative"](tensors, sample.keys["scale"])
+    (dialect,) = (item for item in q4.dialects() if item.name == sample.dialect)
+    weight = dialect.read(sample.schema.layers["proj"], tensors.__getitem__)
+    rules = []
+    try:
+        weight.check_values()
+    except q4.WeightError as error:
+        rules = [error.rule]
+    assert [problem.rule for problem in sample.problems(tensors)] == rules
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -29,7 +29,7 @@ VALUES: list[tuple[str, str, Kind, dict[str, Any]]] = [
         Kind.PLAIN,
         {"scale": ONE_NAN},
     ),
-    ("scale[0, 0]", "nf4", Kind.PLAIN, {"scale": -torch.ones(4, 2)}),
+    ("scale[0, 0]", "nvfp4", Kind.PLAIN, {"scale": -torch.ones(4, 8)}),
     ("scale[0, 0]", "q4_0", Kind.PLAIN, {"scale": torch.full((4, 4), INF)}),
     ("scale[0, 0]", "nvfp4", Kind.E4M3, {"scale": BAD_BYTE}),
     ("scale[0, 0]", "nvfp4", Kind.E4M3_MUL, {"scale": BAD_BYTE + 2}),
@@ -71,9 +71,9 @@ def test_legal_values_pass(name: str, kind: Kind) -> None:
     weight.check_values()
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "int4"])
-def test_negative_steps_are_legal_where_the_format_has_them(name: str) -> None:
-    """ggml's steps, and INT4's scales, may be negative."""
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "int4", "nf4", "fp4"])
+def test_plain_scales_may_be_negative_where_they_are_no_magnitudes(name: str) -> None:
+    """ggml's steps, INT4's scales and what bitsandbytes' second level decodes to may be negative."""
     weight = random_weight(name, 4, 128)
     attrs.evolve(weight, scale=-weight.scale).check_values()
 

@@ -30,7 +30,9 @@ _SCALE_DTYPES = {
     ScaleKind.E4M3_DIV: _E4M3,
     ScaleKind.DOUBLE_QUANT: _BYTES,
 }
-_SIGNED_SCALE_FORMATS = frozenset({"q4_0", "q4_1", "q8_0", "int4"})
+_MAGNITUDE_FORMATS = frozenset({"nvfp4", "mxfp4"})
+"""Formats whose block scales are magnitudes in every kind. Elsewhere a plain scale may be negative: ggml's and INT4's
+steps are, and an absmax near zero beside an outlier is when bitsandbytes' second level is resolved."""
 _FINITE, _NOT_NEGATIVE, _POSITIVE = "finite", "finite and not negative", "finite and positive"
 _SIDE_RULES = {
     "nested_codebook": _FINITE,
@@ -193,9 +195,9 @@ def check_values(weight: PackedWeight) -> None:
     """Check that scales and side tensors hold legal numbers.
 
     Raises:
-        WeightError: Something is not finite; a scale is negative in a format that has none (ggml's and INT4's may be,
-            and so may what double quantisation makes of an absmax near zero); a global divisor is not positive; or
-            ``input_permutation`` is not a permutation. The message names the field and the first bad value.
+        WeightError: Something is not finite; a block scale of NVFP4 or MXFP4 is negative; a global divisor is not
+            positive; or ``input_permutation`` is not a permutation. The message names the field and the first bad
+            value.
     """
     for name, tensor, rule in _numbers(weight):
         bad = first_illegal(tensor, rule)
@@ -248,7 +250,7 @@ def check_permutation(weight: PackedWeight) -> None:
 def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield (field, tensor, rule) for what must be checked; scales of one byte as the float8 that they are."""
     if weight.scale_kind is ScaleKind.PLAIN:
-        yield "scale", weight.scale, _FINITE if weight.format.name in _SIGNED_SCALE_FORMATS else _NOT_NEGATIVE
+        yield "scale", weight.scale, _NOT_NEGATIVE if weight.format.name in _MAGNITUDE_FORMATS else _FINITE
     elif weight.scale_kind is ScaleKind.E8M0:
         yield "scale", weight.scale.view(torch.float8_e8m0fnu), _NOT_NEGATIVE
     elif weight.scale_kind is not ScaleKind.DOUBLE_QUANT:

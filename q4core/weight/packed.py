@@ -205,8 +205,7 @@ class PackedWeight:
         """Check that scales and side tensors hold legal numbers.
 
         Raises:
-            WeightError: Something is not finite; a scale is negative in a format that has none (ggml's and INT4's may
-                be, and so may what double quantisation makes of an absmax near zero); a global divisor is not
+            WeightError: Something is not finite; a block scale of NVFP4 or MXFP4 is negative; a global divisor is not
                 positive; or ``input_permutation`` is not a permutation. The message names the field and the first bad
                 value.
         """

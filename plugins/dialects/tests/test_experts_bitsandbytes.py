@@ -148,3 +148,20 @@ def test_bitsandbytes_experts_need_numbers_to_be_told_apart() -> None:
     with pytest.raises(q4.DialectError) as caught:
         BitsAndBytes().read(layer, tensors.__getitem__)
     assert caught.value.value == [3, 8, 128]
+
+
+def test_experts_whose_absmax_decodes_below_zero_are_read(tmp_path: Path) -> None:
+    """An absmax slightly below zero, from a near-zero block beside an outlier, is legal in every expert."""
+    tensors, values = _bitsandbytes(nested=True)
+    name = "experts.w1"
+    tensors[f"{name}.absmax"][20] = 0  # of the second expert
+    tensors[f"{name}.nested_quant_map"][0] = -1.0
+    tensors[f"{name}.nested_absmax"][:] = 0.51
+    text = json.loads(bytes(tensors[STATE].tolist()))
+    codes = tensors[f"{name}.absmax"].long()
+    absmax = tensors[f"{name}.nested_quant_map"][codes] * tensors[f"{name}.nested_absmax"][0] + text["nested_offset"]
+    assert float(absmax.min()) < 0
+    weights = list(q4.open(stored(tmp_path / "x.safetensors", tensors)).values())
+    assert len(weights) == len(values)
+    for index, weight in enumerate(weights):
+        assert torch.equal(weight.resolved_scale().reshape(-1), absmax[index * 16 : index * 16 + 16])

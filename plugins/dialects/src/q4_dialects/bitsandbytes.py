@@ -64,7 +64,7 @@ class BitsAndBytes(Dialect):
     name: ClassVar[str] = "bitsandbytes"
     formats: ClassVar[frozenset[str]] = frozenset(_KINDS)
     numbers: ClassVar[Mapping[str, str]] = {
-        "scale": "finite and not negative",
+        "scale": "finite",
         "codebook": "finite",
         "nested_scale": "finite and not negative",
         "nested_codebook": "finite",
