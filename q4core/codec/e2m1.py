@@ -2,7 +2,8 @@
 
 Reference:
     OCP Microscaling Formats (MX) v1.0; cuBLAS documentation, 1D block quantisation (the round-up E8M0 scale).
-    Bit-equal to torchao 0.18 (E4M3, E4M3_MUL, E8M0) and compressed-tensors 0.20 (E4M3_DIV) on CPU.
+    Bit-equal on CPU to torchao 0.18 (E4M3, E4M3_MUL above 2.1e-33, E8M0) and, for float32 weights, to
+    compressed-tensors 0.20 (E4M3_DIV).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def _codes(values: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
     """Return the per-tensor float32 scale for the largest magnitude in the tensor.
 
-    E4M3_MUL: largest / (448 * 6), or 2^-120 where the reciprocal of that is not finite (largest below 8e-36, or zero:
-    there torchao saturates or gives NaN). E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
+    E4M3_MUL: largest / (448 * 6), at least 2^-120: where largest is below 2.1e-33, reciprocals come near overflow, and
+    torchao's numbers soon saturate or are NaN. E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
     """
     if kind is ScaleKind.E4M3_MUL:
         scale = quotient(largest, _LARGEST_E4M3 * _LARGEST)

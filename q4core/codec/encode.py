@@ -40,8 +40,10 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
 ) -> PackedWeight:
     """Quantise a dense weight by the rule of the library that the format comes from.
 
-    Codes and scales are bit-equal to bitsandbytes (nf4, fp4), torchao (nvfp4, mxfp4), compressed-tensors (nvfp4 with
-    E4M3_DIV, int4) and gguf (q4_0, q4_1, q8_0) on CPU for float32; bfloat16 and float16 are widened to float32 first.
+    Bytes are equal on CPU to those of bitsandbytes (nf4, fp4), torchao (nvfp4, mxfp4), gguf (q4_0, q4_1, q8_0) and,
+    for float32 weights, compressed-tensors (nvfp4 with E4M3_DIV, int4). bfloat16 and float16 are widened to
+    float32 first, where compressed-tensors rounds in their own dtype. E4M3_MUL differs from torchao where no magnitude
+    reaches 2.1e-33, because torchao's reciprocals overflow there.
 
     Args:
         dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.

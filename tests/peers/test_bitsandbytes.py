@@ -103,7 +103,7 @@ def _awkward(n: int, k: int, block: int) -> torch.Tensor:
     return flat.reshape(n, k)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.bfloat16), (2, torch.float16)])
 @pytest.mark.parametrize(("n", "k", "block"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize_has_its_codes_and_scales(
@@ -112,12 +112,13 @@ def test_quantize_has_its_codes_and_scales(
     k: int,
     block: int,
     seed: int,
+    dtype: torch.dtype,
     bnb: ModuleType,
     dense: Callable[..., torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
-    """Our quantiser gives bitsandbytes' bytes and absmax for float32 weights, short and zero tails included."""
-    for weight in (dense(n, k, seed), _awkward(n, k, block)):
+    """Our quantiser gives bitsandbytes' bytes and absmax for weights of every dtype, short and zero tails included."""
+    for weight in (dense(n, k, seed, dtype), _awkward(n, k, block).to(dtype).nan_to_num(posinf=1e4, neginf=-1e4)):
         packed, state = bnb.quantize_4bit(weight, blocksize=block, quant_type=kind)
         ours = q4.quantize(weight, format=kind, block_size=block)
         same_bits(ours.qdata.reshape(-1), packed.reshape(-1))

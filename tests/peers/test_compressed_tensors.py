@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 import safetensors.torch
 import torch
@@ -129,20 +130,26 @@ def test_quantize_has_its_codes_and_scales(
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16), (3, torch.float16)]
+)
 @pytest.mark.parametrize(("n", "k", "group"), [(16, 128, 32), (24, 256, 128), (11, 48, 16), (5, 19, 19)])
 def test_int4_has_its_codes_scales_and_values(
     n: int,
     k: int,
     group: int,
     seed: int,
+    dtype: torch.dtype,
     symmetric: bool,
     peer: Callable[[str], ModuleType],
     package: ModuleType,
     dense: Callable[..., torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
-    """Our INT4 has the package's codes, scales, zero points and float32 values, for groups that are not all zero."""
+    """Our INT4 has the package's codes, scales and zero points for float32 weights, and its values for every dtype.
+
+    Groups that are all zero are left out. Half-precision weights are rounded in half precision there, in float32 here.
+    """
     quantization = peer("compressed_tensors.quantization")
     helpers = peer("compressed_tensors.quantization.utils.helpers")
     unpack = peer("compressed_tensors.compressors.pack_quantized.helpers").unpack_from_int32
@@ -150,17 +157,21 @@ def test_int4_has_its_codes_scales_and_values(
         num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=group
     )
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
-    weight = dense(n, k, seed)
+    weight = dense(n, k, seed, dtype)
     blocks = weight.reshape(n, k // group, group)
     scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
     stored = package.PackedQuantizationCompressor.compress(state, scheme)
     ours = q4.quantize(weight, "int4", block_size=group, symmetric=symmetric)
     codes = (unpack(stored["weight_packed"], 4, (n, k)) + 8).to(torch.uint8)
-    same_bits(q4.unpack_codes(ours.qdata, ours.packing)[:, :k], codes)
-    same_bits(ours.scale, scale)
-    if not symmetric:
-        same_bits(ours.zero, (zero.to(torch.int8) + 8).to(torch.uint8))
+    middle = None if symmetric else (zero.to(torch.int8) + 8).to(torch.uint8)
+    if dtype == torch.float32:
+        same_bits(q4.unpack_codes(ours.qdata, ours.packing)[:, :k], codes)
+        same_bits(ours.scale, scale)
+        if middle is not None:
+            same_bits(ours.zero, middle)
+    padded = torch.nn.functional.pad(codes, (0, k % 2))
+    ours = attrs.evolve(ours, qdata=q4.pack_codes(padded, ours.packing), scale=scale, zero=middle)
     theirs = package.PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
     same_bits(q4.dequantize(ours), theirs)
 

@@ -118,20 +118,21 @@ def _awkward(n: int, k: int, block: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_quantize_has_its_nvfp4_codes_and_scales(
     n: int,
     k: int,
     seed: int,
+    dtype: torch.dtype,
     two_level: bool,
     nvfp4: ModuleType,
     dense: Callable[..., torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
-    """Our NVFP4 quantiser gives torchao's codes, block scales and global scale for float32 weights."""
+    """Our NVFP4 quantiser gives torchao's codes, block scales and global scale for float32 and bfloat16 weights."""
     scales = (0.05, 1e20, 1e-20) if two_level else (0.05, 8.0, 1e-20)  # e4m3 alone reaches 448
-    for weight in (*(dense(n, k, seed, scale=scale) for scale in scales), _awkward(n, k, 16)):
+    for weight in (*(dense(n, k, seed, dtype, scale) for scale in scales), _awkward(n, k, 16).to(dtype)):
         theirs = _quantize(nvfp4, weight, two_level=two_level)
         ours = q4.quantize(weight, "nvfp4", scale_kind=None if two_level else q4.ScaleKind.E4M3)
         if two_level:
@@ -140,18 +141,48 @@ def test_quantize_has_its_nvfp4_codes_and_scales(
         same_bits(ours.qdata, theirs.qdata)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_level_nvfp4_is_equal_down_to_two_e_minus_33(
+    dtype: torch.dtype, nvfp4: ModuleType, dense: Callable[..., torch.Tensor], same_bits: Callable[..., None]
+) -> None:
+    """Bytes are equal where the largest magnitude is 2688 * 2^-120 or more; far below it, torchao's scales overflow."""
+    weight = dense(16, 64, 0).to(dtype)
+    weight = (weight / weight.abs().max()).to(dtype)
+    weight[3] = 0.0
+    weight[4] *= 2.0**-13
+    least = 2688 * 2.0**-120  # two bfloat16 numbers, and their product is one
+    for largest in (least, 1.5 * least):
+        small = (weight.double() * largest).to(dtype)
+        assert float(small.abs().max()) == largest
+        theirs, ours = _quantize(nvfp4, small, two_level=True), q4.quantize(small, "nvfp4")
+        same_bits(ours.global_scale.reshape(()), theirs.per_tensor_scale)
+        same_bits(ours.scale.view(torch.uint8), theirs.scale.view(torch.uint8))
+        same_bits(ours.qdata, theirs.qdata)
+    small = (weight.double() * 1e-36).to(dtype)
+    errors = [
+        float((result - small.float()).abs().max()) / 1e-36
+        for result in (
+            q4.dequantize(q4.quantize(small, "nvfp4"), torch.float32),
+            _quantize(nvfp4, small, two_level=True).dequantize(torch.float32),
+        )
+    ]
+    assert errors[0] < 1 / 6 < errors[1]  # half the widest step of E2M1
+
+
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (20, 96), (130, 32), (1, 32), (33, 160)])
 def test_quantize_has_its_mxfp4_codes_and_scales(
     n: int,
     k: int,
     seed: int,
+    dtype: torch.dtype,
     mx: ModuleType,
     dense: Callable[..., torch.Tensor],
     same_bits: Callable[..., None],
 ) -> None:
-    """Our MXFP4 quantiser gives torchao's codes and scales (scaling mode RCEIL) for float32 weights."""
-    for weight in (*(dense(n, k, seed, scale=scale) for scale in (0.05, 1e20, 1e-20)), _awkward(n, k, 32)):
+    """Our MXFP4 quantiser gives torchao's codes and scales (scaling mode RCEIL) for float32 and bfloat16 weights."""
+    scales = (0.05, 1e20, 1e-20)
+    for weight in (*(dense(n, k, seed, dtype, scale) for scale in scales), _awkward(n, k, 32).to(dtype)):
         theirs = _mxfp4(mx, weight)
         ours = q4.quantize(weight, format="mxfp4")
         same_bits(ours.scale.view(torch.uint8), theirs.scale.view(torch.uint8))
