@@ -39,7 +39,7 @@ class Population:
         rows = masters["out"] if name == "out" else masters["hidden"].split(SIZE)[HIDDEN.index(name)]
         parts = zip(SOURCES[name], rows.split(SIZE, 1), strict=True)
         self.synapses = [
-            (states[source], source == "pixels", session.linear(q4.training.quantize_packed(part.contiguous(), FORMAT)))
+            (states[source], source == "pixels", session.linear(q4.quantize(part.contiguous(), FORMAT)))
             for source, part in parts
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from rich.progress import track
 
-import q4core as q4
+from q4_nn import ste_weight
 
 SIZE, DIGITS = 64, 10
 HIDDEN = ("a", "b", "c", "d")
@@ -35,7 +35,7 @@ def train(images: torch.Tensor, labels: torch.Tensor, epochs: int, steps: int = 
     optimiser = torch.optim.Adam([master.requires_grad_() for master in masters.values()], lr=2e-3)
     for epoch in track(range(epochs), "training"):
         for batch in torch.randperm(len(images), generator=generator).split(128):
-            hidden, out = (q4.training.ste_weight(master, FORMAT) for master in masters.values())
+            hidden, out = (ste_weight(master, FORMAT) for master in masters.values())
             membranes = spikes = torch.zeros(len(batch), width)
             potentials = counts = torch.zeros(len(batch), DIGITS)
             rate = torch.zeros(())

@@ -4,7 +4,7 @@
 
 The masters stay in float32; ``linear_ste`` quantises them for each forward pass and passes the gradient straight
 through. Draws loss and accuracy to a PNG, and shows that memory ends where it was. Needs scikit-learn (the data),
-matplotlib and rich.
+matplotlib, rich and q4-nn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sklearn.datasets import load_digits
 from torch import nn
 
-import q4core as q4
+from q4_nn import clear_eval_cache, eval_cache_bytes, linear_ste
 
 HIDDEN = 128
 BATCH = 64
@@ -40,7 +40,7 @@ class FourBitNetwork(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits [M, 10] of images [M, 64]."""
-        linear = q4.training.linear_ste
+        linear = linear_ste
         hidden = torch.relu(linear(x, self.first.weight, self.first.bias, format=self.format))
         return linear(hidden, self.second.weight, self.second.bias, format=self.format)
 
@@ -124,8 +124,8 @@ def main() -> None:
     model = FourBitNetwork(options.format)
     losses, accuracies, grown = train(model, options.epochs, digits())
     draw(losses, accuracies, options.format, options.picture)
-    cached = q4.training.eval_cache_bytes()
-    q4.training.clear_eval_cache()
+    cached = eval_cache_bytes()
+    clear_eval_cache()
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}, test accuracy {accuracies[-1]:.1%} with {options.format} weights")
     print(
         f"memory since the second epoch: {grown / 2**20:+.1f} MB; the eval cache held {cached:,} bytes, now given back"

@@ -5,7 +5,10 @@ touches no device and no network.
 """
 
 from q4core import numpy_notice  # noqa: F401, I001  # first: everything below imports torch
-from q4core import errors, memory, training
+import sys
+from typing import TYPE_CHECKING
+
+from q4core import errors, memory
 from q4core.api import (
     detect,
     detect_all,
@@ -37,7 +40,6 @@ from q4core.backend import (
 )
 from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
 from q4core.codec import dequantize
-from q4core.convert import ConversionTable, convert_linears_
 from q4core.diagnostics import Diagnostics, Report
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
 from q4core.error_bound import error_bound
@@ -93,6 +95,25 @@ from q4core.weight_spec import WeightSpec
 
 __version__ = "0.1.0.dev0"
 
+_MOVED = {
+    "ConversionTable": "q4_nn",
+    "convert_linears_": "q4_nn",
+    "training": "q4_nn",
+}
+"""Names that were the core's → the package that has them now, under the same name."""
+
+if not TYPE_CHECKING:  # for a checker, a name that is not here stays an error
+
+    def __getattr__(name: str) -> object:
+        """Say where a name that moved is now."""
+        package = _MOVED.get(name)
+        if package is None:
+            message = f"module 'q4core' has no attribute {name!r}"
+        else:
+            message = f"q4core.{name} moved: pip install {package.replace('_', '-')}, then from {package} import {name}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
+
+
 __all__ = [
     "API_VERSION",
     "BUILTIN_FORMATS",
@@ -110,7 +131,6 @@ __all__ = [
     "CheckpointSource",
     "ComputePath",
     "ConfigError",
-    "ConversionTable",
     "Diagnostics",
     "Dialect",
     "DialectError",
@@ -176,7 +196,6 @@ __all__ = [
     "WriteConflictError",
     "WrittenLayer",
     "cat",
-    "convert_linears_",
     "default_registry",
     "default_session",
     "dequantize",
@@ -201,7 +220,6 @@ __all__ = [
     "resolve_levels",
     "save_checkpoint",
     "select",
-    "training",
     "unpack_codes",
     "using",
     "validate",

@@ -132,7 +132,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         BackendUnavailableError: Nobody rounds by chance here; the rejections say why not.
         BackendError: The native quantiser failed.
     """
-    kind = find_format(format, registry.formats().values()) if isinstance(format, str) else format
+    kind = format if isinstance(format, Format) else find_format(format, registry.formats().values())
     chosen = _rounding(rounding, seed)
     choices: dict[str, Any] = {
         "block_size": block_size, "scale_kind": scale_kind, "packing": packing, "symmetric": symmetric,

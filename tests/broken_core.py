@@ -18,6 +18,7 @@ import torch
 import q4core as q4
 from q4_conformance.checks import endurance, mutable
 from q4_conformance.zoo.mutables import MUTABLE_FAULTS, Unguarded
+from q4_nn.training import straight_through
 from q4core import (
     assessment,
     diagnostics,
@@ -29,7 +30,6 @@ from q4core import (
 )
 from q4core.memory import decision
 from q4core.schema import detection, validation
-from q4core.training import straight_through
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

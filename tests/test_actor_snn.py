@@ -11,7 +11,7 @@ import torch
 from matplotlib import image
 from test_examples import ROOT, run_example
 
-import q4core as q4
+from q4_nn import ste_weight
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def _images(snn: Any, count: int = 16) -> torch.Tensor:
 
 def _dense(snn: Any, masters: dict[str, torch.Tensor], images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the spikes so far of each population, as one loop over dense float64 matrices computes them."""
-    weights = {name: q4.training.ste_weight(master, snn.FORMAT).double() for name, master in masters.items()}
+    weights = {name: ste_weight(master, snn.FORMAT).double() for name, master in masters.items()}
     width = snn.SIZE * len(snn.HIDDEN)
     membrane, spikes, count = (torch.zeros(len(images), width, dtype=torch.float64) for _ in range(3))
     out, told = (torch.zeros(len(images), snn.DIGITS, dtype=torch.float64) for _ in range(2))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
-PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api", "q4core.training"}
+PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api"}
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_MAY_IMPORT = {"q4core", "torch", "attrs", "pluggy", "structlog", "safetensors", *sys.stdlib_module_names}
 COMMAND_LINE_MAY_IMPORT = CORE_MAY_IMPORT | {"rich", "typer"}

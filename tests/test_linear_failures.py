@@ -175,20 +175,8 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[q4.Q4Error], str]] = {
     "m as texts": (lambda: q4.Session().linear(_weight(), m=("1", "2")), q4.Q4Error, "m"),  # type: ignore[arg-type]
     "a list as bias": (lambda: q4.Session().linear(_weight(), [1.0] * N), q4.InputError, "bias"),  # type: ignore[arg-type]
     "explain a dict": (lambda: q4.explain({}), q4.InputError, "what"),  # type: ignore[arg-type]
-    "convert a text": (lambda: q4.convert_linears_("x", format="nf4"), q4.InputError, "model"),  # type: ignore[arg-type]
     "dequantise a tensor": (lambda: q4.dequantize(torch.ones(2, 2)), q4.InputError, "weight"),  # type: ignore[arg-type]
     "quantise a list": (lambda: q4.quantize([1.0], "nf4"), q4.InputError, "dense"),  # type: ignore[arg-type]
-    "x as a list": (lambda: q4.training.linear_ste([1.0], torch.ones(2, 16)), q4.InputError, "x"),  # type: ignore[arg-type]
-    "ste bias of another shape": (
-        lambda: q4.training.linear_ste(torch.ones(1, 16), torch.ones(2, 16), torch.ones(3)),
-        q4.InputError,
-        "bias",
-    ),
-    "ste bias of another dtype": (
-        lambda: q4.training.linear_ste(torch.ones(1, 16), torch.ones(2, 16), torch.ones(2, dtype=torch.float64)),
-        q4.InputError,
-        "bias",
-    ),
     "rows of a list": (lambda: _layer().rows([1]), q4.InputError, "index"),  # type: ignore[arg-type]
     "open a number": (lambda: q4.open(5), q4.CheckpointError, "path"),  # type: ignore[arg-type]
     "linear of a dense weight": (lambda: q4.linear(X, torch.ones(N, K)), q4.InputError, "weight"),  # type: ignore[arg-type]

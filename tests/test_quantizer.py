@@ -286,14 +286,6 @@ def test_a_request_is_that_of_the_references_result(columns: int) -> None:
     assert quantizer.quantize_request(dense, "nf4", block_size=32) == attrs.evolve(wanted, op="quantize")
 
 
-def test_training_rounds_by_chance_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``training.quantize_packed`` takes rounding and seed."""
-    plugins = registry(Quantiser())
-    monkeypatch.setattr("q4core.training.quantising.default_registry", lambda: plugins)
-    first = q4.training.quantize_packed(_dense(), "nf4", rounding=q4.Rounding.STOCHASTIC, seed=3)
-    assert torch.equal(first.qdata, _quantize(plugins).qdata)
-
-
 def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose arithmetic rounds otherwise must not set the bytes that a native quantiser is held to."""
     devices = []
@@ -351,3 +343,10 @@ def test_on_a_device_the_proven_quantiser_writes(
     assert decided["backend"] == ("native" if manner == "right" else "reference")
     assert ("native" in (decided["fallback_reason"] or "")) == (manner == "wrong")
     assert ((24, 128) in {shape for shape, _, _ in backend.asked}) == (manner == "right")
+
+
+@pytest.mark.parametrize("form", [4, None])
+def test_a_format_that_is_no_name_is_refused(form: Any) -> None:
+    """What is neither a name nor a ``Format`` is a typed error with the names there are."""
+    with pytest.raises(q4.FormatError, match="nf4"):
+        q4.quantize(_dense(), form)

@@ -136,18 +136,6 @@ def test_hessian_of_a_square(layer: q4.Q4Linear) -> None:
     torch.testing.assert_close(hessian, _dense().T @ _dense(), rtol=1e-4, atol=1e-4)
 
 
-def test_straight_through_forward_mode() -> None:
-    """linear_ste passes tangents of x, and those of the master unchanged."""
-    master = torch.randn(N, K, generator=torch.Generator().manual_seed(6))
-    dense = q4.training.ste_weight(master)
-    with forward_ad.dual_level():
-        y = q4.training.linear_ste(forward_ad.make_dual(X, TANGENT), master)
-        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, TANGENT @ dense.T)
-        seed = torch.randn(N, K)
-        y = q4.training.linear_ste(X, forward_ad.make_dual(master, seed))
-        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, X @ seed.T)
-
-
 def test_the_bare_op_refuses_transforms(layer: q4.Q4Linear) -> None:
     """The registered op called under a transform says how to do it instead of giving a zero."""
     buffers = layer._own_buffers()

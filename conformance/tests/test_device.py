@@ -12,7 +12,7 @@ import q4core as q4
 from q4_conformance import Case, Outcome, device_cases, run_case
 from q4_conformance.cases import cases_of
 from q4_conformance.managed import MemorySubject
-from q4_conformance.plain_cases import memory_cases
+from q4_conformance.plain_cases import core_cases, memory_cases
 from q4_conformance.subject import BackendSubject
 from q4_conformance.zoo import ToyKernel
 from q4_conformance.zoo.devices import FourBits
@@ -48,6 +48,15 @@ def test_training_through_a_quantiser_is_judged_on_declared_formats() -> None:
     backend = ToyKernel(devices={"cuda"}, ops={"linear", "quantize"}, formats={"nf4"})
     result = run_case(case, BackendSubject(backend, device="cuda:9"))
     assert (result.outcome, "format" in result.message) == (Outcome.NOT_DECLARED, True), result
+
+
+@pytest.mark.parametrize("name", ["ste_gradients", "train_long"])
+def test_training_is_not_judged_without_q4_nn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where q4-nn is not installed, its part is not testable, and the command that installs it is named."""
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    case = next(case for case in core_cases() if case.check == name)
+    result = run_case(case, None)
+    assert (result.outcome, "pip install q4-nn" in result.message) == (Outcome.NOT_TESTABLE, True), result
 
 
 @pytest.mark.parametrize("case", memory_cases(), ids=lambda case: case.id)

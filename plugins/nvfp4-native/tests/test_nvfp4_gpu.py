@@ -22,7 +22,6 @@ from q4core import (
     error_bound,
     grid_activations,
     quantize,
-    training,
 )
 
 if TYPE_CHECKING:
@@ -62,10 +61,10 @@ def test_quantiser_gives_the_cpu_s_bytes(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(got.global_scale.cpu(), wanted.global_scale)
 
 
-def test_training_uses_it() -> None:
-    """Masters on the GPU are quantised there, to the bytes that the CPU gives."""
+def test_quantize_uses_it() -> None:
+    """Weights on the GPU are quantised there, to the bytes that the CPU gives."""
     dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(training.quantize_packed(dense.cuda()).qdata.cpu(), quantize(dense, "nvfp4").qdata)
+    assert torch.equal(quantize(dense.cuda(), "nvfp4").qdata.cpu(), quantize(dense, "nvfp4").qdata)
 
 
 @pytest.mark.parametrize("name", KINDS)

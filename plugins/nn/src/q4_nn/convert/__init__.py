@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from q4core.convert.replacing import convert_linears_
-from q4core.convert.table import Conversion, ConversionTable
+from q4_nn.convert.replacing import convert_linears_
+from q4_nn.convert.table import Conversion, ConversionTable
 
 __all__ = ["Conversion", "ConversionTable", "convert_linears_"]

@@ -6,16 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4core import codec
-from q4core.errors import InputError
-from q4core.floats import FLOATS
-from q4core.formats import Format, find_format
-from q4core.policy import Rounding
-from q4core.quantizer import quantize
-from q4core.registry import default_registry
+from q4core import Format, InputError, Rounding, default_registry, dequantize, find_format, quantize
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
-    from q4core.weight import PackedWeight
+    from q4core import PackedWeight
 
 __all__ = ["check_master", "dequantize_packed", "named_format", "quantize_packed"]
 
@@ -41,12 +36,12 @@ def quantize_packed(
         BackendUnavailableError: Nobody rounds by chance here.
     """
     check_master(master)
-    return quantize(master.detach(), format, rounding=rounding, seed=seed, registry=default_registry())
+    return quantize(master.detach(), format, rounding=rounding, seed=seed)
 
 
 def dequantize_packed(weight: PackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the dense weight [N, K], in ``dtype`` or the weight's own; the same as ``q4.dequantize``."""
-    return codec.dequantize(weight, dtype)
+    return dequantize(weight, dtype)
 
 
 def named_format(format_: str | Format) -> Format:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from torch.autograd import forward_ad
 
-from q4core import codec
-from q4core.errors import InputError
-from q4core.torch_modes import is_forward_mode
-from q4core.training.quantising import check_master, named_format, quantize_packed
+from q4_nn.training.quantising import check_master, dequantize_packed, named_format, quantize_packed
+from q4core import InputError
 
 if TYPE_CHECKING:
-    from q4core.formats import Format
+    from q4core import Format
 
 __all__ = ["clear_eval_cache", "eval_cache_bytes", "linear_ste", "ste_weight"]
 
@@ -25,7 +24,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(master: torch.Tensor, kind: Format) -> torch.Tensor:
-        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+        return dequantize_packed(quantize_packed(master, kind), master.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -58,7 +57,8 @@ def ste_weight(master: torch.Tensor, format: str | Format = "nvfp4") -> torch.Te
     """
     check_master(master)
     kind = named_format(format)
-    if is_forward_mode() or (torch.is_grad_enabled() and master.requires_grad):
+    has_tangent = forward_ad.unpack_dual(master).tangent is not None
+    if has_tangent or (torch.is_grad_enabled() and master.requires_grad):
         call: Any = _StraightThrough.apply
         dense: torch.Tensor = call(master, kind)
         return dense
@@ -132,7 +132,7 @@ _cache_lock = threading.Lock()
 def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return the quantised weight of a master that needs no gradient, made again when the master's version moved."""
     if master.is_inference():  # has no version to tell a change by
-        return codec.dequantize(quantize_packed(master, kind), master.dtype)
+        return dequantize_packed(quantize_packed(master, kind), master.dtype)
     key = (id(master), kind)
     with _cache_lock:
         known = _cache.get(key)
@@ -145,7 +145,7 @@ def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
         return known.dense
     version = master._version  # noqa: SLF001  # as above; read before the data is
     with torch.no_grad(), torch.inference_mode(mode=False):
-        dense = codec.dequantize(quantize_packed(master, kind), master.dtype)
+        dense = dequantize_packed(quantize_packed(master, kind), master.dtype)
     reference = weakref.ref(master, lambda _: _cache.pop(key, None))
     with _cache_lock:
         _cache[key] = _Cached(reference, version, master.data_ptr(), dense)

@@ -8,21 +8,28 @@ import attrs
 import torch
 from torch import nn
 
-from q4core.codec import dequantize, quantize
-from q4core.convert.candidates import Wishes, find_candidates, reason_against, stored_bytes
-from q4core.convert.table import Conversion, ConversionTable
-from q4core.errors import BackendUnavailableError, InputError, PolicyConflictError, Q4Error
-from q4core.formats import find_format
-from q4core.policy import resolve_config
-from q4core.selecting import layer_request, select_for
-from q4core.session import Session, default_session
+from q4_nn.convert.candidates import Wishes, find_candidates, reason_against, stored_bytes
+from q4_nn.convert.table import Conversion, ConversionTable
+from q4core import (
+    BackendUnavailableError,
+    InputError,
+    PolicyConflictError,
+    Q4Error,
+    Request,
+    Session,
+    default_registry,
+    default_session,
+    dequantize,
+    find_format,
+    quantize,
+    resolve_config,
+    select,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from q4core.backend import Request
-    from q4core.formats import Format
-    from q4core.policy import SessionConfig
+    from q4core import Format
 
 __all__ = ["convert_linears_"]
 
@@ -124,33 +131,32 @@ def _check_call(
         LifecycleError, FormatError, ConfigError, UnknownBackendError, PolicyConflictError: One of session, format and
             block size, or the session's wishes.
     """
-    owner._require_open()  # noqa: SLF001  # the session's own check, for a call that makes its layers one by one
-    kind = find_format(format)
+    owner.report()  # a closed session says so
+    kind = find_format(format, default_registry().formats().values())
     is_legal = isinstance(block_size, int) and block_size in kind.block_sizes
     columns = block_size if is_legal and block_size is not None else kind.block_size
     sample = quantize(torch.zeros(1, columns, dtype=torch.float32), format, block_size=block_size)
-    config = resolve_config(owner.config)
-    asked = layer_request(sample, config, (1, None))
+    asked = Request.for_weight(sample, dtype=resolve_config(owner.config).compute_dtype or sample.dtype)
     requests = dict.fromkeys(
         attrs.evolve(asked, out_features=layer.out_features, in_features=layer.in_features) for layer in layers
     )
     conflict = None
     for request in requests or {asked: None}:
-        conflict = _conflict_of(request, owner, config)
+        conflict = _conflict_of(request, owner)
         if conflict is None:
             return
     if conflict is not None:
         raise conflict
 
 
-def _conflict_of(request: Request, owner: Session, config: SessionConfig) -> PolicyConflictError | None:
+def _conflict_of(request: Request, owner: Session) -> PolicyConflictError | None:
     """Return how the session's override and its policy contradict each other for a layer, or None.
 
     Raises:
         UnknownBackendError: The override names no backend.
     """
     try:
-        select_for(request, config, owner.registry)
+        select(request, owner.config, registry=owner.registry)
     except PolicyConflictError as error:
         return error
     except BackendUnavailableError:

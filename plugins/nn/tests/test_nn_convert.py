@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fakes import registry
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
+import q4_dequant_fallback
 import q4core as q4
+from q4_nn import convert_linears_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def _session(**wishes: Any) -> q4.Session:
-    return q4.Session(q4.SessionConfig(**wishes), registry=registry())
+    return q4.Session(q4.SessionConfig(**wishes), registry=q4.Registry([("dequant-fallback", q4_dequant_fallback)]))
 
 
 def _closed() -> q4.Session:
@@ -40,7 +41,7 @@ def test_every_linear_becomes_four_bit_in_place() -> None:
     dense = [module.weight.detach().clone() for module in model.modules() if isinstance(module, nn.Linear)]
     first: Any = model[0]
     bias: torch.Tensor = first.bias
-    table = q4.convert_linears_(model, format="nvfp4", session=_session())
+    table = convert_linears_(model, format="nvfp4", session=_session())
     assert [row.name for row in table.converted] == ["0", "2.0", "2.1"]
     inner: Any = model[2]
     assert all(isinstance(layer, q4.Q4Linear) for layer in (model[0], *inner))
@@ -65,7 +66,7 @@ def test_every_linear_becomes_four_bit_in_place() -> None:
 )
 def test_skip_takes_names_globs_and_functions(skip: object, left: list[str]) -> None:
     """Full names, last parts, patterns and functions leave layers alone, with the reason in the table."""
-    table = q4.convert_linears_(_model(), format="nf4", skip=skip, session=_session())  # type: ignore[arg-type]  # all legal kinds
+    table = convert_linears_(_model(), format="nf4", skip=skip, session=_session())  # type: ignore[arg-type]  # all legal kinds
     assert [row.name for row in table.rows if row.action == "skipped"] == left
     assert all(row.reason for row in table.rows if row.action == "skipped")
 
@@ -74,36 +75,38 @@ def test_a_tied_weight_is_not_cut() -> None:
     """A head that shares the embedding's weight is skipped, and the table says with whom it shares."""
     model = nn.ModuleDict({"embedding": nn.Embedding(32, 64), "head": nn.Linear(64, 32, bias=False)})
     model["head"].weight = model["embedding"].weight
-    (row,) = q4.convert_linears_(model, format="nf4", session=_session()).rows
+    (row,) = convert_linears_(model, format="nf4", session=_session()).rows
     assert (row.action, row.reason) == ("skipped", "its weight is shared with embedding.weight")
 
 
 def test_a_layer_that_does_not_fit_stays_whole() -> None:
     """A layer whose K the format can't take stays as it was; with strict it is an error and nothing changes."""
     model = nn.Sequential(nn.Linear(64, 50), nn.Linear(50, 64), nn.Linear(64, 64))
-    table = q4.convert_linears_(model, format="nvfp4", session=_session())
+    table = convert_linears_(model, format="nvfp4", session=_session())
     assert [row.action for row in table.rows] == ["converted", "failed", "converted"]
     assert type(model[1]) is nn.Linear
     assert "50" in table.rows[1].reason
     model = nn.Sequential(nn.Linear(50, 64), nn.Linear(64, 64))
     with pytest.raises(q4.FormatError):
-        q4.convert_linears_(model, format="nvfp4", session=_session(), strict=True)
+        convert_linears_(model, format="nvfp4", session=_session(), strict=True)
     assert all(type(layer) is nn.Linear for layer in model)
 
 
 def test_a_bare_linear_and_an_unknown_format_are_refused() -> None:
-    """A module that can't replace itself, and a format that nobody has, are typed errors."""
+    """A module that can't replace itself, what is no module, and a format that nobody has, are typed errors."""
     with pytest.raises(q4.InputError):
-        q4.convert_linears_(nn.Linear(64, 64), format="nf4", session=_session())
+        convert_linears_(nn.Linear(64, 64), format="nf4", session=_session())
+    with pytest.raises(q4.InputError):
+        convert_linears_("x", format="nf4", session=_session())  # type: ignore[arg-type]
     with pytest.raises(q4.FormatError, match="nf4"):
-        q4.convert_linears_(_model(), format="nf5", session=_session())
+        convert_linears_(_model(), format="nf5", session=_session())
 
 
 def test_a_converted_model_saves_and_loads() -> None:
     """The state dict of a converted model loads strictly into another converted one."""
     first, second = _model(), nn.Sequential(*_model())
     for model in (first, second):
-        q4.convert_linears_(model, format="nf4", session=_session())
+        convert_linears_(model, format="nf4", session=_session())
     for layer in second.modules():
         if isinstance(layer, q4.Q4Linear) and layer.bias is not None:
             layer.bias.data.zero_()
@@ -139,7 +142,7 @@ def test_a_wish_that_is_wrong_for_the_whole_call_is_an_error(
     session = arguments.get("session", _session)()
     model = _model()
     with pytest.raises(error) as caught:
-        q4.convert_linears_(model, **{"format": "nf4", **arguments, "session": session, "strict": strict})
+        convert_linears_(model, **{"format": "nf4", **arguments, "session": session, "strict": strict})
     assert caught.value.name == name
     assert not any(isinstance(layer, q4.Q4Linear) for layer in model.modules())
 
@@ -147,7 +150,7 @@ def test_a_wish_that_is_wrong_for_the_whole_call_is_an_error(
 def test_a_format_is_looked_at_even_where_there_is_no_layer() -> None:
     """A model without linear layers does not hide that nobody has the format."""
     with pytest.raises(q4.FormatError):
-        q4.convert_linears_(nn.Sequential(nn.ReLU()), format="nf5", session=_session())
+        convert_linears_(nn.Sequential(nn.ReLU()), format="nf5", session=_session())
 
 
 @pytest.mark.parametrize("skip", [["lm_haed"], ["0", "3.*"], "2"])
@@ -156,7 +159,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(skip: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 64)))
     model.add_module("lm_head", nn.Linear(64, 64))
     with pytest.raises(q4.ConfigError) as caught:
-        q4.convert_linears_(model, format="nf4", skip=skip, session=_session())
+        convert_linears_(model, format="nf4", skip=skip, session=_session())
     assert caught.value.name == "skip"
     assert caught.value.value in ("lm_haed", "3.*", "2")
     if skip == ["lm_haed"]:
@@ -169,8 +172,8 @@ def test_a_pattern_that_matches_nothing_is_an_error(skip: Any) -> None:
 def test_a_pattern_may_match_what_is_no_linear_layer() -> None:
     """A pattern that names an embedding, or a layer that is four-bit already, is no typo."""
     model = nn.ModuleDict({"embedding": nn.Embedding(32, 64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
-    q4.convert_linears_(model, format="nf4", skip=["down"], session=_session())
-    table = q4.convert_linears_(model, format="nf4", skip=["embedding", "up"], session=_session())
+    convert_linears_(model, format="nf4", skip=["down"], session=_session())
+    table = convert_linears_(model, format="nf4", skip=["embedding", "up"], session=_session())
     assert [(row.name, row.action) for row in table.rows] == [("down", "converted")]
 
 
@@ -194,7 +197,7 @@ def test_a_layer_with_hooks_is_left_alone(kind: str) -> None:
     model = _model()
     first: Any = model[0]
     _HOOKS[kind](first)
-    row = q4.convert_linears_(model, format="nf4", session=_session()).rows[0]
+    row = convert_linears_(model, format="nf4", session=_session()).rows[0]
     assert model[0] is first
     assert row.action == "skipped"
     assert "hook" in row.reason
@@ -238,7 +241,7 @@ def test_a_layer_that_does_more_than_a_linear_is_left_alone(kind: str) -> None:
     layer = make()
     model = nn.ModuleDict({"special": layer, "plain": nn.Linear(64, 64)})
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items() if kind != "lazy"}
-    table = q4.convert_linears_(model, format="nf4", session=_session())
+    table = convert_linears_(model, format="nf4", session=_session())
     rows = {row.name: row for row in table.rows}
     assert model["special"] is layer
     assert (rows["special"].action, rows["plain"].action) == ("skipped", "converted")
@@ -252,7 +255,7 @@ def test_a_layer_with_the_old_weight_norm_is_left_alone() -> None:
     """torch's older weight normalisation, which is a hook and two parameters, is skipped too."""
     layer = old_weight_norm(nn.Linear(64, 64))
     model = nn.ModuleDict({"special": layer})
-    (row,) = q4.convert_linears_(model, format="nf4", session=_session()).rows
+    (row,) = convert_linears_(model, format="nf4", session=_session()).rows
     assert model["special"] is layer
     assert row.action == "skipped"
     assert row.bytes_before == (64 * 64 + 64) * 4
@@ -260,6 +263,6 @@ def test_a_layer_with_the_old_weight_norm_is_left_alone() -> None:
 
 def test_attention_keeps_its_projection_and_says_so() -> None:
     """The output projection of ``nn.MultiheadAttention``, a subclass that it multiplies by itself, is in the table."""
-    (row,) = q4.convert_linears_(nn.MultiheadAttention(64, 4), format="nf4", session=_session()).rows
+    (row,) = convert_linears_(nn.MultiheadAttention(64, 4), format="nf4", session=_session()).rows
     assert (row.name, row.action) == ("out_proj", "skipped")
     assert "NonDynamicallyQuantizableLinear" in row.reason

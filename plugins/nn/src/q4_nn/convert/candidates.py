@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from q4core.errors import ConfigError
+from q4core import ConfigError
+from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -83,9 +83,8 @@ class Wishes:
             if pattern in holders:
                 hint = f"It is a module with linear layers inside: write {pattern + '.*'!r}."
             else:
-                known = sorted({*names, *(name.rpartition(".")[2] for name in names)})
-                close = difflib.get_close_matches(pattern, known, n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else "Leave it out, or give a function of name and layer."
+                close = closest_name(pattern, {*names, *(name.rpartition(".")[2] for name in names)})
+                hint = f"Did you mean {close!r}?" if close else "Leave it out, or give a function of name and layer."
             rule = "names and patterns that each match a layer of the model"
             raise ConfigError("convert_linears_", name="skip", rule=rule, value=pattern, hint=hint)
 
