@@ -30,7 +30,10 @@ _LINEAR_OUT = torch.ops.q4core.linear_out.default
 
 
 class Q4Linear(PackedModule):
-    """``y = x @ wᵀ + bias`` with a 4-bit w; made by ``Session.linear``.
+    """``y = x @ wᵀ + bias`` with a 4-bit w, prepared and proven.
+
+    ``Session.linear`` makes one that the session reports and closes; ``Q4Linear(weight)`` makes one that belongs to no
+    session. ``with`` closes either.
 
     ``state_dict`` holds, strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``), one
     ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend
@@ -39,13 +42,14 @@ class Q4Linear(PackedModule):
     Args:
         weight: The packed weight; on the meta device the layer waits for ``load_state_dict``.
         bias: [N] or None. A Parameter is taken as it is; a tensor becomes one without gradients.
-        config: A resolved configuration.
+        config: What to ask for; unset fields ask the context, the environment and the default.
         registry: The plugins to choose among; the process's unless told.
         name: The layer's name, for messages and reports.
         m: Rows of x that must be served.
 
     Raises:
-        InputError: The bias does not fit.
+        InputError: ``weight`` is no ``PackedWeight``, or the bias does not fit.
+        ConfigError: ``config`` is no ``SessionConfig``, or a ``Q4_*`` variable is not legal.
         BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
             ``prepare_layer``.
     """
@@ -57,7 +61,9 @@ class Q4Linear(PackedModule):
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
         size = sum(buffer.numel() for buffer in self._own_buffers())
         shape = torch.Size((self.out_features, self.in_features))
-        return WeightInfo(shape, self._dtype, self.device, self._spec.format.name, size)
+        return WeightInfo(
+            shape, self._dtype, self.device, self._spec.format.name, size, spec=self._spec, read=self.packed_weight
+        )
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return dequantised rows of the weight (embedding look-up in a tied head).
@@ -99,9 +105,10 @@ class Q4Linear(PackedModule):
 
     def _memory_of_bias(self) -> tuple[str, ...]:
         """Return what a report says of the bias under a unified-memory policy."""
-        if self.bias is None or not self._managed:
+        bias = self._own_bias()
+        if bias is None or not self._managed:
             return ()
-        provider = provider_of(self.bias)
+        provider = provider_of(bias)
         where = "ordinary memory" if provider is None else f"memory of {provider.name}"
         return (f"left: the bias is its owner's parameter, in {where}",)
 
@@ -133,14 +140,20 @@ class Q4Linear(PackedModule):
         Raises:
             InputError: x or out has the wrong shape, dtype or device.
             LifecycleError: The layer is closed, or waits for its state.
+            AttributeError: The bias was deleted, as in ``nn.Linear``.
         """
         if not _is_tracing():
             fast = self._fast
             if fast is not None and out_dtype is None:
-                y = fast(x, out)
+                try:
+                    y = fast(x, out)
+                except KeyError:  # the bias is no parameter: parametrized, pruned or deleted
+                    y = None
                 if y is not None:
                     return y
-        return self._forward(x, self._parameters["bias"], out_dtype, out)
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401  # self.bias costs 0.5 µs
+        return self._forward(x, bias, out_dtype, out)
 
     def with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """Return ``x @ wᵀ + bias`` for a bias that is not the layer's own; errors as in ``forward``."""

@@ -13,6 +13,7 @@ from q4core.floats import FLOATS
 from q4core.linear_state import load_weight, save_weight, split_state
 from q4core.preparation import copy_prepared
 from q4core.registry import default_registry
+from q4core.torch_modes import outside_inference
 from q4core.weight_owner import Content, WeightOwner
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ class PackedModule(WeightOwner):
         content = None if self._closed or same else self._moved(probe.device, dtype)
         own = {key: self._buffers.pop(key) for key in self._buffer_names}  # moved as a weight, not as bytes
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+            with outside_inference():
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         finally:
             self._buffers.update(own)
         if content is not None:
             self._take(content)
-        if self.bias is not None and self.bias.dtype != self._dtype:
-            self.bias.data = self.bias.data.to(self._dtype)  # .double(), say
+        bias = self._own_bias()
+        if bias is not None and bias.dtype != self._dtype:
+            bias.data = bias.data.to(self._dtype)  # .double(), say
         return self
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> Content:
@@ -100,16 +103,19 @@ class PackedModule(WeightOwner):
         error_msgs.extend(faults)
         if content is not None and not faults:
             self._take(content)
-        if self.bias is not None and not faults and self.bias.device.type != "meta":
-            self.bias = self._as_bias(self.bias)  # assign=True takes whatever dtype the state has
+        bias = self._own_bias()
+        if bias is not None and not faults and bias.device.type != "meta":
+            self.bias = self._as_bias(bias)  # assign=True takes whatever dtype the state has
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return an independent copy: its own bytes, the same plan, counters at zero; hooks and attributes as well."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        for key, value in self._kept().items():
-            twin.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
-        buffers = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._own_buffers()]
+        with outside_inference():
+            for key, value in self._kept().items():
+                twin.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+        with outside_inference():
+            buffers = [buffer.clone(memory_format=torch.contiguous_format) for buffer in self._own_buffers()]
         prepared = self._ready
         if prepared is not None:
             prepared = copy_prepared(prepared, buffers[:-1], self._config, self._registry or default_registry())
@@ -139,5 +145,6 @@ class PackedModule(WeightOwner):
             self._take(self._content(weight, None))
             return
         self._take(self._prepare(weight, self._dtype, self._config))
-        if self.bias is not None:
-            self.bias = self._as_bias(self.bias)  # the device may be another one here
+        bias = self._own_bias()
+        if bias is not None:
+            self.bias = self._as_bias(bias)  # the device may be another one here

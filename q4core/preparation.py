@@ -23,7 +23,7 @@ from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
 from q4core.runtime import on_device
 from q4core.selecting import layer_request, select_for
-from q4core.torch_modes import without_casts
+from q4core.torch_modes import outside_inference, without_casts
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, Request
@@ -86,11 +86,18 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
-    with heard, chained(), without_casts("cpu"), without_casts("cuda"):
+    with heard, chained(), without_casts("cpu"), without_casts("cuda"), outside_inference():
         # The name goes with the weight, because everything below tells of it.
         told = weight if name is None else attrs.evolve(weight, name=name)
         with bound(layer=told.name):
-            return _prepare_layer(told, config, registry, m, dtype)
+            return _prepare_layer(_ordinary(told), config, registry, m, dtype)
+
+
+def _ordinary(weight: PackedWeight) -> PackedWeight:
+    """Return the weight without tensors of inference mode, which no call that records gradients may use."""
+    if not any(tensor.is_inference() for _, tensor in weight.tensors()):
+        return weight
+    return weight.map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
 
 
 def _prepare_layer(

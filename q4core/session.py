@@ -94,9 +94,8 @@ class Session:
         """
         self._require_open()
         _require_weight("session.linear", weight)
-        config = resolve_config(self.config)
         with bound(session=self.name):
-            layer = Q4Linear(weight, bias, config=config, registry=self._registry, name=name, m=m)
+            layer = Q4Linear(weight, bias, config=self.config, registry=self._registry, name=name, m=m)
         return self._adopted(layer)
 
     def _adopted(self, layer: Q4Linear) -> Q4Linear:

@@ -22,6 +22,7 @@ __all__ = [
     "innermost_transform",
     "is_forward_mode",
     "is_transformed",
+    "outside_inference",
     "without_casts",
 ]
 
@@ -40,6 +41,11 @@ def is_forward_mode() -> bool:
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform is being run."""
     return innermost_transform() is not None
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are ordinary ones, whether or not its caller is in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()  # noqa: FBT003  # torch's signature
 
 
 def without_casts(device_type: str) -> AbstractContextManager[Any]:

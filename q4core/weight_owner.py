@@ -9,18 +9,23 @@ import torch
 from torch import nn
 
 from q4core import ops
-from q4core.errors import LifecycleError
+from q4core.errors import InputError, LifecycleError
 from q4core.fast_path import make_fast_path
 from q4core.linear_input import fits_as_bias, refuse_bias
 from q4core.plan import as_bytes
-from q4core.policy import SessionConfig, UnifiedMemoryPolicy
+from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.preparation import PreparedLayer, prepare_layer
 from q4core.registry import Registry, default_registry
+from q4core.torch_modes import outside_inference
+from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
     from q4core.fast_path import FastPath
-    from q4core.weight import PackedWeight
 
 __all__ = ["Content", "WeightOwner"]
 
@@ -79,12 +84,20 @@ class WeightOwner(nn.Module):
         weight: PackedWeight,
         bias: torch.Tensor | None = None,
         *,
-        config: SessionConfig,
+        config: SessionConfig | None = None,
         registry: Registry | None = None,
         name: str | None = None,
         m: tuple[int, int | None] = (1, None),
     ) -> None:
         super().__init__()
+        if not isinstance(weight, PackedWeight):
+            raise InputError(
+                type(self).__name__,
+                name="weight",
+                rule="a PackedWeight",
+                value=type(weight).__name__,
+                hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
+            )
         self.out_features, self.in_features = weight.shape
         self.name = name or weight.name or "linear"
         self._registry = registry
@@ -93,7 +106,7 @@ class WeightOwner(nn.Module):
         self._let_go()
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
-        self._take(self._prepare(weight, None, config))
+        self._take(self._prepare(weight, None, resolve_config(config)))
         self.bias = None if bias is None else self._as_bias(bias)
 
     # -- preparing and letting go
@@ -119,7 +132,8 @@ class WeightOwner(nn.Module):
         if prepared is None:
             self._add_buffers(list(content.buffers))
             return
-        tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
+        with outside_inference():
+            tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
         self._add_buffers([*content.buffers, tag])
         self._counts = [0] * len(prepared.plan.segments)
         self._plan_key = prepared.plan.key
@@ -158,6 +172,22 @@ class WeightOwner(nn.Module):
         self._closed = True
         self._let_go()
 
+    def __enter__(self) -> Self:
+        """Return the layer.
+
+        Raises:
+            LifecycleError: It is closed.
+        """
+        if self._closed:
+            self._require_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the layer."""
+        self.close()
+
     def _forget_tag(self) -> None:
         live = self.__dict__.get("_live")
         if live is not None:
@@ -174,10 +204,15 @@ class WeightOwner(nn.Module):
             refuse_bias(self, bias)
         if tuple(bias.shape) != (self.out_features,):
             refuse_bias(self, bias)
-        if isinstance(bias, nn.Parameter) and fits_as_bias(self, bias):
+        if isinstance(bias, nn.Parameter) and fits_as_bias(self, bias) and not bias.is_inference():
             return bias
-        data = bias.detach().to(self.device, self._dtype).contiguous()
-        return nn.Parameter(data, requires_grad=bias.requires_grad)
+        with outside_inference():
+            data = bias.detach().to(self.device, self._dtype).contiguous()
+            return nn.Parameter(data.clone() if data.is_inference() else data, requires_grad=bias.requires_grad)
+
+    def _own_bias(self) -> nn.Parameter | None:
+        """Return the bias where it is the layer's own parameter: neither parametrized, pruned nor deleted."""
+        return self._parameters.get("bias")
 
     def _kept(self) -> dict[str, Any]:
         """Return the attributes that a copy keeps, in dicts of its own: all but what is prepared for each layer."""
