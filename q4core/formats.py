@@ -19,7 +19,7 @@ import enum
 import functools
 import itertools
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -77,6 +77,11 @@ class Form(enum.Enum):
     INTEGER = "integer"
 
 
+def _in_order(items: frozenset[Any]) -> str:
+    """Return the same text in every process, which a set's own is not: the names of plans are made of it."""
+    return f"{{{', '.join(sorted(map(str, items)))}}}"
+
+
 @attrs.frozen(cache_hash=True)
 class Format:
     """A weight format: what its codes mean.
@@ -97,8 +102,8 @@ class Format:
     bits: int
     block_size: int
     codebook: tuple[float, ...] = attrs.field(default=(), repr=False)
-    scale_kinds: frozenset[ScaleKind] = frozenset({ScaleKind.PLAIN})
-    block_sizes: frozenset[int] = frozenset()
+    scale_kinds: frozenset[ScaleKind] = attrs.field(default=frozenset({ScaleKind.PLAIN}), repr=_in_order)
+    block_sizes: frozenset[int] = attrs.field(default=frozenset(), repr=_in_order)
     has_offset: bool = False
 
     def __attrs_post_init__(self) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.errors import Q4Error
+from q4core.errors import LifecycleError, Q4Error
+from q4core.events import emit
 from q4core.floats import FLOATS
 from q4core.linear_state import load_weight, save_weight, split_state
+from q4core.memory import provider_of
 from q4core.preparation import copy_prepared
 from q4core.registry import default_registry
 from q4core.torch_modes import outside_inference
+from q4core.weight.sending import Temporary, unwrapped
 from q4core.weight_owner import Content, WeightOwner
 
 if TYPE_CHECKING:
@@ -21,10 +25,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from q4core.preparation import PreparedLayer
 
 __all__ = ["PackedModule"]
 
 _PICKLED = "packed_weight"
+_SHARED_BUFFERS = "shared_buffers"
 _SHARED = frozenset({"_spec", "_origin", "_config", "_registry", "_m"})
 """Attributes that copies of a layer share, because nothing changes them in place."""
 
@@ -40,7 +46,11 @@ class PackedModule(WeightOwner):
         probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
         dtype = probe.dtype if probe.dtype in FLOATS else self._dtype
         same = dtype == self._dtype and probe.device == self.device
-        content = None if self._closed or same else self._moved(probe.device, dtype)
+        content = None
+        if not self._closed and not same:
+            content = self._moved(probe.device, dtype)
+        elif self._ready is not None and probe.is_cpu and probe.is_shared() and not self._is_shared():
+            content = self._shared_content()
         own = {key: self._buffers.pop(key) for key in self._buffer_names}  # moved as a weight, not as bytes
         try:
             with outside_inference():
@@ -53,6 +63,30 @@ class PackedModule(WeightOwner):
         if bias is not None and bias.dtype != self._dtype:
             bias.data = bias.data.to(self._dtype)  # .double(), say
         return self
+
+    def _is_shared(self) -> bool:
+        """Return whether ``share_memory`` has shared the packed buffers with other processes."""
+        return self._device.type == "cpu" and any(buffer.is_shared() for buffer in self._own_buffers())
+
+    def _shared_content(self) -> Content:
+        """Return the layer's weight in shared memory, without touching the layer: another thread may be using it.
+
+        Raises:
+            LifecycleError: The buffers are in a memory provider's memory.
+        """
+        ready = self._require_ready()
+        owner = next((found for buffer in ready.buffers if (found := provider_of(buffer))), None)
+        if owner is not None:
+            raise LifecycleError(
+                f"Layer {self.name!r} can't be shared: its buffers are in memory of {owner.name}. "
+                "Make it with unified_memory='disabled'."
+            )
+        return self._content_over(tuple(buffer.clone().share_memory_() for buffer in ready.buffers), ready)
+
+    def _content_over(self, buffers: tuple[torch.Tensor, ...], prepared: PreparedLayer) -> Content:
+        """Return content whose buffers hold what was prepared in another place."""
+        view = prepared.plan.prepared(buffers)
+        return self._content(buffers, attrs.evolve(prepared, buffers=buffers, prepared=view))
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> Content:
         """Prepare the layer for another device or dtype, without touching it."""
@@ -93,6 +127,8 @@ class PackedModule(WeightOwner):
                 name, dialect, notes = self._origin
                 weight = attrs.evolve(weight, name=name, dialect=dialect, notes=notes)
                 content = self._prepare(weight, self._dtype, self._config)
+                if self._is_shared():
+                    self._require_same_layout(content)
         except Q4Error as error:  # nothing is loaded, the bias neither
             error_msgs.append(f"{prefix}weight: {error}")
             return
@@ -102,10 +138,27 @@ class PackedModule(WeightOwner):
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, faults)
         error_msgs.extend(faults)
         if content is not None and not faults:
+            if self._is_shared() and content.prepared is not None:
+                buffers = self._require_ready().buffers
+                for buffer, loaded in zip(buffers, content.buffers, strict=True):
+                    buffer.copy_(loaded)  # in place, as torch loads a shared parameter: the other processes see it
+                content = attrs.evolve(self._content_over(buffers, content.prepared), origin=content.origin)
             self._take(content)
         bias = self._own_bias()
         if bias is not None and not faults and bias.device.type != "meta":
             self.bias = self._as_bias(bias)  # assign=True takes whatever dtype the state has
+
+    def _require_same_layout(self, content: Content) -> None:
+        """Refuse a weight that can't be written into the buffers that other processes use.
+
+        Raises:
+            LifecycleError: It was prepared in another way than the layer's own.
+        """
+        if content.prepared is None or content.prepared.plan is not self._require_ready().plan:
+            raise LifecycleError(
+                f"Layer {self.name!r} is shared with other processes, which can't follow a load of another format "
+                "or layout. Load before share_memory()."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return an independent copy: its own bytes, the same plan, counters at zero; hooks and attributes as well."""
@@ -126,25 +179,41 @@ class PackedModule(WeightOwner):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the canonical weight, and all that a user put on the layer, as any module is pickled.
 
-        The plugins stay out: the other process selects among its own, and prepares for itself. A layer on the meta
-        device takes its empty tensors along.
+        The plugins stay out: the other process selects among its own, and prepares for itself. After
+        ``share_memory`` it then takes the shared buffers in place of its own, if it has chosen the same plan. A layer
+        on the meta device takes its empty tensors along.
 
         Raises:
             LifecycleError: The layer is closed.
         """
         is_meta = self._ready is None and not self._closed
-        weight = tuple(self._own_buffers()) if is_meta else self.packed_weight()
-        return {**self._kept(), "_registry": None, _PICKLED: weight}
+        weight = tuple(self._own_buffers()) if is_meta else Temporary(self.packed_weight())
+        shared = (self._plan_key, self._require_ready().buffers) if self._is_shared() else None
+        return {**self._kept(), "_registry": None, _PICKLED: weight, _SHARED_BUFFERS: shared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Prepare the unpickled weight with this process's plugins."""
         rest = dict(state)
-        weight = rest.pop(_PICKLED)
+        weight, shared = unwrapped(rest.pop(_PICKLED)), rest.pop(_SHARED_BUFFERS)
         super().__setstate__(rest)  # type: ignore[no-untyped-call]  # torch's
         if isinstance(weight, tuple):
             self._take(self._content(weight, None))
             return
-        self._take(self._prepare(weight, self._dtype, self._config))
+        content = self._prepare(weight, self._dtype, self._config)
+        if shared is not None and content.prepared is not None:
+            content = self._adopted(content, content.prepared, *shared)
+        self._take(content)
         bias = self._own_bias()
         if bias is not None:
             self.bias = self._as_bias(bias)  # the device may be another one here
+
+    def _adopted(
+        self, content: Content, prepared: PreparedLayer, plan_key: str, buffers: tuple[torch.Tensor, ...]
+    ) -> Content:
+        """Return content over another process's shared buffers, if they came shared and hold what this one prepared."""
+        if not all(buffer.is_shared() for buffer in buffers):
+            return content  # from a file, or a copy within this process
+        if prepared.plan.key != plan_key:
+            emit("q4.share", level=logging.WARNING, layer=self.name, shared=plan_key, prepared=prepared.plan.key)
+            return content
+        return attrs.evolve(self._content_over(buffers, prepared), spec=content.spec, origin=content.origin)

@@ -134,6 +134,8 @@ class WeightOwner(nn.Module):
             return
         with outside_inference():
             tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
+        if all(buffer.is_shared() for buffer in content.buffers):
+            tag.share_memory_()  # so that all of a shared layer is shared
         self._add_buffers([*content.buffers, tag])
         self._counts = [0] * len(prepared.plan.segments)
         self._plan_key = prepared.plan.key

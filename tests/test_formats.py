@@ -196,3 +196,10 @@ def test_dynamic_map_is_bitsandbytes_own() -> None:
     assert ours.unique().numel() == 256
     assert (float(ours[127]), float(ours[255])) == (0.0, 1.0)
     assert torch.equal(ours, ours.sort().values)
+
+
+def test_a_format_reads_the_same_in_every_process() -> None:
+    """Sets are listed in a fixed order: names of plans, which layers share between processes, are made of the text."""
+    text = repr(q4.find_format("nvfp4"))
+    kinds = sorted(map(str, q4.find_format("nvfp4").scale_kinds))
+    assert f"scale_kinds={{{', '.join(kinds)}}}" in text

@@ -12,6 +12,7 @@ from q4core.packing import Packing, pack_codes, unpack_codes
 from q4core.weight import cutting, invariants
 from q4core.weight.feature import Feature, features_of
 from q4core.weight.levels import resolved_rows
+from q4core.weight.sending import Temporary, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["TENSOR_FIELDS", "PackedWeight"]
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
+def _compact(tensor: torch.Tensor) -> torch.Tensor | Temporary:
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if whole else Temporary(tensor.clone(memory_format=torch.contiguous_format))
 
 
 def _rebuild(fields: dict[str, Any], dtypes: dict[str, torch.dtype]) -> PackedWeight:
+    fields = {name: unwrapped(value) for name, value in fields.items()}
     fields.update((name, fields[name].view(dtype)) for name, dtype in dtypes.items())
     return PackedWeight(**fields)
 
@@ -221,9 +223,9 @@ class PackedWeight:
         Float8 tensors go as bytes, because torch can't read the pickles that it writes of them.
         """
         fields = {field.name: getattr(self, field.name) for field in attrs.fields(PackedWeight) if field.init}
-        fields.update((name, _compact(tensor)) for name, tensor in self.tensors())
         dtypes = {name: tensor.dtype for name, tensor in self.tensors() if tensor.dtype in _FLOAT8}
-        fields.update((name, fields[name].view(torch.uint8)) for name in dtypes)
+        for name, tensor in self.tensors():
+            fields[name] = _compact(tensor.view(torch.uint8) if name in dtypes else tensor)
         return _rebuild, (fields, dtypes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:  # the caller notes the copy in its memo
