@@ -125,7 +125,7 @@ class PackedModule(WeightOwner):
             weight = load_weight(own, prefix, shape, device, formats, missing_keys, unexpected_keys)
             if weight is not None:
                 name, dialect, notes = self._origin
-                weight = attrs.evolve(weight, name=name, dialect=dialect, notes=notes)
+                weight = weight.relabelled(name=name, dialect=dialect, notes=notes)
                 content = self._prepare(weight, self._dtype, self._config)
                 if self._is_shared():
                     self._require_same_layout(content)

@@ -88,7 +88,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
     with heard, chained(), without_casts("cpu"), without_casts("cuda"), outside_inference():
         # The name goes with the weight, because everything below tells of it.
-        told = weight if name is None else attrs.evolve(weight, name=name)
+        told = weight if name is None else weight.relabelled(name=name)
         with bound(layer=told.name):
             return _prepare_layer(_ordinary(told), config, registry, m, dtype)
 

@@ -168,7 +168,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     if not _is_capturing(dense):  # where nothing can be said of values: they are the caller's to know
         _require_finite(dense, name)
     packed = found.quantize(dense.detach(), seed)
-    return packed if name is None else attrs.evolve(packed, name=name)
+    return packed if name is None else packed.relabelled(name=name)
 
 
 def _rounding(rounding: Rounding | str, seed: int) -> Rounding:

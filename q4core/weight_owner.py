@@ -269,4 +269,4 @@ class WeightOwner(nn.Module):
         name, dialect, notes = self._origin
         with torch.no_grad():
             weight = ready.plan.weight(self._own_buffers())
-        return attrs.evolve(weight, name=name, dialect=dialect, notes=notes, dtype=self._spec.dtype)
+        return weight.relabelled(name=name, dialect=dialect, notes=notes, dtype=self._spec.dtype)

@@ -95,6 +95,7 @@ class PackedWeight:
     dialect: str | None = None
     notes: tuple[str, ...] = ()
     features: frozenset[Feature] = attrs.field(init=False)
+    _checked: list[tuple[int, ...]] = attrs.field(init=False, factory=list)  # versions of the tensors; own and twins'
 
     def __attrs_post_init__(self) -> None:
         """Check every shape and dtype against the others, and work out the features."""
@@ -211,7 +212,23 @@ class PackedWeight:
                 positive; or ``input_permutation`` is not a permutation. The message names the field and the first bad
                 value.
         """
-        invariants.check_values(self)
+        if any(tensor.is_inference() for _, tensor in self.tensors()):  # their changes are not counted
+            invariants.check_values(self)
+            return
+        versions = [tuple(tensor._version for _, tensor in self.tensors())]  # noqa: SLF001  # torch's documented counter of in-place changes
+        if self._checked != versions:
+            invariants.check_values(self)
+            self._checked[:] = versions
+
+    def relabelled(self, **labels: Any) -> PackedWeight:
+        """Return the weight over the same tensors with another ``name``, ``dialect``, ``notes`` or ``dtype``.
+
+        Unlike ``attrs.evolve`` it checks nothing again.
+        """
+        twin = object.__new__(PackedWeight)
+        for field in attrs.fields(PackedWeight):
+            object.__setattr__(twin, field.name, labels.get(field.name, getattr(self, field.name)))
+        return twin
 
     def label(self, what: str) -> str:
         """Return ``what``, with the layer's name where it has one, for messages."""
