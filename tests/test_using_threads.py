@@ -1,0 +1,105 @@
+"""``using`` in threads: a thread has the configuration of the thread that started it, whatever others do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def _backend() -> str | None:
+    return q4.resolve_config().backend
+
+
+def _in_thread(function: Callable[[], object]) -> object:
+    told: list[object] = []
+    thread = threading.Thread(target=lambda: told.append(function()))
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+def _in_pool(function: Callable[[], object]) -> object:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _in_timer(function: Callable[[], object]) -> object:
+    told: list[object] = []
+    timer = threading.Timer(0, lambda: told.append(function()))
+    timer.start()
+    timer.join()
+    return told[0]
+
+
+def _in_loop(function: Callable[[], object]) -> object:
+    async def run() -> object:
+        return await asyncio.get_running_loop().run_in_executor(None, function)
+
+    return asyncio.run(run())
+
+
+STARTERS = {"thread": _in_thread, "pool": _in_pool, "timer": _in_timer, "loop": _in_loop}
+every_starter = pytest.mark.parametrize("start", STARTERS.values(), ids=STARTERS)
+
+
+@every_starter
+def test_using_reaches_threads_started_inside(start: Callable[[Callable[[], object]], object]) -> None:
+    """Threads, pools, timers and executors that are started inside the block have its configuration; later ones not."""
+    with q4.using(q4.SessionConfig(backend="outer")):
+        assert start(_backend) == "outer"
+        assert start(lambda: _in_thread(_backend)) == "outer"
+    assert start(_backend) is None
+
+
+def test_a_block_in_a_thread_goes_over_what_it_inherited() -> None:
+    """Inside a thread a block of its own wins field by field, ends where it ends, and reaches nobody else."""
+
+    def work() -> tuple[object, ...]:
+        with q4.using(q4.SessionConfig(device="cpu")):
+            inner = (_backend(), q4.resolve_config().device, _in_thread(lambda: q4.resolve_config().device))
+        return (*inner, q4.resolve_config().device)
+
+    with q4.using(q4.SessionConfig(backend="outer", device="meta")):
+        assert _in_thread(work) == ("outer", "cpu", "cpu", "meta")
+        assert q4.resolve_config().device == "meta"
+
+
+def test_blocks_of_several_threads_do_not_meet() -> None:
+    """Threads inside blocks of their own at once keep theirs, and so do the threads that each of them starts."""
+    barrier = threading.Barrier(3)
+    told: dict[str, object] = {}
+
+    def actor(name: str) -> None:
+        with q4.using(q4.SessionConfig(backend=name)):
+            barrier.wait(60)
+            told[name] = (_backend(), _in_thread(_backend))
+            barrier.wait(60)
+
+    actors = [threading.Thread(target=actor, args=(name,)) for name in ("a", "b")]
+    for thread in actors:
+        thread.start()
+    barrier.wait(60)
+    assert (_backend(), _in_thread(_backend)) == (None, None)  # this thread is inside no block
+    barrier.wait(60)
+    for thread in actors:
+        thread.join()
+    assert told == {"a": ("a", "a"), "b": ("b", "b")}
+
+
+def test_a_thread_keeps_what_it_was_started_with() -> None:
+    """A worker that was there before the block does not have it; one that was started inside has it for its life."""
+    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as inside:
+        before.submit(_backend).result()
+        with q4.using(q4.SessionConfig(backend="outer")):
+            assert before.submit(_backend).result() is None
+            assert inside.submit(_backend).result() == "outer"
+        assert inside.submit(_backend).result() == "outer"
