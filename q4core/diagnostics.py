@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Diagnostics", "Report", "diagnose", "plain_reasons", "plain_withheld"]
 
+_SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
+
 
 @attrs.frozen(kw_only=True)
 class Diagnostics:
-    """The record of one layer.
+    """The record of one layer: in five facts (``summary``), and whole.
 
     Args:
         layer: Its name.
@@ -70,6 +72,10 @@ class Diagnostics:
     input_memory: Mapping[str, int] = attrs.field(factory=dict)
     gradients: tuple[Segment, ...] = ()
     gradients_refused: tuple[Reason, ...] = ()
+
+    def summary(self) -> dict[str, str | None]:
+        """Return ``format``, ``backend``, ``compute_path``, ``fallback_reason`` and ``native_load_state`` alone."""
+        return {name: getattr(self, name) for name in _SUMMARY}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""

@@ -284,3 +284,20 @@ def test_require_unified_without_a_provider_fails_with_the_attributes() -> None:
         session.linear(_weight())
     assert caught.value.attributes
     assert backend.calls == []
+
+
+def test_a_summary_holds_five_facts() -> None:
+    """``summary`` tells format, backend, compute path, fallback reason and native load state, and nothing else."""
+    config = q4.SessionConfig(compute_path="kernel_or_fallback")
+    session = q4.Session(config, registry=registry())
+    with pytest.warns(q4.Q4FallbackWarning):
+        record = session.linear(_weight(name="proj")).diagnostics()
+    assert record.fallback_reason
+    assert record.summary() == {
+        "format": "nf4",
+        "backend": "dequant-fallback",
+        "compute_path": "kernel_or_fallback",
+        "fallback_reason": record.fallback_reason,
+        "native_load_state": record.native_load_state,
+    }
+    assert record.summary().items() <= record.to_dict().items()
