@@ -116,16 +116,12 @@ def _install_packages(session: nox.Session, *, environment: str = "env") -> None
         names = ", ".join(folder.name for folder in native)
         session.warn(f"there is no C++ compiler here, so {names} is left out, and the reference serves instead")
         folders = [folder for folder in folders if folder not in native]
-    editables = [item for folder in folders for item in ("--editable", _with_extras(folder))]
+    editables = [item for folder in folders for item in ("--editable", str(folder))]
     _install(session, "packages", "--no-build-isolation", *editables, environment=environment)
 
 
 def _has_compiler() -> bool:
     return "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))
-
-
-def _with_extras(folder: Path) -> str:
-    return f"{folder}[cli]" if folder == ROOT else str(folder)
 
 
 def _pytest(session: nox.Session, *arguments: str, environment: str = "env", **variables: str) -> None:

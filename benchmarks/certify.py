@@ -44,7 +44,7 @@ def _commands() -> dict[str, list[str]]:
     for target in SUBJECTS:
         chosen = [word for name in target.formats for word in ("--format", name)]
         for case in _cases(target):
-            words = [sys.executable, "-m", "q4core.cli", "conform", target.name, *chosen, "--json", "--case", case]
+            words = [sys.executable, "-m", "q4_cli", "conform", target.name, *chosen, "--json", "--case", case]
             commands[f"{target.name} {case}"] = words
     return commands
 

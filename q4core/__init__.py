@@ -4,7 +4,6 @@ The names below are the public contract; plugins and the conformance kit use not
 touches no device and no network.
 """
 
-from q4core import numpy_notice  # noqa: F401, I001  # first: everything below imports torch
 import sys
 from typing import TYPE_CHECKING
 

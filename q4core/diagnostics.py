@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from q4core.selection import plain_reasons, plain_segment, plain_withheld
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from q4core.preparation import PreparedLayer
     from q4core.selection import Rejection
 
-__all__ = ["Diagnostics", "Report", "diagnose", "plain_reasons", "plain_withheld"]
+__all__ = ["Diagnostics", "Report", "diagnose"]
 
 _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
 
@@ -80,20 +82,13 @@ class Diagnostics:
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
         record = attrs.asdict(self, recurse=False)
-        record["rejections"] = [
-            {
-                "backend": item.backend,
-                "native_load_state": item.native_state,
-                "reasons": plain_reasons(item.reasons),
-            }
-            for item in self.rejections
-        ]
+        record["rejections"] = [item.to_dict() for item in self.rejections]
         record["disqualified"] = plain_reasons(self.disqualified)
         record["withheld"] = plain_withheld(self.withheld)
         record["paths"] = [
-            _plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
+            plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
         ]
-        record["gradients"] = [_plain_segment(segment) for segment in self.gradients]
+        record["gradients"] = [plain_segment(segment) for segment in self.gradients]
         record["gradients_refused"] = plain_reasons(self.gradients_refused)
         del record["segments"], record["calls"]
         return record
@@ -123,30 +118,6 @@ class Diagnostics:
         lines.extend(f"  memory: {line}" for line in self.memory)
         lines.extend(f"  memory of x: {line} ({count} ×)" for line, count in self.input_memory.items())
         return "\n".join(lines)
-
-
-def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
-    """Return reasons as code, domain and message, ready for JSON."""
-    return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
-
-
-def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
-    """Return withheld paths as name, precision and reasons, ready for JSON."""
-    return [
-        {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
-    ]
-
-
-def _plain_segment(segment: Segment) -> dict[str, Any]:
-    path = segment.path
-    return {
-        "m": [segment.low, segment.high],
-        "name": path.name,
-        "kind": path.kind.value,
-        "precision": path.precision.value,
-        "tier": int(path.tier),
-        "standing": path.standing.value,
-    }
 
 
 def diagnose(

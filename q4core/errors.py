@@ -149,14 +149,18 @@ class DialectError(Q4Error, ValueError):
 
 
 class SchemaError(Q4Error, ValueError):
-    """A mapping of tensors is not a valid 4-bit checkpoint; ``problems`` lists everything that is wrong."""
+    """A mapping of tensors is not a valid 4-bit checkpoint.
+
+    ``problems`` lists everything that is wrong, and ``schema`` is the ``Schema`` that was found, if there is one.
+    """
 
     code = "schema"
 
-    def __init__(self, what: str, *, problems: Sequence[Any] = (), **data: Any) -> None:
+    def __init__(self, what: str, *, problems: Sequence[Any] = (), schema: Any = None, **data: Any) -> None:
         self.problems = tuple(problems)
+        self.schema = schema
         super().__init__(what, **data)
-        self._arguments["problems"] = self.problems
+        self._arguments.update(problems=self.problems, schema=schema)
 
     def _compose(self) -> str:
         text = super()._compose()

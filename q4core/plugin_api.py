@@ -3,15 +3,23 @@
 A plugin imports the names of ``q4core`` and of this module, and nothing else of the core.
 """
 
+from q4core.codec import decode_rows
+from q4core.dialect import find_dialect
+from q4core.discovery import plugin_of_command
 from q4core.errors import PLUGIN_FAULTS, closest_name
 from q4core.events import emit
 from q4core.faults import said as describe_exception
 from q4core.floats import FLOATS
+from q4core.selecting import resolve_device
 
 __all__ = [
     "FLOATS",
     "PLUGIN_FAULTS",
     "closest_name",
+    "decode_rows",
     "describe_exception",
     "emit",
+    "find_dialect",
+    "plugin_of_command",
+    "resolve_device",
 ]

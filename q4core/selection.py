@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from q4core.backend import KernelPath, Reason, Request, Segment, Withheld
     from q4core.policy import ComputePath
 
-__all__ = ["NO_HISTORY", "ProbeHistory", "Rejection", "Selection"]
+__all__ = [
+    "NO_HISTORY",
+    "ProbeHistory",
+    "Rejection",
+    "Selection",
+    "plain_reasons",
+    "plain_segment",
+    "plain_withheld",
+]
 
 
 @attrs.frozen
@@ -30,6 +40,14 @@ class Rejection:
     def __str__(self) -> str:
         """Return ``backend: reasons``."""
         return f"{self.backend}: {'; '.join(str(reason) for reason in self.reasons)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return backend, native load state and reasons, ready for JSON."""
+        return {
+            "backend": self.backend,
+            "native_load_state": self.native_state,
+            "reasons": plain_reasons(self.reasons),
+        }
 
 
 class ProbeHistory:
@@ -112,6 +130,27 @@ class Selection:
         """Each path that may run, once, by rising M."""
         return tuple(dict.fromkeys(segment.path for segment in self.segments))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was asked and the answer as plain lists, texts and numbers, ready for JSON."""
+        return {
+            "format": self.request.format.name,
+            "shape": [self.request.out_features, self.request.in_features],
+            "device": str(self.request.device),
+            "dtype": str(self.request.dtype).removeprefix("torch."),
+            "backend": self.backend,
+            "native_load_state": self.native_state,
+            "compute_path": self.compute_path.value,
+            "path_name": self.path.name,
+            "paths": [plain_segment(segment) for segment in self.segments],
+            "gradients": [plain_segment(segment) for segment in self.gradients],
+            "gradients_refused": plain_reasons(self.gradients_refused),
+            "proven": self.proven,
+            "fallback_reason": self.fallback_reason,
+            "rejections": [item.to_dict() for item in self.rejections],
+            "disqualified": plain_reasons(self.disqualified),
+            "withheld": plain_withheld(self.withheld),
+        }
+
     def path_for(self, rows: int) -> KernelPath:
         """Return the path that serves ``rows`` rows of x.
 
@@ -122,3 +161,28 @@ class Selection:
             if segment.low <= rows and (segment.high is None or rows <= segment.high):
                 return segment.path
         raise LookupError(rows)
+
+
+def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
+    """Return reasons as code, domain and message, ready for JSON."""
+    return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
+
+
+def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
+    """Return withheld paths as name, precision and reasons, ready for JSON."""
+    return [
+        {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
+    ]
+
+
+def plain_segment(segment: Segment) -> dict[str, Any]:
+    """Return a path and the rows that it serves, ready for JSON."""
+    path = segment.path
+    return {
+        "m": [segment.low, segment.high],
+        "name": path.name,
+        "kind": path.kind.value,
+        "precision": path.precision.value,
+        "tier": int(path.tier),
+        "standing": path.standing.value,
+    }

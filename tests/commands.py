@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from q4core.cli import main
+from q4_cli.app import run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ AMBIGUOUS = ROOT / "conformance/src/q4_conformance/golden/modelopt/nvfp4-whole-t
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> Any:
     """Run a command with ``--json`` and return the one document that it printed."""
     capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == status
+    assert run([*map(str, arguments), "--json"]) == status
     document = capsys.readouterr().out
     return json.loads(document)
 
@@ -35,7 +35,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object, status: int =
 def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
     """Run a command and return what it printed on stdout."""
     capsys.readouterr()
-    assert main([*map(str, arguments)]) == status
+    assert run([*map(str, arguments)]) == status
     return capsys.readouterr().out
 
 
@@ -45,7 +45,7 @@ def process(*arguments: object, variables: Mapping[str, str] | None = None) -> s
     given = dict(variables or {})
     path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))
     return subprocess.run(
-        [sys.executable, "-m", "q4core.cli", *map(str, arguments)],
+        [sys.executable, "-m", "q4_cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=180,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KERNEL_PATH = q4.KernelPath("fake_gemm", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
 
@@ -101,3 +105,12 @@ def registry(*backends: Any, reference: bool = True) -> q4.Registry:
 
         plugins.append(("dequant-fallback", q4_dequant_fallback))
     return q4.Registry(plugins)
+
+
+@pytest.fixture
+def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave out whatever kernels happen to be installed, so that the process's registry has the reference alone."""
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn")
+    q4.reset_registry()
+    yield
+    q4.reset_registry()

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an environment with the core, the reference, the kit and the example, each from its wheel."""
     base = tmp_path_factory.mktemp("example") / "env"
-    ours = [fresh.ROOT, fresh.ROOT / "plugins/dequant-fallback", fresh.ROOT / "conformance", EXAMPLE]
+    beside = [fresh.ROOT / folder for folder in ("plugins/cli", "plugins/dequant-fallback", "conformance")]
+    ours = [fresh.ROOT, *beside, EXAMPLE]
     fresh.make_environment(base, ours)
     return base
 
@@ -55,7 +56,7 @@ def test_it_holds_the_contract(base: Path, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "report/certificate.json").read_text(encoding="utf-8"))
     assert (document["standing"], document["subject"]["name"]) == ("certified", "example-backend")
     verified = fresh.run(
-        base / "bin/python", "-m", "q4core.cli", "conform", "--verify", "report/certificate.json", folder=tmp_path
+        base / "bin/python", "-m", "q4_cli", "conform", "--verify", "report/certificate.json", folder=tmp_path
     )
     assert verified.returncode == 0, verified.stdout + verified.stderr
 

@@ -33,7 +33,7 @@ def test_example_runs(example: str, tmp_path: Path) -> None:
 
 def test_commands_are_there() -> None:
     """``q4 --help`` lists each command that the README names."""
-    command = [sys.executable, "-m", "q4core.cli", "--help"]
+    command = [sys.executable, "-m", "q4_cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", done.stdout)] == []
 

@@ -9,7 +9,7 @@ from commands import NF4, answer, say
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
-from q4core.cli.survey import survey_backends
+from q4_cli.doctor_report import survey_backends
 
 WEIGHT = q4.quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)), "nf4")
 COMPILED = attrs.evolve(KERNEL_PATH, standing=q4.Standing.COMPILED)
@@ -50,10 +50,9 @@ def test_doctor_and_explain_show_the_standing(
 ) -> None:
     """Text and JSON of both tell it beside kind, precision and tier."""
     backends = registry(FakeBackend("new", paths=(COMPILED,)))
-    monkeypatch.setattr("q4core.cli.doctor.default_registry", lambda: backends)
-    monkeypatch.setattr("q4core.cli.explain.default_registry", lambda: backends)
+    monkeypatch.setattr("q4core.default_registry", lambda: backends)
     verdicts = survey_backends(backends, [torch.device("cpu")], None)
-    assert {item.paths[0]["standing"] for item in verdicts if item.backend == "new"} == {"compiled"}
+    assert {item["paths"][0]["standing"] for item in verdicts if item["backend"] == "new"} == {"compiled"}
     for text in (say(capsys, "doctor"), say(capsys, "explain", NF4)):
         assert "kernel, w4a32, tier 20, compiled" in text
     (layer,) = answer(capsys, "explain", NF4)["layers"]

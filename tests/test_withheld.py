@@ -12,7 +12,7 @@ from commands import NF4, answer, say
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
-from q4core.cli.survey import survey_backends
+from q4_cli.doctor_report import survey_backends
 from q4core.dispatch import select_backend
 
 CODE = q4.ReasonCode
@@ -124,15 +124,16 @@ def test_doctor_and_explain_show_what_is_withheld(
 ) -> None:
     """Text and JSON of both name the path, its precision and every reason, beside the paths that serve."""
     backends = registry(FakeBackend("some", withheld=(FP4,)))
-    verdicts = {(item.backend, item.format): item for item in survey_backends(backends, [torch.device("cpu")], None)}
-    (withheld,) = verdicts["some", "nf4"].withheld
+    verdicts = {
+        (item["backend"], item["format"]): item for item in survey_backends(backends, [torch.device("cpu")], None)
+    }
+    (withheld,) = verdicts["some", "nf4"]["withheld"]
     assert (withheld["name"], [reason["code"] for reason in withheld["reasons"]]) == (
         "native-fp4",
         ["arch", "toolchain"],
     )
-    assert verdicts["dequant-fallback", "nf4"].withheld == ()
-    monkeypatch.setattr("q4core.cli.doctor.default_registry", lambda: backends)
-    monkeypatch.setattr("q4core.cli.explain.default_registry", lambda: backends)
+    assert verdicts["dequant-fallback", "nf4"]["withheld"] == []
+    monkeypatch.setattr("q4core.default_registry", lambda: backends)
     for text in (say(capsys, "doctor"), say(capsys, "explain", NF4)):
         assert "withheld" in text
         assert "native-fp4 (w4a4)" in text
@@ -148,8 +149,8 @@ def test_doctor_shows_it_of_a_backend_that_serves_some_rows_only() -> None:
     found = survey_backends(
         registry(FakeBackend("some", paths=(short,), withheld=(FP4,)), reference=False), [torch.device("cpu")], None
     )
-    assert {item.serves for item in found} == {"some"}
-    assert {item.withheld[0]["name"] for item in found} == {"native-fp4"}
+    assert {item["serves"] for item in found} == {"some"}
+    assert {item["withheld"][0]["name"] for item in found} == {"native-fp4"}
 
 
 def test_it_is_told_as_an_event(caplog: pytest.LogCaptureFixture) -> None:

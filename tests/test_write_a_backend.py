@@ -74,7 +74,7 @@ def test_hello_world_is_eleven_lines() -> None:
 
 def test_hello_world_is_found(folder: Path) -> None:
     """``q4 doctor`` prints what the page shows."""
-    assert SERVES in run(folder, "-m", "q4core.cli", "doctor")
+    assert SERVES in run(folder, "-m", "q4_cli", "doctor")
 
 
 def test_hello_world_serves(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_whole_plugin_holds_what_the_page_says(page: str, tmp_path: Path) -> N
     assert source.endswith(f"/{module.replace('.', '/')}.py")
     assert block == (ROOT / source).read_text(encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "q4core.cli", *command.split(), "--json"],
+        [sys.executable, "-m", "q4_cli", *command.split(), "--json"],
         cwd=tmp_path,
         env=os.environ | {"Q4_PLUGIN_MODULES": module},
         capture_output=True,

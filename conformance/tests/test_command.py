@@ -294,7 +294,7 @@ def test_a_report_where_no_folder_can_be_is_bad_usage(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("q4_conformance",), ("q4core.cli", "conform")], ids=["module", "q4"])
+@pytest.mark.parametrize("words", [("q4_conformance",), ("q4_cli", "conform")], ids=["module", "q4"])
 def test_it_runs_without_loading_plugins_here(tmp_path: Path, words: tuple[str, ...]) -> None:
     """``python -m q4_conformance`` and ``q4 conform`` judge a plugin whose import ends the process."""
     (tmp_path / "q4_deadly.py").write_text(

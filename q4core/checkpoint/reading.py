@@ -104,7 +104,7 @@ class SafetensorsReader:
             schema = Schema(dense=files.infos, problems=asked if self._dialect is not None else ())
         problems = validate_in(schema, catalogue, self._dialects)
         if problems:
-            raise problems_error("checkpoint", problems, str(path))
+            raise problems_error("checkpoint", problems, str(path), schema)
         return SafetensorsSource(files, schema, self._dialects)
 
 

@@ -57,10 +57,12 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
     return schema
 
 
-def problems_error(what: str, problems: Sequence[Problem], where: str | None = None) -> SchemaError:
+def problems_error(
+    what: str, problems: Sequence[Problem], where: str | None = None, schema: Schema | None = None
+) -> SchemaError:
     """Return the error that says how many problems there are, and each of them."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return SchemaError(f"{what}: {count}", problems=problems, where=where)
+    return SchemaError(f"{what}: {count}", problems=problems, where=where, schema=schema)
 
 
 def validate(  # noqa: PLR0913  # the contract's arguments

@@ -9,7 +9,7 @@ import torch
 from experts import E4M3, TORCHAO, modelopt_experts, random_bytes, refused, same_after_writing, stored, torchao_experts
 
 import q4core as q4
-from q4core.cli import main
+from q4_cli.app import run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ def test_convert_leaves_the_old_entry_of_experts_behind(name: str, tmp_path: Pat
     tensors, metadata, values = torchao_experts(TORCHAO[1], name=name)
     path = stored(tmp_path / "x.safetensors", tensors, {**metadata, "author": "me"})
     out = tmp_path / "y.safetensors"
-    assert main(["convert", str(path), str(out), "--dialect", TORCHAO[0].name]) == 0
+    assert run(["convert", str(path), str(out), "--dialect", TORCHAO[0].name]) == 0
     again = q4.open(out)
     assert name not in again.metadata
     assert again.metadata["author"] == "me"

@@ -1,0 +1,28 @@
+"""The process of the ``q4`` command, and of ``python -m q4_cli``: what must be set before torch is loaded."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the ``q4`` command with the words of the process, and return its exit status.
+
+    Returns:
+        0 when all went well, 1 when nothing here can serve, 2 for bad input or usage, 70 for a fault of the program,
+        130 after Ctrl-C, 141 when the reader of the output went away.
+    """
+    # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    from q4_cli.app import run  # noqa: PLC0415  # loads torch, after the lines above
+
+    gc.freeze()  # what torch is made of ends with the process: a look through it for garbage takes long
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""``q4 bench``: how fast the selected paths run here, beside what a copy in memory reaches."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import torch
+import typer
+from rich.text import Text
+
+import q4core as q4
+from q4_cli import options
+from q4_cli.doctor_report import versions
+from q4_cli.opening import open_file
+from q4_cli.output import clean, open_output, print_table, say
+from q4_cli.timing import COLD_BYTES, copies_for, copy_bandwidth, require_right, time_calls
+from q4core.plugin_api import resolve_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import Console
+
+__all__ = ["bench"]
+
+_MOST_SECONDS = 3600.0
+_TITLES = ("layer", "path", "N×K", "M", "median", "p10 … p90", "GB/s", "of copy", "GFLOP/s")
+
+
+@attrs.frozen
+class _Subject:
+    """One kind of layer to measure: a representative, and how many are like it."""
+
+    name: str
+    weight: q4.PackedWeight
+    count: int
+
+
+def bench(  # noqa: PLR0913  # one argument per option
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="A checkpoint, or use --shape.")] = None,
+    *,
+    shape: Annotated[str | None, typer.Option("--shape", metavar="NxK", help="A made-up weight of this shape.")] = None,
+    format: Annotated[  # noqa: A002  # the option's name
+        str | None, typer.Option("--format", metavar="FORMAT", help="With --shape: nf4, nvfp4, q4_0, …")
+    ] = None,
+    layer: Annotated[str | None, typer.Option("--layer", metavar="NAME", help="Only this layer of FILE.")] = None,
+    m: Annotated[str, typer.Option("--m", metavar="LIST", help="Rows of x, with commas between.")] = "1,8,64",
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="For each measurement.")] = 1.0,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Let caches hold the weight; else it comes from memory.")
+    ] = False,
+    device: options.Device = None,
+    backend: options.Backend = None,
+    compute_path: options.ComputePath = None,
+    dtype: options.Dtype = None,
+    precision: options.Precision = None,
+    dialect: options.Dialect = None,
+    as_json: options.Json = False,
+) -> None:
+    """Time the paths that would serve, after checking what they compute."""
+    rows = options.parse_rows_list(m)
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise q4.ConfigError("option", name="--seconds", rule=f"above 0 and at most {_MOST_SECONDS:.0f}", value=seconds)
+    asked = options.make_config(
+        device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
+    )
+    config = q4.resolve_config(asked)
+    with open_output(as_json=as_json) as output, contextlib.ExitStack() as stack:
+        subjects = _subjects(stack, file, shape, format, layer, dialect, (rows[0], rows[-1]))
+        where = resolve_device(config, torch.device("cpu"))
+        results: list[dict[str, Any]] = []
+        with output.progress("measuring", len(subjects) * len(rows) + 1) as step:
+            bandwidth = copy_bandwidth(where, min(1.0, seconds))
+            step("copy")
+            for subject in subjects:
+                results += _measure(subject, config, rows, seconds, bandwidth, step, cold=not warm)
+        record = {
+            "versions": versions(q4.default_registry()),
+            "machine": q4.machine_facts(),
+            "config": config,
+            "seconds": seconds,
+            "rotated_bytes": None if warm else COLD_BYTES,
+            "copy_bytes_per_s": round(bandwidth),
+            "results": results,
+        }
+        output.answer(record, lambda console: _show(console, record))
+
+
+def _subjects(  # noqa: PLR0913  # the facts of one question
+    stack: contextlib.ExitStack,
+    file: str | None,
+    shape: str | None,
+    format_name: str | None,
+    layer: str | None,
+    dialect: str | None,
+    m: tuple[int, int],
+) -> list[_Subject]:
+    if (file is None) == (shape is None):
+        value = "both" if file is not None else "neither"
+        raise q4.ConfigError("q4 bench", name="FILE, --shape", rule="given as exactly one of the two", value=value)
+    if shape is not None:
+        if layer is not None or dialect is not None:
+            raise q4.ConfigError("q4 bench", name="--layer, --dialect", rule="used with FILE", value="with --shape")
+        if format_name is None:
+            raise q4.ConfigError("q4 bench", name="--format", rule="given with --shape", value=None)
+        return [_made_up(options.parse_shape(shape), format_name)]
+    if format_name is not None:
+        raise q4.ConfigError(
+            "q4 bench", name="--format", rule="used with --shape; a FILE has its own", value=format_name
+        )
+    assert file is not None  # noqa: S101  # told apart above, for the type checker
+    checkpoint = stack.enter_context(open_file(file, dialect=dialect))
+    if layer is not None:
+        try:
+            return [_Subject(layer, checkpoint[layer], 1)]
+        except KeyError as error:
+            message = str(error.args[0])
+            raise q4.CheckpointError(
+                "q4 bench", name="--layer", rule="one of the file", value=layer, hint=message
+            ) from None
+    kinds: dict[q4.Request, list[str]] = {}
+    for name in checkpoint:
+        kinds.setdefault(q4.Request.for_weight(checkpoint[name], m=m), []).append(name)
+    if not kinds:
+        raise q4.CheckpointError("q4 bench", name="FILE", rule="a file with a 4-bit layer", value="none", where=file)
+    return [_Subject(names[0], checkpoint[names[0]], len(names)) for names in kinds.values()]
+
+
+def _made_up(shape: tuple[int, int], format_name: str) -> _Subject:
+    available = q4.machine_facts().memory_available_bytes
+    needed = 12 * shape[0] * shape[1]
+    if available is not None and needed > available:
+        rule = f"small enough to be quantised here ({available:,} bytes of memory are free)"
+        raise q4.ConfigError("option", name="--shape", rule=rule, value=f"{shape[0]}x{shape[1]}")
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(shape, generator=generator) * 0.02
+    name = f"{format_name}-{shape[0]}x{shape[1]}"
+    return _Subject(name, q4.quantize(dense, format_name, name=name), 1)
+
+
+def _measure(  # noqa: PLR0913  # the facts of one measurement
+    subject: _Subject,
+    config: q4.SessionConfig,
+    rows: Sequence[int],
+    seconds: float,
+    bandwidth: float,
+    step: Callable[[str], None],
+    *,
+    cold: bool,
+) -> Iterator[dict[str, Any]]:
+    weight = subject.weight
+    copies = copies_for(weight.nbytes, cold=cold)
+    with q4.Session(config) as session:
+        span = (rows[0], rows[-1])
+        layers = [session.linear(weight, name=subject.name, m=span)]
+        layers += [session.linear(weight.contiguous(), name=subject.name, m=span) for _ in range(copies - 1)]
+        record = layers[0].diagnostics()
+        for count in rows:
+            path = next(s.path for s in record.segments if s.low <= count and (s.high is None or count <= s.high))
+            ratio = require_right(layers[0], weight, path, count)
+            timing = time_calls(_calls(layers, weight, count), layers[0].device, seconds)
+            second = timing.median_us * 1e-6
+            yield {
+                "layer": subject.name,
+                "layers_like_it": subject.count,
+                "format": weight.format.name,
+                "shape": weight.shape,
+                "packed_bytes": weight.nbytes,
+                "m": count,
+                "device": record.device,
+                "dtype": record.dtype,
+                "backend": record.backend,
+                "path": path.name,
+                "kind": path.kind,
+                "precision": path.precision,
+                "copies": copies,
+                "error_over_bound": ratio,
+                "median_us": timing.median_us,
+                "p10_us": timing.quantile_us(0.1),
+                "p90_us": timing.quantile_us(0.9),
+                "packed_bytes_per_s": round(weight.nbytes / second),
+                "share_of_copy": round(weight.nbytes / second / bandwidth, 4),
+                "flop_per_s": round(2 * count * weight.out_features * weight.in_features / second),
+                "samples_us": timing.samples_us,
+            }
+            step(subject.name)
+
+
+def _calls(layers: Sequence[q4.Q4Linear], weight: q4.PackedWeight, rows: int) -> list[Callable[[], Any]]:
+    device, dtype = layers[0].device, layers[0].dtype
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, weight.in_features, generator=generator).to(device, dtype)
+    out = torch.empty(rows, weight.out_features, device=device, dtype=dtype)
+    return [lambda layer=layer: layer(x, out=out) for layer in layers]  # type: ignore[misc]
+
+
+def _show(console: Console, record: Mapping[str, Any]) -> None:
+    rows = []
+    for item in record["results"]:
+        like = f" (×{item['layers_like_it']})" if item["layers_like_it"] > 1 else ""
+        rows.append(
+            [
+                f"{item['layer']}{like}",
+                f"{item['backend']}/{item['path']}",
+                f"{item['shape'][0]}×{item['shape'][1]}",
+                str(item["m"]),
+                _time(item["median_us"]),
+                f"{_time(item['p10_us'])} … {_time(item['p90_us'])}",
+                f"{item['packed_bytes_per_s'] / 1e9:.2f}",
+                f"{100 * item['share_of_copy']:.1f} %",
+                f"{item['flop_per_s'] / 1e9:.1f}",
+            ]
+        )
+    print_table(console, _TITLES, rows, left=2)
+    machine = record["machine"]
+    head = record["results"][0]
+    source = "from caches where they hold it" if record["rotated_bytes"] is None else "from memory"
+    console.print()
+    text = (
+        f"{head['device']}, x {head['dtype']}, {machine.torch_threads} threads, {machine.processor}; "
+        f"a copy moves {record['copy_bytes_per_s'] / 1e9:.1f} GB/s (read + written). "
+        f"GB/s counts the packed weight, read once per call {source}. Every answer was checked first."
+    )
+    say(console, Text(clean(text), style="dim"))
+
+
+def _time(microseconds: float) -> str:
+    if microseconds < 1000:  # noqa: PLR2004  # µs, ms, s
+        return f"{microseconds:.1f} µs"
+    return f"{microseconds / 1e3:.2f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.2f} s"  # noqa: PLR2004

@@ -1,0 +1,96 @@
+"""``q4 convert``: the same codes and scales in another dialect, exactly or not at all."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+import q4core as q4
+from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
+from q4_cli.opening import open_file, require_readable
+from q4_cli.output import bytes_text, clean, counted, open_output, say
+from q4_cli.writing import Target, parse_size
+from q4core.plugin_api import find_dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import Console
+
+__all__ = ["convert"]
+
+
+def convert(  # noqa: PLR0913  # one argument per option
+    source: Annotated[str, typer.Argument(metavar="IN", help="A packed checkpoint of any dialect.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors, or a folder.")],
+    *,
+    dialect: Annotated[str, typer.Option("--dialect", metavar="NAME", help="The dialect to write.")],
+    read_as: Annotated[
+        str | None, typer.Option("--from", metavar="NAME", help="How to read keys that several dialects use.")
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Allow the nearest scales where exact ones can't be written.")
+    ] = False,
+    shard_size: Annotated[
+        str | None, typer.Option("--shard-size", metavar="SIZE", help="Split a folder's weights, such as 5GB.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Store a packed checkpoint in another dialect of its format; codes and scales stay exactly what they are."""
+    started = time.perf_counter()
+    with open_output(as_json=as_json) as output:
+        chosen = find_dialect(dialect, q4.dialects())
+        shard_bytes = None if shard_size is None else parse_size(shard_size)
+        with open_file(source, dialect=read_as) as checkpoint:
+            target = Target.check(out, checkpoint.path, force=force)
+            require_readable(checkpoint, "q4 convert")
+            _require_layers(checkpoint)
+            before = checkpoint.schema
+            target.write(
+                checkpoint,
+                checkpoint.dense,
+                checkpoint,
+                dialect=chosen.name,
+                max_shard_bytes=shard_bytes,
+                lossy=lossy,
+            )
+        record: dict[str, Any] = {
+            "in": source,
+            "out": out,
+            "from": list(before.dialects),
+            "dialect": chosen.name,
+            "lossy": lossy,
+            "layers": [
+                {"name": name, "format": layer.format, "from": layer.dialect} for name, layer in before.layers.items()
+            ],
+            "dense_tensors": len(before.dense),
+            "bytes_before": sum(layer.nbytes or 0 for layer in before.layers.values()),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        output.answer(record, lambda console: _show(console, record))
+
+
+def _require_layers(checkpoint: q4.Checkpoint) -> None:
+    if not len(checkpoint):
+        hint = "Use `q4 quantize` to pack a dense checkpoint."
+        raise q4.CheckpointError(
+            "q4 convert",
+            name="IN",
+            rule="a checkpoint with packed layers",
+            value="none",
+            where=str(checkpoint.path),
+            hint=hint,
+        )
+
+
+def _show(console: Console, record: Mapping[str, Any]) -> None:
+    text = (
+        f"{counted(len(record['layers']), 'layer')} from {', '.join(record['from'])} to {record['dialect']} "
+        f"({bytes_text(record['bytes_before'])}), {counted(record['dense_tensors'], 'dense tensor')} unchanged; "
+        f"{record['seconds']:.1f} s → {record['out']}"
+    )
+    say(console, Text(clean(text), style="bold"))

@@ -1,0 +1,221 @@
+"""``q4 doctor``: versions, devices, plugins with state and error, and what each backend can do here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+
+import q4core as q4
+from q4_cli import options
+from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
+from q4_cli.output import bytes_text, clean, open_output, path_text, say, withheld_lines
+from q4core.memory import availability
+from q4core.plugin_api import resolve_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rich.console import Console
+
+__all__ = ["doctor"]
+
+_LABEL = 18
+_STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow", "unknown": "red"}
+_WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no", "red")}
+
+
+def doctor(
+    *,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a plugin is broken.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show what is installed, what this machine has, and what each backend can do with each format here."""
+    with open_output(as_json=as_json) as output:
+        config = options.make_config(device=device, dtype=dtype)
+        registry = q4.default_registry()
+        facts = q4.machine_facts()
+        devices = _devices(facts, config, asked=device not in {None, "auto"})
+        verdicts = survey_backends(registry, devices, config.compute_dtype)
+        variables, problems = environment_facts()
+        problems += unknown_formats(registry)
+        record: dict[str, Any] = {
+            "versions": versions(registry),
+            "machine": facts,
+            "plugins": registry.records(),
+            "formats": sorted(registry.formats()),
+            "dialects": sorted(item.name for item in q4.dialects()),
+            "checkpoint_readers": sorted({"safetensors", *(reader.name for reader in registry.checkpoint_readers())}),
+            "memory_providers": [provider.name for provider in registry.memory_providers()],
+            "memory": _memory(registry, devices),
+            "backends": _backends(registry),
+            "verdicts": verdicts,
+            "environment": variables,
+        }
+        # Last, when every hook has been asked.
+        broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
+        record |= {"plugin_errors": broken, "problems": [*problems, *broken]}
+        output.answer(record, lambda console: _show(console, record, facts))
+        if strict and broken:
+            raise typer.Exit(1)
+
+
+def _devices(facts: q4.MachineFacts, config: q4.SessionConfig, *, asked: bool) -> list[torch.device]:
+    if asked:
+        return [resolve_device(config, torch.device("cpu"))]
+    return [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
+
+
+def _memory(registry: q4.Registry, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
+    """Return what each provider of unified memory says of each device."""
+    answers = [
+        (provider.name, str(device), availability(provider, device))
+        for provider in registry.memory_providers()
+        for device in devices
+    ]
+    return [
+        {
+            "provider": name,
+            "device": device,
+            "is_available": answer.is_available,
+            "reason": answer.reason,
+            "attributes": answer.attributes,
+        }
+        for name, device, answer in answers
+    ]
+
+
+def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
+    serving = [
+        {
+            "name": name,
+            "state": "serves",
+            "api_version": backend.api_version,
+            "capabilities": backend.capabilities,
+        }
+        for name, backend in registry.backends().items()
+    ]
+    refused = [
+        {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
+        for item in registry.refused_backends()
+    ]
+    return [*serving, *refused]
+
+
+def _show(console: Console, record: Mapping[str, Any], facts: q4.MachineFacts) -> None:
+    _heading(console, "Versions")
+    _lines(console, record["versions"].items())
+    _heading(console, "Machine")
+    _lines(console, _machine_lines(facts))
+    _heading(console, "Plugins")
+    _show_plugins(console, record)
+    _show_verdicts(console, record)
+    if record["environment"]:
+        _heading(console, "Environment")
+        _lines(console, record["environment"].items())
+    broken = sum(1 for plugin in record["plugins"] if plugin.errors)
+    for problem in record["problems"][: len(record["problems"]) - len(record["plugin_errors"])]:
+        say(console, Text(clean(problem), style="red"), label=Text("problem ", style="red"))
+    if broken:
+        say(console, Text(f"{broken} of {len(record['plugins'])} plugins broken, see above", style="bold red"))
+    elif not record["problems"]:
+        console.print()
+        say(console, Text("No problems", style="bold green"))
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    say(console, Text(text, style="bold"))
+
+
+def _lines(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    listed = [(clean(name), clean(value)) for name, value in rows]
+    width = max([_LABEL, *(len(name) for name, _ in listed)])
+    for name, value in listed:
+        say(console, value, label=f"  {name:<{width}}  ")
+
+
+def _machine_lines(facts: q4.MachineFacts) -> list[tuple[str, str]]:
+    rows = [
+        ("system", f"{facts.system}, {facts.machine}"),
+        ("processor", f"{facts.processor} ({facts.cpu_count} CPUs, {facts.torch_threads} torch threads)"),
+        ("features", " ".join(facts.cpu_features) or "none known"),
+    ]
+    if facts.memory_available_bytes is not None:
+        rows.append(("memory", f"{bytes_text(facts.memory_available_bytes)} available"))
+    if not facts.cuda_devices:
+        built = f"torch is built for CUDA {facts.cuda_version}" if facts.cuda_version else "torch is built without CUDA"
+        rows.append(("cuda", f"no device ({built})"))
+    return [*rows, *((f"cuda:{item.index}", _describe_cuda(item)) for item in facts.cuda_devices)]
+
+
+def _describe_cuda(item: Any) -> str:
+    version = ".".join(map(str, item.capability))
+    end = ", integrated" if item.is_integrated else ""
+    return f"{item.name}, compute capability {version}, {bytes_text(item.total_memory_bytes)}{end}"
+
+
+def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
+    if not record["plugins"]:
+        say(console, Text("none: not even the reference; pip install q4-dequant-fallback", style="red"), label="  ")
+    width = max([_LABEL, *(len(clean(plugin.name)) for plugin in record["plugins"])])
+    for plugin in record["plugins"]:
+        style = "red" if plugin.errors else _STATE_STYLES[plugin.state]
+        state = Text.assemble((f"{plugin.state:<8}", style), f"  {clean(plugin.source)}")
+        say(console, state, label=f"  {clean(plugin.name):<{width}}  ")
+        for error in plugin.errors:
+            say(console, Text(clean(error), style="red"), label=" " * (width + 4))
+    kinds = ("dialects", "checkpoint_readers", "memory_providers")
+    _lines(console, [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
+    for item in record["memory"]:
+        word = "unified memory" if item["is_available"] else "no unified memory"
+        text = f"{word} for {item['device']}: {item['reason']}"
+        say(console, clean(text), label=f"  {clean(item['provider']):<{_LABEL}}  ")
+
+
+def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
+    verdicts: Sequence[Mapping[str, Any]] = record["verdicts"]
+    for device in dict.fromkeys(item["device"] for item in verdicts):
+        here = [item for item in verdicts if item["device"] == device]
+        _heading(console, f"What runs on {device} (a 4096×4096 layer, x {here[0]['dtype']})")
+        for backend in dict.fromkeys(item["backend"] for item in here):
+            _show_backend(console, backend, [item for item in here if item["backend"] == backend])
+    if not verdicts:
+        say(console, Text("No backend may serve", style="bold red"))
+    failed = {plugin.name for plugin in record["plugins"] if plugin.state == "failed"}
+    for item in record["backends"]:
+        if item["state"] == "refused" and item["name"] not in failed:
+            text = Text(f"refused: {clean(item['reason'])}", style="red")
+            say(console, text, label=f"  {clean(item['name'])}  ")
+
+
+def _show_backend(console: Console, backend: str, verdicts: Sequence[Mapping[str, Any]]) -> None:
+    """Print what one backend does on one device, formats with the same answer together."""
+    states = ", ".join(
+        dict.fromkeys(item["native_load_state"] for item in verdicts if item["native_load_state"] != "not asked")
+    )
+    say(console, Text.assemble((clean(backend), "bold"), f"  {clean(states)}"), label="  ")
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for item in verdicts:
+        told = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
+        groups.setdefault(repr((item["serves"], item["paths"], told, item["withheld"])), []).append(item)
+    for group in groups.values():
+        head = group[0]
+        word, style = _WORDS[head["serves"]]
+        say(console, clean(" ".join(item["format"] for item in group)), label=Text(f"    {word:<7}", style=style))
+        for path in head["paths"]:
+            say(console, path_text(path), label=" " * 11)
+        for name, why in withheld_lines(head["withheld"]):
+            say(console, Text(clean(why), style="dim"), label=Text(f"{' ' * 11}{clean(name)}  ", style="yellow"))
+        for reason in head["reasons"]:
+            message = _general(reason["message"], head) if len(group) > 1 else reason["message"]
+            say(console, Text(clean(message), style="dim"), label=Text(f"{' ' * 11}{reason['code']}: ", style="dim"))
+
+
+def _general(message: str, verdict: Mapping[str, Any]) -> str:
+    """Return a reason without the format's own name, so that equal reasons are told once."""
+    return message.replace(repr(verdict["format"]), "…")

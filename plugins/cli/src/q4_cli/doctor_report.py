@@ -1,0 +1,176 @@
+"""What ``q4 doctor`` finds out: versions, variables, and what each backend can do with each format here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from q4core.memory import is_turned_off
+from q4core.plugin_api import closest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["environment_facts", "representative_request", "survey_backends", "unknown_formats", "versions"]
+
+VARIABLES = (
+    "Q4_BACKEND",
+    "Q4_COMPUTE_PATH",
+    "Q4_DEBUG",
+    "Q4_DEVICE",
+    "Q4_DISABLE_PLUGINS",
+    "Q4_DISABLE_UM",
+    "Q4_LOG",
+    "Q4_PLUGINS",
+    "Q4_PLUGIN_MODULES",
+    "Q4_UNIFIED_MEMORY",
+)
+_SIZE = 4096
+_LIBRARIES = ("attrs", "pluggy", "safetensors", "structlog", "typer", "rich")
+
+
+def versions(registry: q4.Registry) -> dict[str, str]:
+    """Return name → version of Python, q4core, torch, the libraries of the core, and the plugins' distributions."""
+    found = {"python": platform.python_version(), "q4core": q4.__version__, "torch": str(torch.__version__)}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            is_there = importlib.util.find_spec(name) is not None
+            found[name] = "not a distribution" if is_there else "not installed"
+    for record in registry.records():
+        distribution, _, version = record.source.partition(" ")
+        if version:
+            found[distribution] = version
+    return found
+
+
+def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
+    """Return the ``Q4_*`` variables that are set, and what is wrong with them."""
+    variables = os.environ if environment is None else environment
+    found = {name: variables[name] for name in sorted(variables) if name.startswith("Q4_")}
+    problems = []
+    for name in sorted(found.keys() - set(VARIABLES)):
+        close = closest_name(name, VARIABLES)
+        meant = f"; did you mean {close}?" if close else ""
+        problems.append(f"nothing here reads the environment variable {name}{meant}")
+    for resolve in (q4.resolve_config, is_turned_off):
+        try:
+            resolve(environment=variables)
+        except q4.ConfigError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def unknown_formats(registry: q4.Registry) -> list[str]:
+    """Return a line for each format that a backend declares and nobody brings: a typo, or a plugin is missing."""
+    known = sorted(registry.formats())
+    problems = []
+    for backend, item in registry.backends().items():
+        for name in sorted(item.capabilities.formats - {q4.EVERY_FORMAT, *known}):
+            close = closest_name(name, known)
+            meant = f"did you mean {close!r}? " if close else ""
+            found = f"backend {backend!r} declares format {name!r}, and none of that name is known"
+            problems.append(f"{found}; {meant}there are: {', '.join(known)}")
+    return problems
+
+
+def representative_request(kind: q4.Format, device: torch.device, dtype: torch.dtype) -> q4.Request:
+    """Return the request that a 4096×4096 layer of a format makes, packed and scaled as the reference codec does it."""
+    block = kind.block_size
+    facts: dict[str, Any] = {
+        "out_features": _SIZE,
+        "in_features": -(-_SIZE // block) * block,
+        "device": device,
+        "dtype": dtype,
+        "out_dtype": dtype,
+    }
+    try:
+        weight = q4.quantize(torch.linspace(-1, 1, 2 * block).reshape(2, block), kind)
+        return attrs.evolve(q4.Request.for_weight(weight), **facts)
+    except q4.Q4Error:  # a plugin's format, which the reference codec can't make
+        features = {q4.Feature.OFFSET: kind.has_offset, q4.Feature.ZERO_POINT: kind.form is q4.Form.INTEGER}
+        return q4.Request(
+            format=kind,
+            scale_kind=min(kind.scale_kinds, key=lambda item: (item is not q4.ScaleKind.PLAIN, item.value)),
+            packing=kind.default_packing(),
+            block_size=block,
+            features=frozenset(name for name, has in features.items() if has),
+            **facts,
+        )
+
+
+def survey_backends(
+    registry: q4.Registry, devices: Iterable[torch.device], dtype: torch.dtype | None
+) -> list[dict[str, Any]]:
+    """Return what each backend does with each format on each device.
+
+    Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
+    paths by M, the reasons why not (or why not for every M), and the kernels that are withheld.
+
+    Args:
+        registry: The plugins.
+        devices: Where to compute.
+        dtype: dtype of x; float32 on the CPU and bfloat16 elsewhere unless given.
+    """
+    return [
+        _verdict(registry, backend, representative_request(kind, device, dtype or _usual_dtype(device)))
+        for device in devices
+        for backend in registry.backends()
+        for kind in registry.formats().values()
+    ]
+
+
+def _usual_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _verdict(registry: q4.Registry, backend: str, request: q4.Request) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "device": str(request.device),
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "format": request.format.name,
+        "backend": backend,
+        "serves": "none",
+        "native_load_state": "not asked",
+        "paths": [],
+        "reasons": [],
+        "withheld": [],
+    }
+    config = q4.SessionConfig(backend=backend, device=str(request.device), compute_path="auto", gradients=False)
+    try:
+        selection = q4.select(request, config, registry=registry).to_dict()
+        return record | {"serves": "all"} | {key: selection[key] for key in ("native_load_state", "paths", "withheld")}
+    except (q4.BackendError, q4.PolicyConflictError) as error:
+        own = [item.to_dict() for item in getattr(error, "rejections", ()) if item.backend == backend]
+        record["reasons"] = [reason for item in own for reason in item["reasons"]]
+        record["reasons"] = record["reasons"] or [{"code": error.code, "domain": "policy", "message": str(error)}]
+        record["native_load_state"] = own[0]["native_load_state"] if own else "not asked"
+    if any(item["code"] == q4.ReasonCode.SHAPE.value and "M in" in item["message"] for item in record["reasons"]):
+        _add_some_rows(record, request, config, registry)
+    return record
+
+
+def _add_some_rows(
+    record: dict[str, Any], request: q4.Request, config: q4.SessionConfig, registry: q4.Registry
+) -> None:
+    """Add the paths of a backend that serves some numbers of rows only, as seen from M = 1, 2, 4 … 65536."""
+    paths: dict[str, Any] = {}
+    withheld: dict[str, Any] = {}
+    for rows in (1 << power for power in range(17)):
+        try:
+            selection = q4.select(attrs.evolve(request, m=(rows, rows)), config, registry=registry)
+        except (q4.BackendError, q4.PolicyConflictError):
+            continue
+        found = selection.to_dict()
+        paths[selection.path.name] = found["paths"][0] | {"m": list(selection.path.m)}
+        withheld |= {item["name"]: item for item in found["withheld"]}
+    if paths:
+        record |= {"serves": "some", "paths": [*paths.values()], "withheld": [*withheld.values()]}

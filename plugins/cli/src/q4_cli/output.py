@@ -1,0 +1,227 @@
+"""The one place that decides what goes where: tables on a terminal, or exactly one JSON document alone on stdout.
+
+Progress, warnings, logs and whatever a library prints go to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+import attrs
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "Output",
+    "bytes_text",
+    "clean",
+    "counted",
+    "make_console",
+    "open_output",
+    "path_text",
+    "print_table",
+    "say",
+    "to_plain",
+    "warnings_on_stderr",
+    "withheld_lines",
+]
+
+_PIPE_WIDTH = 1 << 14
+"""Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
+_MOST_ROWS = 2000
+"""rich takes a second for so many."""
+
+
+class _Console(Console):
+    """A console that lets a broken pipe through, for ``run`` to end quietly."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Tell ``run`` about it."""
+        raise BrokenPipeError
+
+
+def make_console(file: TextIO) -> Console:
+    """Return a console on a stream; plain where that is no terminal, and without any style under ``NO_COLOR``."""
+    system: Any = None if os.environ.get("NO_COLOR") else "auto"
+    console = _Console(file=file, markup=False, highlight=False, emoji=False, legacy_windows=False, color_system=system)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def say(console: Console, text: Text | str, *, label: Text | str = "") -> None:
+    """Print a line; where the terminal is narrow it breaks between words, and goes on under its own beginning."""
+    head = label if isinstance(label, Text) else Text(label)
+    if not head:
+        console.print(text if isinstance(text, Text) else Text(text))
+        return
+    line = Table.grid(padding=0)
+    line.add_column(no_wrap=True, width=head.cell_len)
+    line.add_column(overflow="fold")
+    line.add_row(head, text if isinstance(text, Text) else Text(text))
+    console.print(line)
+
+
+def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> None:
+    """Print rows under headings; in a narrow terminal the first column breaks into lines, and the others are cut.
+
+    Args:
+        console: Where to.
+        titles: The headings.
+        rows: A text for each heading.
+        left: How many columns, from the first, are aligned on the left.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, title in enumerate(titles):
+        side: Any = "left" if index < left else "right"
+        table.add_column(title, justify=side, overflow="ellipsis" if index else "fold", no_wrap=index > 0)
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(*(Text(clean(cell)) for cell in row))
+    console.print(table)
+    if len(rows) > _MOST_ROWS:
+        console.print(Text(f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", style="dim"))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 layer``, ``2 layers``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def bytes_text(count: int) -> str:
+    """Return a number of bytes for people, in binary units."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004  # binary units
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def path_text(path: Mapping[str, Any]) -> Text:
+    """Return one path as a line: M, name, kind, precision, tier, standing."""
+    low, high = path["m"]
+    span = f"M {low}…{'∞' if high is None else high}"
+    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}, {path['standing']}"
+    return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
+
+
+def withheld_lines(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Return a line for each reason of each withheld path: which one, and why."""
+    for item in items:
+        for reason in item["reasons"]:
+            yield f"withheld {item['name']} ({item['precision']})", f"{reason['code']}: {reason['message']}"
+
+
+def clean(text: object) -> str:
+    """Return text with control characters written out: a name in a file must not steer the terminal."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in str(text)
+    )
+
+
+def to_plain(value: Any) -> Any:  # noqa: PLR0911  # one line per kind of value
+    """Return plain lists, texts and numbers, ready for JSON; what JSON can't say (NaN, infinity) becomes None."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, enum.Enum):
+        return to_plain(value.value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (torch.device, PurePath)):
+        return str(value)
+    if attrs.has(type(value)):
+        return {field.name: to_plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted((to_plain(item) for item in value), key=str)
+    if isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor)):
+        return [to_plain(item) for item in value]
+    return str(value)
+
+
+class Output:
+    """Where one command writes.
+
+    Args:
+        file: The real stdout.
+        as_json: Whether the answer is a JSON document.
+    """
+
+    def __init__(self, file: TextIO, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._file = file
+        self._side = make_console(sys.stderr)
+
+    def answer(self, record: Mapping[str, Any], show: Callable[[Console], None]) -> None:
+        """Write the command's answer: ``record`` as JSON, or what ``show`` prints."""
+        if self.as_json:
+            # ASCII escapes are valid whatever the encoding of the pipe, and whatever a file name holds.
+            self._file.write(json.dumps(to_plain(record), indent=2, allow_nan=False) + "\n")
+            self._file.flush()
+        else:
+            show(make_console(self._file))
+
+    def note(self, text: str) -> None:
+        """Write a line for people to stderr."""
+        self._side.print(Text(clean(text), style="dim"))
+
+    @contextlib.contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
+        """Show a progress bar on stderr where that is a terminal; call what it gives after each step, with a name."""
+        if not self._side.is_terminal:
+            yield lambda _: None
+            return
+        bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[item]}", markup=False, style="dim"),
+            console=self._side,
+            transient=True,
+        )
+        with bar:
+            task = bar.add_task(label, total=total, item="")
+            yield lambda item: bar.update(task, advance=1, item=clean(item))
+
+
+@contextlib.contextmanager
+def open_output(*, as_json: bool) -> Iterator[Output]:
+    """Give a command its output; under ``--json`` whatever else is printed to stdout goes to stderr meanwhile."""
+    output = Output(sys.stdout, as_json=as_json)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield output
+
+
+@contextlib.contextmanager
+def warnings_on_stderr(*hidden: type[Warning]) -> Iterator[None]:
+    """Show warnings as one clean line on stderr instead of a line of source code, but for the hidden kinds."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if not issubclass(category, hidden):
+            say(make_console(sys.stderr), clean(message), label=Text("warning ", style="yellow"))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

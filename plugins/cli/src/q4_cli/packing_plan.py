@@ -1,0 +1,187 @@
+"""Which tensors ``q4 quantize`` packs, and how: by name, rank and dtype, and by what the dialect can hold."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+import q4core as q4
+from q4core.plugin_api import closest_name, find_dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Kept", "Recipe", "make_recipe", "split_tensors"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_EMBEDDINGS = ("*embed*", "*embd*", "*wte*", "*wpe*")
+_PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
+_KINDS = (
+    q4.ScaleKind.E4M3_MUL,
+    q4.ScaleKind.E4M3_DIV,
+    q4.ScaleKind.E8M0,
+    q4.ScaleKind.PLAIN,
+    q4.ScaleKind.E4M3,
+    q4.ScaleKind.DOUBLE_QUANT,
+)
+"""In this order they are tried: those with the smaller error first."""
+_PROBE_ROWS = 128
+_PROBE_COLUMNS = 1024
+
+
+@attrs.frozen(kw_only=True)
+class Kept:
+    """A tensor that stays dense.
+
+    Args:
+        name: Its name.
+        reason: Why.
+        nbytes: Its bytes.
+        notable: Whether one would expect it packed, so that people should be told.
+    """
+
+    name: str
+    reason: str
+    nbytes: int
+    notable: bool
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """How each tensor is packed."""
+
+    format: q4.Format
+    dialect: q4.Dialect
+    block_size: int
+    scale_kind: q4.ScaleKind
+    symmetric: bool
+
+
+def _is_match(name: str, pattern: str) -> bool:
+    module = name.removesuffix(".weight")
+    return any(fnmatch.fnmatchcase(text, pattern) for text in (name, module, module.rpartition(".")[2]))
+
+
+def split_tensors(
+    infos: Mapping[str, q4.TensorInfo], *, skip: Sequence[str] = (), include: Sequence[str] = ()
+) -> tuple[list[str], list[Kept], list[str]]:
+    """Return the names to pack, the tensors to keep with the reasons, and the patterns that match nothing.
+
+    Args:
+        infos: Name → dtype and shape.
+        skip: Globs over the name, the module or its last part; they win over ``include``.
+        include: Globs of embeddings to pack too.
+    """
+    chosen: list[str] = []
+    kept: list[Kept] = []
+    for name, info in infos.items():
+        reason, notable = _reason(name, info, skip, include)
+        if reason is None:
+            chosen.append(name)
+        else:
+            kept.append(Kept(name=name, reason=reason, nbytes=info.nbytes, notable=notable))
+    idle = [pattern for pattern in (*skip, *include) if not any(_is_match(name, pattern) for name in infos)]
+    return chosen, kept, idle
+
+
+def _reason(name: str, info: q4.TensorInfo, skip: Sequence[str], include: Sequence[str]) -> tuple[str | None, bool]:
+    asked = any(_is_match(name, pattern) for pattern in include)
+    if not name.endswith(".weight") or name == ".weight":
+        return "not named <module>.weight", asked
+    if len(info.shape) != 2 or 0 in info.shape:  # noqa: PLR2004  # a matrix
+        return f"of shape {list(info.shape)}, not a matrix", asked
+    if info.dtype not in _FLOATS:
+        return f"of dtype {str(info.dtype).removeprefix('torch.')}", True
+    for pattern in skip:
+        if _is_match(name, pattern):
+            return f"matches --skip {pattern!r}", True
+    if not asked and any(_is_match(name, pattern) for pattern in _EMBEDDINGS):
+        return "an embedding (--include packs it)", True
+    return None, False
+
+
+def make_recipe(  # noqa: PLR0913  # one argument per wish
+    format_name: str,
+    *,
+    dialect: str | None,
+    block_size: int | None,
+    scale_kind: str | None,
+    symmetric: bool,
+    formats: Mapping[str, q4.Format],
+) -> Recipe:
+    """Decide how to pack, before any work is done.
+
+    Where the scale kind is not given, it is the format's default, or the most exact one that the dialect writes.
+
+    Raises:
+        FormatError: The format, block size or scale kind is unknown or not legal.
+        DialectError: The dialect is unknown or can't hold the format; or no dialect can.
+    """
+    kind = formats.get(format_name.lower())
+    if kind is None:
+        close = closest_name(format_name.lower(), formats)
+        hint = f"Did you mean {close!r}?" if close else None
+        rule = f"one of {', '.join(sorted(formats))}"
+        raise q4.FormatError("q4 quantize", name="--format", rule=rule, value=format_name, hint=hint)
+    known = q4.dialects()
+    candidates = [find_dialect(dialect, known)] if dialect is not None else _writers(kind, known)
+    wanted = (
+        [_scale_kind(scale_kind)]
+        if scale_kind is not None
+        else [None, *(item for item in _KINDS if item in kind.scale_kinds)]
+    )
+    first: q4.Q4Error | None = None
+    for candidate in candidates:
+        for choice in wanted:
+            try:
+                return _try(kind, candidate, block_size, choice, symmetric=symmetric)
+            except q4.DialectError as error:
+                first = first or error
+    if first is not None:
+        raise first
+    hint = "Dialects that hold a format are listed by `q4 doctor --json`; GGUF files are read and not written."
+    raise q4.DialectError(
+        "q4 quantize", name="--format", rule="one that a dialect here writes", value=kind.name, hint=hint
+    )
+
+
+def _scale_kind(text: str) -> q4.ScaleKind:
+    for kind in q4.ScaleKind:
+        if kind.value == text.strip().lower().replace("-", "_"):
+            return kind
+    names = [kind.value for kind in q4.ScaleKind]
+    close = closest_name(text, names)
+    hint = f"Did you mean {close!r}?" if close else None
+    raise q4.ConfigError("option", name="--scale-kind", rule=f"one of {', '.join(names)}", value=text, hint=hint)
+
+
+def _writers(kind: q4.Format, known: Iterable[q4.Dialect]) -> list[q4.Dialect]:
+    """Return the dialects that write a format, the widest used first."""
+
+    def rank(item: q4.Dialect) -> tuple[int, str]:
+        places = [place for place, head in enumerate(_PREFERRED) if item.name.startswith(head)]
+        return (places[0] if places else len(_PREFERRED)), item.name
+
+    return sorted((d for d in known if kind.name in d.formats and type(d).write is not q4.Dialect.write), key=rank)
+
+
+def _try(
+    kind: q4.Format, dialect: q4.Dialect, block_size: int | None, scale_kind: q4.ScaleKind | None, *, symmetric: bool
+) -> Recipe:
+    """Pack and write a small made-up weight, so that what a dialect refuses is known before the work begins."""
+    block = kind.block_size if block_size is None else block_size
+    columns = max(_PROBE_COLUMNS, block) if block > 0 else _PROBE_COLUMNS
+    columns = -(-columns // max(1, block)) * max(1, block)
+    dense = torch.linspace(-1, 1, _PROBE_ROWS * columns).reshape(_PROBE_ROWS, columns)
+    weight = q4.quantize(dense, kind, block_size=block_size, scale_kind=scale_kind, symmetric=symmetric, name="probe")
+    dialect.write("probe", weight)
+    return Recipe(
+        format=kind,
+        dialect=dialect,
+        block_size=weight.block_size,
+        scale_kind=weight.scale_kind,
+        symmetric=symmetric,
+    )

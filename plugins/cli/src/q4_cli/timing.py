@@ -1,0 +1,148 @@
+"""Measures one layer honestly: the answer is checked first, and the weight comes from memory and not from a cache."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from q4core.plugin_api import decode_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["COLD_BYTES", "Timing", "copies_for", "copy_bandwidth", "require_right", "time_calls"]
+
+COLD_BYTES = 256 << 20
+"""Weights rotate through this much, more than the caches of all but the largest machines, as a model's layers do."""
+
+_COPY_BYTES = 256 << 20
+_MOST_COPIES = 64
+_CHECKED_ROWS = 256
+_MOST_SAMPLES = 5000
+_LEAST_SAMPLES = 5
+_WARM_UP = 2
+_PATIENCE_SECONDS = 2.0
+
+
+@attrs.frozen(kw_only=True)
+class Timing:
+    """Samples of one call, in microseconds."""
+
+    samples_us: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples_us)
+
+    def quantile_us(self, share: float) -> float:
+        """Return the sample below which ``share`` of them lie (nearest rank)."""
+        ordered = sorted(self.samples_us)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def copies_for(nbytes: int, *, cold: bool) -> int:
+    """Return how many copies of a weight to rotate through, within a quarter of the memory that is free."""
+    if not cold:
+        return 1
+    available = q4.machine_facts().memory_available_bytes or (4 << 30)
+    room = max(1, available // (8 * max(1, nbytes)))  # a copy and what is prepared from it
+    return int(min(_MOST_COPIES, room, max(1, -(-COLD_BYTES // max(1, nbytes)))))
+
+
+def copy_bandwidth(device: torch.device, seconds: float = 0.5) -> float:
+    """Return the bytes per second that a copy of a large tensor moves on a device, read and written bytes together."""
+    available = q4.machine_facts().memory_available_bytes or (4 << 30)
+    size = min(_COPY_BYTES, max(1 << 20, available // 8))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: target.copy_(source)], device, seconds)
+    return 2 * size / (timing.median_us * 1e-6)
+
+
+def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPath, rows: int) -> float:
+    """Compare a layer's answer for ``rows`` rows with float64 from the reference codec; return the worst error / bound.
+
+    The activations lie on the grid of the path's precision, so that quantising them loses nothing.
+
+    Raises:
+        BackendError: An element is outside the bound of float32 arithmetic, or not finite.
+    """
+    request_dtype = layer.dtype
+    scale = None if weight.activation_scale is None else float(weight.activation_scale)
+    precision, columns = path.precision, weight.in_features
+    x = q4.grid_activations(rows, columns, precision, dtype=request_dtype, seed=rows, activation_scale=scale)
+    with torch.no_grad():
+        y = layer(x.to(layer.device)).to("cpu", torch.float64)
+    count = min(weight.out_features, _CHECKED_ROWS)
+    chosen = torch.linspace(0, weight.out_features - 1, count, dtype=torch.float64).round().to(torch.int64).unique()
+    source = weight
+    if path.codebook is not None:
+        source = attrs.evolve(weight, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=weight.device))
+    dense = decode_rows(source, chosen, dtype=torch.float64).cpu()
+    exact = x.to(torch.float64)
+    reference = exact @ dense.T
+    bound = q4.error_bound(reference, exact.abs() @ dense.abs().T, weight.in_features, request_dtype)
+    error = (y[:, chosen] - reference).abs()
+    ratio = float((error / bound).nan_to_num(nan=float("inf")).where(error != 0, 0.0).max())
+    if not ratio <= 1:
+        raise q4.BackendError(
+            f"bench of {path.name}",
+            name="error",
+            rule="at most 1 × the bound of float32 arithmetic",
+            value=ratio,
+            hint="The path computes wrong numbers, so its speed says nothing. `q4 explain --prove` shows more.",
+        )
+    return ratio
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
+    """Call each in turn, round and round, and return how long each call took.
+
+    Args:
+        calls: At least one.
+        device: Where they compute; CUDA calls are timed by events on the current stream.
+        seconds: How long to measure, after the warm-up; at least five calls are measured, unless they take for ever.
+    """
+    with torch.no_grad():
+        for index in range(max(_WARM_UP, min(len(calls), 8))):
+            calls[index % len(calls)]()
+        if device.type == "cuda":
+            return _time_on_cuda(calls, device, seconds)
+        samples: list[float] = []
+        started = time.perf_counter()
+        while len(samples) < _MOST_SAMPLES:
+            before = time.perf_counter()
+            calls[len(samples) % len(calls)]()
+            after = time.perf_counter()
+            samples.append((after - before) * 1e6)
+            if _enough(len(samples), after - started, seconds):
+                break
+    return Timing(samples_us=tuple(round(sample, 3) for sample in samples))
+
+
+def _enough(count: int, elapsed: float, seconds: float) -> bool:
+    return elapsed >= seconds and (count >= _LEAST_SAMPLES or elapsed >= max(_PATIENCE_SECONDS, 10 * seconds))
+
+
+def _time_on_cuda(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
+    samples: list[float] = []
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    while len(samples) < _MOST_SAMPLES:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        marks[0].record()
+        for call, mark in zip(calls, marks[1:], strict=True):
+            call()
+            mark.record()
+        torch.cuda.synchronize(device)
+        samples += [1e3 * first.elapsed_time(last) for first, last in itertools.pairwise(marks)]
+        if _enough(len(samples), time.perf_counter() - started, seconds):
+            break
+    return Timing(samples_us=tuple(round(sample, 3) for sample in samples))

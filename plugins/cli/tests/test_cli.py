@@ -1,0 +1,199 @@
+"""The ``q4`` command itself: its options, its help, its plugins' commands and its documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import typer
+from commands import NF4, ROOT, answer, process, say
+from fakes import plugin
+from typer.testing import CliRunner
+
+import q4core as q4
+from q4_cli.app import build_app, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+# -- the command itself
+
+
+def test_version_names_what_matters() -> None:
+    """``--version`` says the versions of q4core, torch and Python on one line."""
+    result = CliRunner().invoke(build_app(q4.Registry([])), ["--version"])
+    assert result.exit_code == 0
+    assert result.output.count("\n") == 1
+    for version in (q4.__version__, torch.__version__, ".".join(map(str, sys.version_info[:3]))):
+        assert version in result.output
+
+
+def test_help_lists_every_command() -> None:
+    """``--help`` lists our commands and those that plugins bring."""
+    result = CliRunner().invoke(build_app(), ["--help"])
+    assert result.exit_code == 0
+    for command in ("doctor", "inspect", "explain", "quantize", "convert", "bench", "generate"):
+        assert command in result.output
+
+
+@pytest.mark.parametrize(("command", "distribution"), [("conform", "q4-conformance"), ("generate", "q4-nn")])
+def test_a_command_that_is_not_there_is_told_with_what_brings_it(
+    command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a documented command is missing, the hint says what to install, or where to look why that isn't loaded."""
+    monkeypatch.setattr("q4_cli.failure._is_installed", lambda name: name != distribution)
+    assert run([command, "x"], registry=q4.Registry([])) == 2
+    told = capsys.readouterr().err
+    assert f"No such command '{command}'" in told
+    assert f"pip install {distribution}" in told
+    assert "Did you mean" not in told
+    monkeypatch.setattr("q4_cli.failure._is_installed", lambda _: True)
+    assert run([command, "x"], registry=q4.Registry([])) == 2
+    told = capsys.readouterr().err
+    assert f"{distribution} brings it and is not loaded" in told
+    assert "q4 doctor" in told
+
+
+@pytest.mark.slow
+def test_the_command_says_nothing_of_numpy(tmp_path: Path) -> None:
+    """Without NumPy, which nothing here needs, torch's warning is left out, and other warnings are not."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    (tmp_path / "q4_warning.py").write_text(
+        "import warnings\nimport q4core\nwarnings.warn('something else')\n"
+        "@q4core.hookimpl\ndef q4_formats():\n    return []\n"
+    )
+    variables = {"PYTHONPATH": str(tmp_path), "Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": "q4_warning"}
+    done = process("--help", variables=variables)
+    assert done.returncode == 0
+    assert "NumPy" not in done.stderr
+    assert "something else" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect", "explain", "quantize", "convert", "bench"])
+def test_every_command_takes_json_and_has_help(command: str) -> None:
+    """Every command has a help text and the option ``--json``."""
+    result = CliRunner().invoke(build_app(q4.Registry([])), [command, "--help"], env={"TERMINAL_WIDTH": "120"})
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """``q4`` alone is ``q4 --help``."""
+    assert "doctor" in say(capsys)
+
+
+@pytest.mark.slow
+def test_what_is_set_before_torch_comes_before_torch() -> None:
+    """The command's process starts without torch, so that what must be set before torch is loaded can be."""
+    code = "import sys, q4_cli.__main__; print(sorted({'q4core', 'torch', 'typer', 'rich'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_module_is_the_command() -> None:
+    """``python -m q4_cli`` is the same command, in a process of its own too."""
+    done = process("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "q4")
+
+
+def test_plugins_add_commands_and_can_take_none_away(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plugin's command joins ours, one that takes our name is left out, and one that can't be built leaves ours."""
+    bad: list[bool] = []
+
+    def q4_commands(app: typer.Typer) -> None:
+        def hello() -> None:
+            typer.echo("hello")
+
+        def doctor() -> None:
+            typer.echo("an impostor")
+
+        def broken(value: int) -> None:
+            del value
+
+        broken.__annotations__["value"] = "NoSuchType"
+        app.command()(hello)
+        app.command()(doctor)
+        if bad:
+            app.command()(broken)
+
+    app = build_app(q4.Registry([("noisy", plugin(q4_commands=q4_commands))]))
+    assert "'doctor'" in capsys.readouterr().err
+    runner = CliRunner()
+    assert runner.invoke(app, ["hello"]).output == "hello\n"
+    assert "impostor" not in runner.invoke(app, ["doctor", "--help"]).output
+    bad.append(True)
+    app = build_app(q4.Registry([("noisy", plugin(q4_commands=q4_commands))]))
+    assert "NoSuchType" in capsys.readouterr().err
+    assert runner.invoke(app, ["doctor", "--help"]).exit_code == 0
+
+
+def test_a_command_that_is_named_beforehand_loads_no_other_plugin(tmp_path: Path) -> None:
+    """A plugin that ends the process while it is loaded takes away no command of the entry point group of commands."""
+    info = tmp_path / "q4_early-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-early\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[q4core.plugins]\nearly = q4_early\na-deadly = q4_deadly\n[q4core.commands]\nearly = q4_early\n"
+    )
+    (tmp_path / "q4_deadly.py").write_text("import os\nos._exit(5)\n")
+    (tmp_path / "q4_early.py").write_text(
+        "import q4core\n@q4core.hookimpl\ndef q4_commands(app):\n    app.command('early')(lambda: print('good day'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+    def call(**more: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "q4_cli", "early"]
+        return subprocess.run(words, env=environment | more, capture_output=True, text=True, check=False)
+
+    done = call()
+    assert (done.returncode, done.stdout) == (0, "good day\n"), done.stderr
+    assert call(Q4_DISABLE_PLUGINS="early").returncode == 5, "a plugin that is shut out adds no command"
+
+
+# -- the documentation
+
+
+COMMANDS: dict[str, list[str]] = {
+    "doctor": [],
+    "inspect": [str(NF4)],
+    "explain": [str(NF4)],
+    "quantize": ["dense.safetensors", "packed.safetensors", "--format", "nf4"],
+    "convert": [str(NF4), "converted.safetensors", "--dialect", "bitsandbytes"],
+    "bench": ["--shape", "16x64", "--format", "nf4", "--m", "1", "--seconds", "0.001"],
+}
+
+
+def section(command: str) -> str:
+    """Return what the documentation says of a command."""
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    found: str = text.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documentation_has_every_option(command: str) -> None:
+    """Each option of each command stands in its section of ``docs/cli.md``, and no other one does."""
+    group: Any = typer.main.get_command(build_app(q4.Registry([])))
+    options = {name for item in group.commands[command].params for name in item.opts if name.startswith("--")}
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section(command)))
+    assert options - {"--help"} <= told
+    assert told - options <= {"--prove"}  # doctor points to it
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("dense_file")
+def test_documentation_has_every_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The document's keys are those that the command's section lists."""
+    record = answer(capsys, command, *COMMANDS[command])
+    listed = section(command).partition("\nJSON: ")[2]
+    listed = re.sub(r"\([^)]*\)", "", listed)
+    assert list(record) == re.findall(r"`(\w+)`", listed)

@@ -1,0 +1,193 @@
+"""``q4 doctor``: machine, plugins, variables, and what each backend would serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import types
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import torch
+from commands import answer, process, say
+from fakes import FakeBackend, plugin, registry
+from managed import ATTRIBUTES, Broken, FakeProvider
+
+import q4core as q4
+from q4_cli.doctor_report import environment_facts, survey_backends, versions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    """``doctor --json`` has versions, machine, plugins, and the reference's verdict on each format."""
+    record = answer(capsys, "doctor")
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["machine"]["cpu_count"] == os.cpu_count()
+    assert {"dequant-fallback", "gguf", "nn"} <= {item["name"] for item in record["plugins"]}
+    verdicts = {item["format"]: item for item in record["verdicts"] if item["backend"] == "dequant-fallback"}
+    assert verdicts.keys() >= q4.BUILTIN_FORMATS.keys()
+    assert all(item["serves"] == "all" for item in verdicts.values())
+    assert verdicts["nf4"]["paths"][0]["m"] == [1, None]
+    assert record["problems"] == []
+
+
+def test_doctor_text_fits_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 60 columns no line is longer than the terminal, and no format's name is cut."""
+    monkeypatch.setenv("COLUMNS", "60")
+    text = say(capsys, "doctor")
+    assert max(map(len, text.splitlines())) <= 60
+    assert "dequant-fallback" in text
+    assert "mxfp4" in text
+
+
+@pytest.mark.slow
+def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
+    """Plugins that raise at import or print are shown; the document stays alone and whole."""
+    (tmp_path / "q4_broken.py").write_text("raise RuntimeError('boom at import')")
+    (tmp_path / "q4_noisy.py").write_text(
+        "print('printed')\n"
+        "import q4core\n"
+        "@q4core.hookimpl\ndef q4_backends():\n    print('again')\n    raise ValueError('no backends')\n"
+    )
+    variables = {"Q4_PLUGIN_MODULES": "q4_broken,q4_noisy", "PYTHONPATH": str(tmp_path)}
+    done = process("doctor", "--json", variables=variables)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    plugins = {item["name"]: item for item in record["plugins"]}
+    assert plugins["q4_broken"]["state"] == "failed"
+    assert "boom at import" in plugins["q4_broken"]["errors"][0]
+    assert "no backends" in plugins["q4_noisy"]["errors"][0]
+    assert any("boom at import" in problem for problem in record["problems"])
+    assert "Traceback" not in done.stderr
+    strict = process("doctor", "--strict", variables=variables)
+    assert strict.returncode == 1
+    assert "boom at import" in strict.stdout
+
+
+def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
+    """Illegal values are told by name and rule, and names that nothing reads with the closest one that is read."""
+    variables, problems = environment_facts({"Q4_COMPUTE_PATH": "fastest", "Q4_BACKND": "x", "HOME": "/"})
+    assert variables == {"Q4_BACKND": "x", "Q4_COMPUTE_PATH": "fastest"}
+    assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
+    assert any("Q4_COMPUTE_PATH" in problem and "kernel_only" in problem for problem in problems)
+    assert environment_facts({"Q4_DISABLE_UM": "1"}) == ({"Q4_DISABLE_UM": "1"}, [])
+    assert environment_facts({"Q4_UNIFIED_MEMORY": "prefer_unified"})[1] == []
+    assert "Q4_UNIFIED_MEMORY" in environment_facts({"Q4_UNIFIED_MEMORY": "yes"})[1][0]
+    (problem,) = environment_facts({"Q4_DISABLE_UM": "yes"})[1]
+    assert "Q4_DISABLE_UM must be '0' or '1', got 'yes'" in problem
+    assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])
+
+
+def test_versions_tell_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not there is not installed; one that is there without metadata is no distribution."""
+    monkeypatch.setattr("q4_cli.doctor_report._LIBRARIES", ("q4-no-such-library", "json"))
+    found = versions(q4.Registry([]))
+    assert (found["q4-no-such-library"], found["json"]) == ("not installed", "not a distribution")
+
+
+def test_survey_gives_paths_or_every_reason() -> None:
+    """A backend serves all M, some M with the reason, or none with all the reasons."""
+    short = attrs.evolve(
+        q4.KernelPath("short", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, q4.Tier.GENERIC), m=(1, 8)
+    )
+    refusing = [q4.Reason(q4.ReasonCode.ARCH, "too old"), q4.Reason(q4.ReasonCode.NOT_BUILT, "no code")]
+    found = survey_backends(
+        registry(
+            FakeBackend("all"),
+            FakeBackend("some", paths=(short,)),
+            FakeBackend("none", reasons=tuple(refusing)),
+            FakeBackend("nf4-only", formats={"nf4"}),
+            reference=False,
+        ),
+        [torch.device("cpu")],
+        None,
+    )
+    verdicts = {(item["backend"], item["format"]): item for item in found}
+    assert verdicts["all", "int4"]["serves"] == "all"
+    some = verdicts["some", "q4_1"]
+    assert (some["serves"], some["paths"][0]["m"], some["reasons"][0]["code"]) == ("some", [1, 8], "shape")
+    none = verdicts["none", "nvfp4"]
+    assert (none["serves"], [reason["code"] for reason in none["reasons"]]) == ("none", ["arch", "not_built"])
+    assert verdicts["nf4-only", "nf4"]["serves"] == "all"
+    assert [reason["code"] for reason in verdicts["nf4-only", "fp4"]["reasons"]] == ["format"]
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``doctor`` goes on after its time limit, names the plugin that hangs, and tells of the others."""
+    monkeypatch.setattr("q4core.cli.app.PLUGIN_LIMIT_S", 1.0)
+    waiting = plugin(q4_dialects=lambda: threading.Event().wait(600))
+    mine = q4.Registry([("stuck", waiting), ("good", plugin(FakeBackend("good")))])
+    monkeypatch.setattr("q4core.registry._default", mine)
+    record = answer(capsys, "doctor")
+    (error,) = record["plugin_errors"]
+    assert "plugin 'stuck': hook q4_dialects did not end within 1 s" in error
+    assert {item["name"] for item in record["backends"] if item["state"] == "serves"} == {"good"}
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_tells_hooks_that_are_not_marked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin whose author forgot @q4core.hookimpl is a problem, under --strict one that counts."""
+    module = types.ModuleType("forgetful")
+    module.q4_backends = lambda: [FakeBackend("never")]  # type: ignore[attr-defined]
+    monkeypatch.setattr("q4core.default_registry", lambda: q4.Registry([("forgetful", module)]))
+    text = say(capsys, "doctor", "--device", "cpu", "--strict", status=1)
+    assert "not marked with @q4core.hookimpl, and so never called: q4_backends" in text
+    assert "No problems" not in text
+
+
+def test_doctor_warns_of_formats_that_nobody_knows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that no plugin brings is told with those that there are; it may come yet, so it breaks nothing."""
+    module = plugin(FakeBackend("hopeful", formats={"nf4", "nf5"}), FakeBackend("any", formats={q4.EVERY_FORMAT}))
+    monkeypatch.setattr("q4core.default_registry", lambda: q4.Registry([("hopeful", module)]))
+    record = answer(capsys, "doctor", "--device", "cpu")
+    (problem,) = record["problems"]
+    known = ", ".join(sorted(q4.BUILTIN_FORMATS))
+    told = "backend 'hopeful' declares format 'nf5', and none of that name is known; did you mean 'nf4'?"
+    assert problem == f"{told} there are: {known}"
+    assert record["plugin_errors"] == []
+    text = say(capsys, "doctor", "--device", "cpu", "--strict")
+    assert "'nf5'" in text
+    assert "No problems" not in text
+
+
+@pytest.mark.slow
+def test_doctor_tells_plugin_names_that_fit_nothing() -> None:
+    """A typo in Q4_PLUGINS, which leaves plugins out, is a problem that the doctor shows with the closest name."""
+    record = json.loads(process("doctor", "--json", variables={"Q4_PLUGINS": "dialectz"}).stdout)
+    assert any("dialectz" in problem and "'dialects'" in problem for problem in record["problems"])
+    told = process("doctor", "--strict", variables={"Q4_PLUGINS": "dialectz"})
+    assert told.returncode == 1
+    assert "unknown" in told.stdout
+    assert "No problems" not in told.stdout
+    assert "Traceback" not in told.stderr
+
+
+def test_doctor_tells_what_each_memory_provider_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each provider's answer for each device is shown, with why and by which attributes; one that raises too."""
+    able, unable, broken = FakeProvider("able"), FakeProvider("unable", is_available=False), Broken("is_available")
+    module = plugin(q4_memory_providers=lambda: [able, unable, broken])
+    monkeypatch.setattr("q4core.default_registry", lambda: q4.Registry([("memory", module)]))
+    told = {item["provider"]: item for item in answer(capsys, "doctor", "--device", "cpu")["memory"]}
+    assert [(item["is_available"], item["device"]) for item in told.values()] == [
+        (True, "cpu"),
+        (False, "cpu"),
+        (False, "cpu"),
+    ]
+    assert told["able"]["attributes"] == told["unable"]["attributes"] == ATTRIBUTES
+    assert "RuntimeError: cudaErrorUnknown" in told["broken"]["reason"]
+    text = say(capsys, "doctor", "--device", "cpu")
+    assert "unified memory for cpu: managed memory" in text
+    assert "no unified memory for cpu: no managed memory" in text

@@ -1,0 +1,60 @@
+"""``q4 explain``: who would serve each layer, and why not the others."""
+
+from __future__ import annotations
+
+import pytest
+from commands import MODEL, NF4, answer, say
+from fakes import FakeBackend, registry
+
+import q4core as q4
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+@pytest.mark.usefixtures("reference_alone")
+def test_explain_groups_equal_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers with one answer share one block, ``--all`` repeats it, and JSON always has every layer."""
+    record = answer(capsys, "explain", MODEL, "--device", "cpu")
+    names = [item["layer"] for item in record["layers"]]
+    assert len(names) > 2
+    grouped, repeated = say(capsys, "explain", MODEL), say(capsys, "explain", MODEL, "--all")
+    assert grouped.count("dequant_matmul") == 1
+    assert repeated.count("dequant_matmul") == len(names)
+    assert all(name in repeated for name in names)
+    first = record["layers"][0]
+    assert (first["backend"], first["path_name"], first["proven"]) == ("dequant-fallback", "dequant_matmul", False)
+    assert first["paths"][0]["m"] == [1, None]
+
+
+def test_explain_proves_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--prove`` prepares a layer of each kind, so that every answer is proven."""
+    record = answer(capsys, "explain", MODEL, "--prove", "--m", "1:4")
+    assert record["m"] == [1, 4]
+    assert all(item["proven"] for item in record["layers"])
+
+
+@pytest.mark.usefixtures("reference_alone")
+def test_explain_tells_why_nobody_may_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no backend may serve, every rejection is told, on one document, and the command ends with 1."""
+    record = answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
+    assert record["error"]["code"] == "backend_unavailable"
+    (layer,) = record["layers"]
+    assert layer["backend"] is None
+    reasons = {item["backend"]: item["reasons"] for item in layer["rejections"]}
+    assert reasons["dequant-fallback"][0]["code"] == "policy"
+    assert "nobody" in say(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
+
+
+def test_explain_lists_rejections_when_all_is_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losers and their reasons are shown beside the winner."""
+    reasons = (q4.Reason(q4.ReasonCode.DRIVER, "driver 1 is too old"),)
+    backends = registry(FakeBackend("fast"), FakeBackend("unlucky", reasons=reasons))
+    monkeypatch.setattr("q4core.default_registry", lambda: backends)
+    record = answer(capsys, "explain", NF4)
+    (layer,) = record["layers"]
+    assert (layer["backend"], layer["path_name"]) == ("fast", "fake_gemm")
+    codes = {item["backend"]: item["reasons"][0]["code"] for item in layer["rejections"]}
+    assert codes == {"dequant-fallback": "outranked", "unlucky": "driver"}
+    assert "driver 1 is too old" in say(capsys, "explain", NF4)

@@ -1,0 +1,71 @@
+"""``q4 inspect``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import AMBIGUOUS, MODEL, NF4, answer, say
+from safetensors.torch import load_file
+
+import q4core as q4
+from q4_cli.app import run
+from q4_cli.inspect_report import dense_totals
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+def test_inspect_agrees_with_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, formats, shapes, scale kinds and bytes are those of the weights themselves."""
+    record = answer(capsys, "inspect", NF4)
+    with q4.open(NF4) as checkpoint:
+        weight = checkpoint["proj"]
+        (layer,) = record["layers"]
+        assert layer["name"] == "proj"
+        assert (layer["format"], layer["dialect"]) == ("nf4", "bitsandbytes")
+        assert tuple(layer["shape"]) == weight.shape
+        assert layer["block_size"] == weight.block_size
+        assert layer["scale_kind"] == weight.scale_kind.value == "double_quant"
+        assert layer["bits_per_weight"] == round(8 * layer["nbytes"] / (weight.out_features * weight.in_features), 4)
+        assert set(layer["keys"].values()) <= set(load_file(NF4))
+        dense = {item["name"]: item for item in record["dense"]["tensors"]}
+        assert dense.keys() == set(checkpoint.dense)
+    assert record["totals"]["layers"] == 1
+    whole = sum(item.numel() * item.element_size() for item in load_file(NF4).values())
+    assert layer["nbytes"] + sum(item["nbytes"] for item in dense.values()) == whole
+
+
+def test_inspect_opens_folders_and_shows_one_row_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model folder is opened by its config; each layer has its row, and the totals come last."""
+    text = say(capsys, "inspect", MODEL)
+    names = answer(capsys, "inspect", MODEL)["layers"]
+    assert names
+    for item in names:
+        assert sum(line.startswith(item["name"] + " ") for line in text.splitlines()) == 1
+    assert text.splitlines()[-2].startswith(f"{len(names)} packed layers")
+
+
+def test_inspect_shows_what_is_wrong_beside_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file whose keys fit two dialects is shown with its problem, as text and as one document, and ends with 2."""
+    record = answer(capsys, "inspect", AMBIGUOUS, status=2)
+    assert record["error"]["code"] == "schema"
+    assert [problem["code"] for problem in record["problems"]] == ["ambiguous"]
+    assert record["layers"][0]["shape"] == [128, 64]
+    assert "modelopt-nvfp4" in record["layers"][0]["dialect"]
+    assert run(["inspect", str(AMBIGUOUS)]) == 2
+    captured = capsys.readouterr()
+    assert "128×64" in captured.out
+    assert captured.err.startswith("error [schema]")
+    assert answer(capsys, "inspect", AMBIGUOUS, "--dialect", "modelopt-nvfp4")["problems"] == []
+
+
+def test_dense_totals_count_by_dtype() -> None:
+    """Dense tensors are counted by dtype, the most bytes first."""
+    infos = [
+        q4.TensorInfo(torch.float32, (4,)),
+        q4.TensorInfo(torch.bfloat16, (100,)),
+        q4.TensorInfo(torch.float32, (2, 3)),
+    ]
+    assert [(row["dtype"], row["count"], row["nbytes"]) for row in dense_totals(infos)] == [
+        ("bfloat16", 1, 200),
+        ("float32", 2, 40),
+    ]

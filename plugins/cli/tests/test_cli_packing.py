@@ -1,0 +1,179 @@
+"""``q4 quantize`` and ``q4 convert``: what they write, what they keep, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from commands import answer
+from safetensors.torch import load_file
+
+import q4core as q4
+from q4_cli.packing_plan import make_recipe, split_tensors
+from q4core.dialect import TensorInfo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+
+@pytest.mark.parametrize(
+    ("format_name", "dialect"),
+    [("nf4", "bitsandbytes"), ("fp4", "bitsandbytes"), ("nvfp4", "modelopt-nvfp4"), ("mxfp4", "torchao-mxfp4-linear")],
+)
+def test_quantize_writes_what_the_codec_makes(
+    format_name: str, dialect: str, dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights are those of the reference codec, the rest is copied bit for bit, and the table tells the true error."""
+    out = tmp_path / "packed.safetensors"
+    record = answer(capsys, "quantize", dense_file, out, "--format", format_name)
+    assert record["dialect"].startswith(dialect.partition("-")[0])
+    before = load_file(dense_file)
+    packed = {item["name"]: item for item in record["layers"]}
+    assert "model.layers.0.q_proj.weight" in packed
+    assert "model.embed_tokens.weight" not in packed
+    with q4.open(out, dialect=record["dialect"]) as checkpoint:
+        assert set(checkpoint) == {name.removesuffix(".weight") for name in packed}
+        assert set(checkpoint.dense) == before.keys() - packed.keys()
+        for name, item in packed.items():
+            weight = checkpoint[name.removesuffix(".weight")]
+            dense = before[name]
+            again = q4.quantize(dense, format_name, block_size=record["block_size"])
+            values = q4.dequantize(weight, torch.float64)
+            assert torch.equal(values, q4.dequantize(again, torch.float64))
+            exact = dense.to(torch.float64)
+            error = float(torch.linalg.vector_norm(exact - values) / torch.linalg.vector_norm(exact))
+            assert item["relative_error"] == pytest.approx(error, rel=1e-5)
+        for name in checkpoint.dense:
+            assert torch.equal(checkpoint.dense[name], before[name])
+            assert checkpoint.dense[name].dtype == before[name].dtype
+
+
+def test_quantize_keeps_what_it_must_and_says_so(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What can't be packed, or was skipped, stays dense with its reason; ``--strict`` refuses instead."""
+    out = tmp_path / "packed.safetensors"
+    record = answer(capsys, "quantize", dense_file, out, "--format", "nvfp4", "--skip", "lm_head", "--skip", "nothing*")
+    kept = {item["name"]: item["reason"] for item in record["kept"]}
+    assert "multiple of" in kept["model.layers.1.odd.weight"]
+    assert "--skip" in kept["lm_head.weight"]
+    assert "embedding" in kept["model.embed_tokens.weight"]
+    assert "model.layers.0.norm.weight" in kept
+    strict = tmp_path / "strict.safetensors"
+    assert (
+        answer(capsys, "quantize", dense_file, strict, "--format", "nvfp4", "--strict", status=2)["error"]["code"]
+        == "format"
+    )
+    assert not strict.exists()
+
+
+def test_quantize_honours_its_options(dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Block size, scale kind, dialect and ``--include`` reach the file."""
+    out = tmp_path / "packed.safetensors"
+    options = ["--format", "nf4", "--block-size", "128", "--scale-kind", "double_quant", "--include", "*embed*"]
+    record = answer(capsys, "quantize", dense_file, out, *options)
+    assert (record["block_size"], record["scale_kind"]) == (128, "double_quant")
+    with q4.open(out) as checkpoint:
+        weight = checkpoint["model.embed_tokens"]
+        assert (weight.block_size, weight.scale_kind) == (128, q4.ScaleKind.DOUBLE_QUANT)
+
+
+def test_quantize_chooses_the_scale_kind_that_the_dialect_writes(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dialect whose global divides gets dividing globals, without being told."""
+    out = tmp_path / "folder"
+    record = answer(capsys, "quantize", dense_file, out, "--format", "nvfp4", "--dialect", "compressed-tensors-nvfp4")
+    assert record["scale_kind"] == "e4m3_div"
+    with q4.open(out) as checkpoint:
+        assert checkpoint["lm_head"].scale_kind is q4.ScaleKind.E4M3_DIV
+
+
+def test_quantize_makes_a_whole_model_folder(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder keeps its tokenizer, gets a config that says how it is packed, and may be split into shards."""
+    source = tmp_path / "model"
+    source.mkdir()
+    dense_file.rename(source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"hidden_size": 64, "torch_dtype": "bfloat16"}))
+    (source / "tokenizer.json").write_text("{}")
+    (source / ".cache").write_text("not for others")
+    out = tmp_path / "packed"
+    answer(capsys, "quantize", source, out, "--format", "nf4", "--shard-size", "6KB")
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert not (out / ".cache").exists()
+    config = json.loads((out / "config.json").read_text())
+    assert config["hidden_size"] == 64
+    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert answer(capsys, "inspect", out)["totals"]["layers"] == 4
+
+
+def test_convert_keeps_every_code_and_scale(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another dialect of the format holds the same numbers, and the way back gives the same bytes."""
+    first, second, third = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "third"))
+    answer(capsys, "quantize", dense_file, first, "--format", "nvfp4", "--dialect", "modelopt-nvfp4")
+    record = answer(capsys, "convert", first, second, "--dialect", "torchao-nvfp4-swizzled", "--from", "modelopt-nvfp4")
+    assert (record["from"], record["dialect"]) == (["modelopt-nvfp4"], "torchao-nvfp4-swizzled")
+    with q4.open(first, dialect="modelopt-nvfp4") as one, q4.open(second) as two:
+        assert set(one) == set(two)
+        for name in one:
+            assert torch.equal(q4.dequantize(one[name], torch.float64), q4.dequantize(two[name], torch.float64))
+    answer(capsys, "convert", second, third, "--dialect", "modelopt-nvfp4")
+    before, after = load_file(first), load_file(third)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+
+
+def test_convert_refuses_what_is_not_exact(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dividing global does not fit a multiplying dialect: refused, and written with ``--lossy``."""
+    packed, out = tmp_path / "packed.safetensors", tmp_path / "out.safetensors"
+    answer(capsys, "quantize", dense_file, packed, "--format", "nvfp4", "--dialect", "compressed-tensors-nvfp4")
+    words = ["convert", packed, out, "--dialect", "modelopt-nvfp4"]
+    assert answer(capsys, *words, status=2)["error"]["code"] == "dialect"
+    assert not out.exists()
+    answer(capsys, *words, "--lossy")
+    assert out.exists()
+
+
+def test_split_follows_names_shapes_and_patterns() -> None:
+    """Matrices named ``<module>.weight`` are packed; ``--skip`` wins over ``--include``, which wins over embeddings."""
+    matrix, vector = TensorInfo(torch.bfloat16, (8, 64)), TensorInfo(torch.bfloat16, (8,))
+    infos = {
+        "a.weight": matrix,
+        "a.bias": vector,
+        "norm.weight": vector,
+        "embed_tokens.weight": matrix,
+        "wte.weight": matrix,
+        "table": matrix,
+        "float8.weight": TensorInfo(torch.float8_e4m3fn, (8, 64)),
+        "empty.weight": TensorInfo(torch.bfloat16, (0, 64)),
+        "model.layers.0.gate.weight": matrix,
+    }
+    chosen, kept, idle = split_tensors(infos, skip=["gate", "none"], include=["wte", "gate"])
+    assert chosen == ["a.weight", "wte.weight"]
+    assert idle == ["none"]
+    notable = {item.name for item in kept if item.notable}
+    assert notable == {"embed_tokens.weight", "float8.weight", "model.layers.0.gate.weight"}
+    assert len(kept) + len(chosen) == len(infos)
+
+
+def test_recipe_takes_a_writing_dialect() -> None:
+    """A format gets its usual dialect; one that nothing writes is refused with a reason."""
+    formats = q4.BUILTIN_FORMATS
+    wishes: dict[str, Any] = {"dialect": None, "block_size": None, "scale_kind": None, "symmetric": False}
+    assert make_recipe("nf4", formats=formats, **wishes).dialect.name == "bitsandbytes"
+    assert make_recipe("NVFP4", formats=formats, **wishes).dialect.name == "modelopt-nvfp4"
+    with pytest.raises(q4.DialectError) as caught:
+        make_recipe("q8_0", formats=formats, **wishes)
+    assert caught.value.value == "q8_0"
