@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -197,3 +198,46 @@ def test_documentation_has_every_key(command: str, capsys: pytest.CaptureFixture
     listed = section(command).partition("\nJSON: ")[2]
     listed = re.sub(r"\([^)]*\)", "", listed)
     assert list(record) == re.findall(r"`(\w+)`", listed)
+
+
+# -- the process
+
+
+FAKE_TORCH = (
+    "import os, time\nprint(os.environ.get('OMP_WAIT_POLICY'), flush=True)\ntime.sleep(float(os.environ['NAP']))\n"
+)
+"""Stands for torch while it loads; what is asked of it afterwards fails."""
+
+
+def start_loading(folder: Path, nap: float, **variables: str) -> subprocess.Popen[str]:
+    """Start the command with a torch that says what it sees of the environment, and then loads for ``nap`` seconds."""
+    (folder / "torch.py").write_text(FAKE_TORCH)
+    environment = {name: text for name, text in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "q4_cli", "doctor"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # it only heeds Ctrl-C
+        env={**environment, "PYTHONPATH": str(folder), "NAP": str(nap), **variables},
+    )
+
+
+def test_ctrl_c_while_torch_loads_is_quiet(tmp_path: Path) -> None:
+    """Ctrl-C in the first seconds ends the command with 130, and nothing is said."""
+    process = start_loading(tmp_path, 60)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+
+
+@pytest.mark.parametrize(("variables", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_wait_passively_unless_the_user_says_otherwise(
+    variables: dict[str, str], policy: str, tmp_path: Path
+) -> None:
+    """OpenMP's threads, which torch computes with, don't spin while they wait: a busy machine stays usable."""
+    process = start_loading(tmp_path, 0, **variables)
+    seen, _ = process.communicate(timeout=60)
+    assert seen.split() == [policy]

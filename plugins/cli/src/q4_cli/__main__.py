@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import warnings
 
 __all__ = ["main"]
+
+_INTERRUPTED = 130
 
 
 def main() -> int:
@@ -16,10 +20,17 @@ def main() -> int:
         0 when all went well, 1 when nothing here can serve, 2 for bad input or usage, 70 for a fault of the program,
         130 after Ctrl-C, 141 when the reader of the output went away.
     """
+    # Threads that spin while they wait take the cores from whatever else runs: results/wait-policy.json.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeds:  # while torch loads there is nothing to unwind, and a traceback would help nobody
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     from q4_cli.app import run  # noqa: PLC0415  # loads torch, after the lines above
 
+    if heeds:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what torch is made of ends with the process: a look through it for garbage takes long
     return run(sys.argv[1:])
 

