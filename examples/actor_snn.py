@@ -26,6 +26,7 @@ from snn_picture import draw
 from train_ste import digits
 
 import q4core as q4
+from q4_actors import MutableTensor, SharedMutableTensor
 
 MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spikes of even steps and of odd ones
 
@@ -33,7 +34,7 @@ MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spik
 class Population:
     """Leaky integrate-and-fire neurons, with their state and their synapses from each source."""
 
-    def __init__(self, name: str, masters: dict[str, torch.Tensor], states: dict[str, q4.MutableTensor]) -> None:
+    def __init__(self, name: str, masters: dict[str, torch.Tensor], states: dict[str, MutableTensor]) -> None:
         self.state, self.pixels = states[name], states["pixels"]
         session = q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact"))
         rows = masters["out"] if name == "out" else masters["hidden"].split(SIZE)[HIDDEN.index(name)]
@@ -55,7 +56,7 @@ class Population:
             state[COUNT] += state[SPIKES + step % 2]
 
 
-def act(index: int, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, q4.MutableTensor]) -> None:
+def act(index: int, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, MutableTensor]) -> None:
     """Be an actor: advance its populations from wherever their states are, and tell what was copied."""
     torch.set_num_threads(1)
     populations = [Population(name, masters, states) for name in plan.names(index)]
@@ -92,7 +93,7 @@ def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan)
     sizes |= {"pixels": [1, len(images), SIZE], "copied": [1]}
     trace = torch.zeros(2, plan.steps, SIZE * len(HIDDEN) + DIGITS)
     fatal = {plan.steps * (kill + 1) // (plan.kills + 1) for kill in range(plan.kills)}
-    make = q4.SharedMutableTensor if plan.processes else q4.MutableTensor
+    make = SharedMutableTensor if plan.processes else MutableTensor
     with contextlib.ExitStack() as stack:
         states = {name: stack.enter_context(make(torch.zeros(size), name=name)) for name, size in sizes.items()}
         crew, killed = Crew(act, plan, masters, states), 0

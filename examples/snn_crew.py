@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    import q4core as q4
+    from q4_actors import MutableTensor
 
 
 class Plan(NamedTuple):
@@ -40,7 +40,7 @@ class Crew:
         act: Callable[..., None],
         plan: Plan,
         masters: dict[str, torch.Tensor],
-        states: dict[str, q4.MutableTensor],
+        states: dict[str, MutableTensor],
     ) -> None:
         self.act, self.plan, self.masters, self.states = act, plan, masters, states
         server = multiprocessing.get_context("forkserver")

@@ -70,7 +70,6 @@ from q4core.formats import BUILTIN_FORMATS, BlockOrder, Form, Format, ScaleKind,
 from q4core.hooks import hookimpl
 from q4core.linear import Q4Linear
 from q4core.memory import MemoryDecision, MemoryProvider
-from q4core.mutable import MutableMode, MutableTensor, SharedMutableTensor
 from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
 from q4core.policy import (
     ActivationPrecision,
@@ -95,6 +94,9 @@ from q4core.weight_spec import WeightSpec
 __version__ = "0.1.0.dev0"
 
 _MOVED = {
+    "MutableMode": "q4_actors",
+    "MutableTensor": "q4_actors",
+    "SharedMutableTensor": "q4_actors",
     "ConversionTable": "q4_nn",
     "convert_linears_": "q4_nn",
     "training": "q4_nn",
@@ -144,8 +146,6 @@ __all__ = [
     "MachineFacts",
     "MemoryDecision",
     "MemoryProvider",
-    "MutableMode",
-    "MutableTensor",
     "NibbleOrder",
     "PackedWeight",
     "Packing",
@@ -180,7 +180,6 @@ __all__ = [
     "Selection",
     "Session",
     "SessionConfig",
-    "SharedMutableTensor",
     "Standing",
     "TensorInfo",
     "Tier",

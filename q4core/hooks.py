@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from q4core.dialect import Dialect
     from q4core.formats import Format
     from q4core.memory import MemoryProvider
-    from q4core.mutable.native import SharedCells
 
 __all__ = ["COMMAND_GROUP", "ENTRY_POINT_GROUP", "PROJECT", "HookSpecs", "hookimpl", "hookspec"]
 
@@ -52,10 +51,6 @@ class HookSpecs:
     @hookspec
     def q4_checkpoint_readers(self) -> list[CheckpointReader]:  # type: ignore[empty-body]  # a specification
         """Return readers of further file types."""
-
-    @hookspec
-    def q4_shared_cells(self) -> list[SharedCells]:  # type: ignore[empty-body]  # a specification
-        """Return what lets processes share tensors by atomics instead of the core's locks."""
 
     @hookspec
     def q4_commands(self, app: Any) -> None:

@@ -175,11 +175,6 @@ class Registry:
         found = self._unique("q4_memory_providers", self._typed("q4_memory_providers", _complain_of_name))
         return tuple(found[name] for name in sorted(found))
 
-    def shared_cells(self) -> tuple[Any, ...]:
-        """Return the atomics for tensors that processes share, in the order of their names."""
-        found = self._unique("q4_shared_cells", self._typed("q4_shared_cells", _complain_of_name))
-        return tuple(found[name] for name in sorted(found))
-
     def checkpoint_readers(self) -> tuple[Any, ...]:
         """Return the plugins' readers of further file types, in the order of their names."""
         found = self._unique("q4_checkpoint_readers", self._typed("q4_checkpoint_readers", _complain_of_name))

@@ -15,8 +15,9 @@ from unittest import mock
 import attrs
 import torch
 
+import q4_actors
 import q4core as q4
-from q4_conformance.checks import endurance, mutable
+from q4_conformance.checks import endurance
 from q4_conformance.zoo.mutables import MUTABLE_FAULTS, Unguarded
 from q4_nn.training import straight_through
 from q4core import (
@@ -301,13 +302,13 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "tears-updates",
-            lambda: mock.patch.object(mutable, "MutableTensor", _TORN.make),
+            lambda: mock.patch.object(q4_actors, "MutableTensor", _TORN.make),
             "TC-13/race",
             _TORN.says,
         ),
         (
             "tears-updates-between-processes",
-            lambda: mock.patch.object(q4, "SharedMutableTensor", Unguarded),
+            lambda: mock.patch.object(q4_actors, "SharedMutableTensor", Unguarded),
             "TC-13/processes",
             "no order explains",
         ),

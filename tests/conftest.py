@@ -6,29 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fakes import reference_alone
-from shared_fixtures import content, keeps, other, state, threads
-from sharing import MODES
 
 import q4core as q4
 from q4_conformance.zoo import plugin
-from q4core.mutable import MutableMode, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["content", "keeps", "other", "reference_alone", "state", "threads"]
-
-
-@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
-def mode(request: pytest.FixtureRequest) -> MutableMode:
-    """Return each mode in turn."""
-    return MutableMode(request.param)
-
-
-@pytest.fixture
-def locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes agree by the core's own locks, also where a plugin with atomics is installed."""
-    monkeypatch.setattr(shared, "find_cells", lambda: None)
+__all__ = ["reference_alone"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from managed import PREFER, REQUIRE, FakeProvider
 
 import q4core as q4
+from q4_actors import MutableTensor
 from q4core import memory
 from q4core.memory import apply_input_policy, apply_mutable_policy, apply_policy
 
@@ -89,9 +90,9 @@ def test_plain_contents_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr("q4core.mutable.content.copy_beside", fail)
+    monkeypatch.setattr("q4_actors.content.copy_beside", fail)
     monkeypatch.setattr("q4core.registry.default_registry", fail)
-    with q4.MutableTensor(torch.zeros(3)) as state:
+    with MutableTensor(torch.zeros(3)) as state:
         with state.write() as tensor:
             tensor.add_(1.0)
         assert state.snapshot().tensor.tolist() == [1.0] * 3
@@ -102,7 +103,7 @@ def test_a_provider_that_makes_no_version_of_its_own_is_refused(fault: str) -> N
     """A version is a copy where the last one lies: whatever else comes, the content stays and the writer is told."""
     provider = _Placing()
     placed, _ = apply_mutable_policy(torch.zeros(3), REQUIRE, device="cpu", providers=[provider], environment={})
-    state = q4.MutableTensor(placed, copy=False, name="membrane")
+    state = MutableTensor(placed, copy=False, name="membrane")
     with state.write() as tensor:
         tensor.add_(1.0)
 

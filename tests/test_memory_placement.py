@@ -9,6 +9,7 @@ import torch
 from managed import DISABLED, PREFER, REQUIRE, Broken, FakeProvider
 
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 from q4core import memory, preparation
 from q4core.memory import (
     apply_input_policy,
@@ -74,7 +75,7 @@ def test_mutable_tensor_is_apart_from_its_source(policy: q4.UnifiedMemoryPolicy)
     source = torch.nn.Parameter(torch.ones(3))
     placed, _ = apply_mutable_policy(source, policy, device="cpu", providers=[FakeProvider()], environment={})
     assert (placed.requires_grad, placed.is_leaf) == (False, True)
-    state = q4.MutableTensor(placed, mode=q4.MutableMode.IN_PLACE, copy=False)
+    state = MutableTensor(placed, mode=MutableMode.IN_PLACE, copy=False)
     with state.write() as tensor:
         assert tensor.data_ptr() == placed.data_ptr()
         tensor.add_(1.0)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-import q4core as q4
+from q4_actors import MutableMode, SharedMutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,11 +68,11 @@ RACES = [
 ]
 
 
-def shared(kind: str, slots: int | None = None) -> q4.SharedMutableTensor:
+def shared(kind: str, slots: int | None = None) -> SharedMutableTensor:
     """Return a tensor of one of the kinds; the native ones are by the atomics of q4-shared-native."""
-    mode = q4.MutableMode.IN_PLACE if kind.endswith("in_place") else q4.MutableMode.VERSIONED
-    slots = slots if mode is q4.MutableMode.VERSIONED else None
-    return q4.SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
+    mode = MutableMode.IN_PLACE if kind.endswith("in_place") else MutableMode.VERSIONED
+    slots = slots if mode is MutableMode.VERSIONED else None
+    return SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
 
 
 def alone() -> dict[str, dict[str, float]]:
@@ -82,11 +82,11 @@ def alone() -> dict[str, dict[str, float]]:
         for kind in KINDS[1:]:
             state = stack.enter_context(shared(kind))
 
-            def read(state: q4.SharedMutableTensor = state) -> None:
+            def read(state: SharedMutableTensor = state) -> None:
                 with state.read() as view:
                     _ = view.tensor
 
-            def write(state: q4.SharedMutableTensor = state) -> None:
+            def write(state: SharedMutableTensor = state) -> None:
                 with state.write():
                     pass
 

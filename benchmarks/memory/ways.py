@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.multiprocessing  # has queues and pipes hand tensors on by shared memory
 
-import q4core as q4
 from benchmarks.candidate import WrongAnswerError
+from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +82,8 @@ class Way:
 class Mutable(Way):
     """A ``MutableTensor``, between threads."""
 
-    mode = q4.MutableMode.VERSIONED
-    make: Callable[..., q4.MutableTensor] = q4.MutableTensor
+    mode = MutableMode.VERSIONED
+    make: Callable[..., MutableTensor] = MutableTensor
     kind = THREADS
 
     def __init__(self, elements: int, readers: int) -> None:
@@ -112,32 +112,32 @@ class Mutable(Way):
 class MutableInPlace(Mutable):
     """The same, in place."""
 
-    mode = q4.MutableMode.IN_PLACE
+    mode = MutableMode.IN_PLACE
 
 
 class Shared(Mutable):
     """A ``SharedMutableTensor`` by the core's own locks."""
 
-    make = functools.partial(q4.SharedMutableTensor, native=False)
+    make = functools.partial(SharedMutableTensor, native=False)
     kind = PROCESSES
 
 
 class SharedNative(Shared):
     """The same by the atomics of a plugin."""
 
-    make = functools.partial(q4.SharedMutableTensor, native=True)
+    make = functools.partial(SharedMutableTensor, native=True)
 
 
 class SharedInPlace(Shared):
     """The same, in place."""
 
-    mode = q4.MutableMode.IN_PLACE
+    mode = MutableMode.IN_PLACE
 
 
 class SharedNativeInPlace(SharedNative):
     """The same by the atomics of a plugin, in place."""
 
-    mode = q4.MutableMode.IN_PLACE
+    mode = MutableMode.IN_PLACE
 
 
 class Locked(Way):

@@ -24,6 +24,7 @@ from pretended_driver import (
 )
 
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,7 +192,7 @@ def test_a_mutable_tensor_over_a_freed_view_is_refused() -> None:
     case = pretend()
     tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
     view = case.provider.dual_view(tensor)
-    state = q4.MutableTensor(view.cpu, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view)
+    state = MutableTensor(view.cpu, mode=MutableMode.IN_PLACE, copy=False, sides=view)
     case.provider.free(tensor)
     for device in ("cpu", "cuda", None):
         for block in (state.read(device=device, timeout=0), state.write(device=device, timeout=0)):
@@ -227,11 +228,11 @@ def test_a_timeout_that_is_no_time_is_refused(timeout: Any, attributes: dict[str
 # -- a mutable tensor with two sides
 
 
-def _state(case: Pretended) -> q4.MutableTensor:
+def _state(case: Pretended) -> MutableTensor:
     """Return a mutable tensor over the CPU side, which a torch without CUDA takes for a plain tensor."""
     tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
     view = case.provider.dual_view(tensor)
-    return q4.MutableTensor(view.cpu, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
+    return MutableTensor(view.cpu, mode=MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
 
 
 def test_a_mutable_tensor_has_two_sides() -> None:
@@ -327,10 +328,10 @@ def test_sides_are_for_memory_that_stays() -> None:
     case = pretend()
     tensor, _ = case.provider.place(torch.zeros(4), device=CUDA, placement="managed")
     view = case.provider.dual_view(tensor)
-    for options in ({"copy": False}, {"mode": q4.MutableMode.IN_PLACE}):
+    for options in ({"copy": False}, {"mode": MutableMode.IN_PLACE}):
         with pytest.raises(q4.ConfigError):
-            q4.MutableTensor(view.cpu, sides=view, **options)
-    state = q4.MutableTensor(torch.zeros(4))
+            MutableTensor(view.cpu, sides=view, **options)
+    state = MutableTensor(torch.zeros(4))
     for call in (state.read, state.write):
         with pytest.raises(q4.ConfigError, match="sides"):
             call(device="cpu")

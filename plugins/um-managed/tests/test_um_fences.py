@@ -17,20 +17,21 @@ from pretended_driver import (
 )
 
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
 @pytest.fixture
-def fenced(monkeypatch: pytest.MonkeyPatch) -> tuple[Pretended, q4.MutableTensor]:
+def fenced(monkeypatch: pytest.MonkeyPatch) -> tuple[Pretended, MutableTensor]:
     """A mutable tensor over a CUDA tensor, on a device whose sides may be used at once."""
     accept_pretended(monkeypatch)
     case = pretend()
     tensor = case.provider.to_managed(torch.zeros(4), device=CUDA, read_mostly=False, prefetch=False)
     view = case.provider.dual_view(tensor)
     case.runtime.run()
-    state = q4.MutableTensor(tensor, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
+    state = MutableTensor(tensor, mode=MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
     return case, state
 
 
@@ -39,7 +40,7 @@ def _waits(case: Pretended) -> int:
     return case.runtime.count("eventSynchronize") + case.runtime.synchronised
 
 
-def test_streams_follow_each_other_without_the_cpu(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_streams_follow_each_other_without_the_cpu(fenced: tuple[Pretended, MutableTensor]) -> None:
     """Readers wait for the last update, a writer for the update and its readers, all on the device alone."""
     case, state = fenced
     before = _waits(case)
@@ -63,7 +64,7 @@ def test_streams_follow_each_other_without_the_cpu(fenced: tuple[Pretended, q4.M
     assert not case.runtime.done.get(24), "nothing of it has run yet"
 
 
-def test_the_cpu_waits_for_what_it_needs_alone(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_the_cpu_waits_for_what_it_needs_alone(fenced: tuple[Pretended, MutableTensor]) -> None:
     """A CPU reader waits for the update and not for readers, a CPU writer for those too; once."""
     case, state = fenced
     queue_on(case, 21, state.write())
@@ -82,7 +83,7 @@ def test_the_cpu_waits_for_what_it_needs_alone(fenced: tuple[Pretended, q4.Mutab
     assert case.runtime.synchronised == 0
 
 
-def test_a_block_inside_a_capture_waits_for_nothing(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_block_inside_a_capture_waits_for_nothing(fenced: tuple[Pretended, MutableTensor]) -> None:
     """In a capture no event is recorded or followed, the address is what replays use, and the CPU side is refused."""
     case, state = fenced
     queue_on(case, 21, state.write())
@@ -101,7 +102,7 @@ def test_a_block_inside_a_capture_waits_for_nothing(fenced: tuple[Pretended, q4.
     assert [(stream, after) for stream, after, _ in case.runtime.follows] == [(22, 21)]
 
 
-def test_a_block_that_ends_in_a_capture_begun_inside_is_refused(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_block_that_ends_in_a_capture_begun_inside_is_refused(fenced: tuple[Pretended, MutableTensor]) -> None:
     """Nobody could wait for what it queued before the capture: a writer poisons, and is told."""
     case, state = fenced
     with pytest.raises(q4.LifecycleError, match=r"membrane.*capture"), state.write():
@@ -117,7 +118,7 @@ def _followed(case: Pretended, stream: int, block: AbstractContextManager[object
     return {after for _, after, _ in case.runtime.follows}
 
 
-def test_a_block_that_changes_its_stream_stands_for_no_other(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_block_that_changes_its_stream_stands_for_no_other(fenced: tuple[Pretended, MutableTensor]) -> None:
     """What was done before it on a third stream is waited for still, since only its first stream has followed that."""
     case, state = fenced
     queue_on(case, 20, state.write())
@@ -127,7 +128,7 @@ def test_a_block_that_changes_its_stream_stands_for_no_other(fenced: tuple[Prete
     assert _followed(case, 23, state.write()) == {20, 22}
 
 
-def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended, MutableTensor]) -> None:
     """An update that was put out, and whose block is left by another thread, leaves the others' events alone."""
     case, state = fenced
     case.torch.current = 21
@@ -144,7 +145,7 @@ def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended
     assert _followed(case, 24, state.write()) == {22, 23}
 
 
-def test_memory_waits_for_the_streams_of_its_blocks(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_memory_waits_for_the_streams_of_its_blocks(fenced: tuple[Pretended, MutableTensor]) -> None:
     """A closed tensor lets its memory go, to another stream only after the streams that its blocks were on."""
     case, state = fenced
     with state.read() as view:
@@ -164,7 +165,7 @@ def test_memory_waits_for_the_streams_of_its_blocks(fenced: tuple[Pretended, q4.
             pass
 
 
-def test_events_do_not_pile_up(fenced: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_events_do_not_pile_up(fenced: tuple[Pretended, MutableTensor]) -> None:
     """Blocks on a few streams keep an event or two for each of them, however many there are."""
     case, state = fenced
     for _ in range(30):

@@ -10,8 +10,9 @@ import torch
 from pretended_driver import CONCURRENT, CUDA, GB10, GIB, Pretended, RuntimeFaultError, accept_pretended, pretend
 
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
+from q4_actors.stream_order import TorchStreams
 from q4core import memory
-from q4core.mutable.fences import TorchStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,18 +47,18 @@ def _found_there(case: Pretended) -> torch.Tensor:
 MADE: list[Callable[[Pretended], torch.Tensor]] = [_by_policy, _by_provider, _as_view, _found_there]
 
 
-def _is_managed(state: q4.MutableTensor, case: Pretended) -> bool:
+def _is_managed(state: MutableTensor, case: Pretended) -> bool:
     with state.read() as view:
         return case.provider.is_managed(view.tensor)
 
 
 @pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize("mode", q4.MutableMode)
+@pytest.mark.parametrize("mode", MutableMode)
 @pytest.mark.parametrize("make", MADE)
-def test_every_version_is_managed(make: Callable[[Pretended], torch.Tensor], mode: q4.MutableMode, copy: bool) -> None:
+def test_every_version_is_managed(make: Callable[[Pretended], torch.Tensor], mode: MutableMode, copy: bool) -> None:
     """The first content, what a writer changes, what replaces it and what heals it lie in the provider's memory."""
     case = pretend()
-    state = q4.MutableTensor(make(case), mode=mode, copy=copy)
+    state = MutableTensor(make(case), mode=mode, copy=copy)
     assert _is_managed(state, case)
     with state.write() as tensor:
         assert case.provider.is_managed(tensor)
@@ -76,7 +77,7 @@ def test_every_version_is_managed(make: Callable[[Pretended], torch.Tensor], mod
 def test_a_required_layers_input_is_never_promoted_again() -> None:
     """What the policy put into managed memory is read there in every version: no activation is copied for it."""
     case = pretend()
-    state = q4.MutableTensor(_by_policy(case), copy=False)
+    state = MutableTensor(_by_policy(case), copy=False)
     for _ in range(3):
         with state.read() as view:
             _, decision = memory.apply_input_policy(view.tensor, REQUIRE, device="cpu", providers=[case.provider])
@@ -88,7 +89,7 @@ def test_a_required_layers_input_is_never_promoted_again() -> None:
 def test_versions_are_recycled_by_the_pool() -> None:
     """Updates go back and forth between two blocks, and one that a reader keeps makes it three; all are given back."""
     case = pretend()
-    state = q4.MutableTensor(_by_policy(case), copy=False)
+    state = MutableTensor(_by_policy(case), copy=False)
 
     def update(times: int) -> None:
         for _ in range(times):
@@ -114,7 +115,7 @@ def test_versions_are_recycled_by_the_pool() -> None:
 def test_a_failed_update_gives_its_memory_back() -> None:
     """A VERSIONED update that raises changes nothing, and its block serves the next one."""
     case = pretend()
-    state = q4.MutableTensor(_by_policy(case), copy=False)
+    state = MutableTensor(_by_policy(case), copy=False)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), state.write() as tensor:
             tensor.fill_(1 / 0)
@@ -127,7 +128,7 @@ def test_a_failed_update_gives_its_memory_back() -> None:
 def test_an_update_that_does_not_fit_is_refused_with_numbers() -> None:
     """Where the budget leaves no room for a further version the writer is told so, and the content stays as it was."""
     case = pretend(CONCURRENT, free=4 * GIB)
-    state = q4.MutableTensor(_by_policy(case), copy=False, name="membrane")
+    state = MutableTensor(_by_policy(case), copy=False, name="membrane")
     case.runtime.free_bytes = GIB // 4
     with pytest.raises(q4.UnifiedMemoryError, match=r"'membrane'.*um-managed.*cudaMemGetInfo") as caught, state.write():
         raise AssertionError("let in")
@@ -136,7 +137,7 @@ def test_an_update_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(q4.UnifiedMemoryError, match="'membrane'"):
         state.replace(torch.ones(SIZE))
     with pytest.raises(q4.UnifiedMemoryError, match="'second'"):
-        q4.MutableTensor(_first_of(state), name="second")
+        MutableTensor(_first_of(state), name="second")
     assert (state.version, state.is_poisoned, state.snapshot().tensor.sum().item()) == (0, False, 0.0)
     case.runtime.free_bytes = 4 * GIB
     with state.write() as tensor:
@@ -144,7 +145,7 @@ def test_an_update_that_does_not_fit_is_refused_with_numbers() -> None:
     assert _is_managed(state, case)
 
 
-def _first_of(state: q4.MutableTensor) -> torch.Tensor:
+def _first_of(state: MutableTensor) -> torch.Tensor:
     with state.read() as view:
         return view.tensor
 
@@ -152,7 +153,7 @@ def _first_of(state: q4.MutableTensor) -> torch.Tensor:
 def test_a_driver_that_fails_is_told_to_the_writer() -> None:
     """A driver's error is the reason of a typed refusal that names the tensor; the next update goes on."""
     case = pretend()
-    state = q4.MutableTensor(_by_policy(case), copy=False, name="membrane")
+    state = MutableTensor(_by_policy(case), copy=False, name="membrane")
     case.runtime.fails["mallocManaged"] = RuntimeFaultError(2, "cudaErrorMemoryAllocation: out of memory")
     with pytest.raises(q4.UnifiedMemoryError, match=r"'membrane'.*out of memory"), state.write():
         raise AssertionError("let in")
@@ -166,14 +167,14 @@ def test_a_freed_tensor_is_told_as_such() -> None:
     """Contents that were given back are the cause that is told, not room, of which there is enough."""
     case = pretend()
     tensor = _by_provider(case)
-    state = q4.MutableTensor(tensor, copy=False)
+    state = MutableTensor(tensor, copy=False)
     case.provider.free(tensor)
     with pytest.raises(q4.LifecycleError, match="given back") as caught:
-        q4.MutableTensor(tensor)
+        MutableTensor(tensor)
     assert "Free some" not in str(caught.value)
-    for mode in q4.MutableMode:
+    for mode in MutableMode:
         with pytest.raises(q4.LifecycleError, match="given back"):
-            q4.MutableTensor(tensor, mode=mode, copy=False)
+            MutableTensor(tensor, mode=mode, copy=False)
     with pytest.raises(q4.LifecycleError, match="given back"), state.write():
         raise AssertionError("let in")
 
@@ -184,7 +185,7 @@ def test_updates_in_inference_mode_stay_managed() -> None:
     with torch.inference_mode():
         placed = _by_policy(case)
         assert not placed.is_inference()
-        state = q4.MutableTensor(placed, copy=False)
+        state = MutableTensor(placed, copy=False)
         with state.write() as tensor:
             tensor.add_(1.0)
     assert _is_managed(state, case)
@@ -195,7 +196,7 @@ def test_cuda_memory_of_others_is_read_as_before(memory_of: str, monkeypatch: py
     """Managed memory that the provider did not allocate, or only maps, is read on any stream, and left by the next."""
     accept_pretended(monkeypatch)
     case = pretend(GB10)
-    monkeypatch.setattr("q4core.mutable.sides.TorchStreams", StreamsOf(case).make)
+    monkeypatch.setattr("q4_actors.dual_view.TorchStreams", StreamsOf(case).make)
     if memory_of == "another":
         first = case.torch.cuda_bytes(case, case.runtime.mallocManaged(64), 64, 0)
     else:
@@ -204,7 +205,7 @@ def test_cuda_memory_of_others_is_read_as_before(memory_of: str, monkeypatch: py
         first = mapped
     placed, decision = memory.apply_mutable_policy(first, REQUIRE, device=CUDA, providers=[case.provider], copy=False)
     assert (decision.action, placed.data_ptr()) == ("left", first.data_ptr())
-    state = q4.MutableTensor(placed, copy=False)
+    state = MutableTensor(placed, copy=False)
     with state.read():
         pass
     with state.write() as tensor:
@@ -226,9 +227,9 @@ def test_a_version_waits_for_the_streams_that_read_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(case.provider, "record_stream", note)
     streams = StreamsOf(case)
-    monkeypatch.setattr("q4core.mutable.sides.TorchStreams", streams.make)
+    monkeypatch.setattr("q4_actors.dual_view.TorchStreams", streams.make)
     placed, _ = memory.apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device=CUDA, providers=[case.provider])
-    state = q4.MutableTensor(placed, copy=False)
+    state = MutableTensor(placed, copy=False)
     del placed
     case.torch.current = 8
     with state.read() as view:

@@ -14,6 +14,7 @@ import torch
 
 import q4_dequant_fallback
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 from q4_um_managed import ManagedProvider
 from q4core import UnifiedMemoryPolicy as Policy
 
@@ -234,7 +235,7 @@ def test_a_graph_replays_over_memory_that_the_cpu_writes(provider: ManagedProvid
     """A captured kernel reads what the CPU side wrote before the replay; inside a capture no memory is handed out."""
     tensor = provider.to_managed(torch.zeros(1 << 12), device=CUDA, read_mostly=False, prefetch=False)
     view = provider.dual_view(tensor)
-    state = q4.MutableTensor(view.cuda, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view)
+    state = MutableTensor(view.cuda, mode=MutableMode.IN_PLACE, copy=False, sides=view)
     out = torch.zeros(1, device=CUDA)
     graph = torch.cuda.CUDAGraph()
     torch.sum(tensor, 0, out=out[0])
@@ -255,7 +256,7 @@ def test_actors_on_both_sides_never_see_half_an_update(provider: ManagedProvider
     """CPU writers and GPU writers take turns with readers of both sides: every read is one whole version."""
     tensor = provider.to_managed(torch.zeros(1 << 16), device=CUDA, read_mostly=False, prefetch=False)
     view = provider.dual_view(tensor)
-    state = q4.MutableTensor(view.cuda, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view)
+    state = MutableTensor(view.cuda, mode=MutableMode.IN_PLACE, copy=False, sides=view)
 
     def work(device: str) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -11,6 +11,7 @@ import torch
 from pretended_driver import CONCURRENT, CUDA, GB10, pretend
 
 import q4core as q4
+from q4_actors import MutableMode, SharedMutableTensor
 from q4core.memory import Placement, apply_source_policy
 
 if TYPE_CHECKING:
@@ -51,12 +52,12 @@ def test_a_mapped_file_becomes_a_cuda_tensor_without_a_copy() -> None:
     assert case.runtime.synchronised == before + 1  # a kernel may have been reading it
 
 
-@pytest.mark.parametrize("mode", q4.MutableMode)
-def test_what_processes_share_is_read_where_it_is_shared(mode: q4.MutableMode) -> None:
+@pytest.mark.parametrize("mode", MutableMode)
+def test_what_processes_share_is_read_where_it_is_shared(mode: MutableMode) -> None:
     """The process that has such a GPU lets it read, or write, the very bytes that other processes write and read."""
     case = pretend(GB10)
-    with q4.SharedMutableTensor(torch.arange(16.0), mode=mode) as state:
-        with q4.SharedMutableTensor.attach(state.segment) as actor, actor.write() as tensor:
+    with SharedMutableTensor(torch.arange(16.0), mode=mode) as state:
+        with SharedMutableTensor.attach(state.segment) as actor, actor.write() as tensor:
             tensor.add_(1.0)
         with state.read() as view:
             mapped = case.provider.map(view.tensor, device=CUDA)

@@ -14,6 +14,7 @@ from pretended_driver import CONCURRENT, Pretended, RuntimeFaultError, pretend
 
 import q4_dequant_fallback
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 from q4_um_managed.blocks import rounded
 from q4core import UnifiedMemoryPolicy as Policy
 
@@ -263,7 +264,7 @@ def test_a_mutable_tensor_lies_in_managed_memory() -> None:
     assert str(decision.placement) == "managed memory (concurrentManagedAccess=1)"
     assert case.provider.is_managed(placed)
     address = placed.data_ptr()
-    with q4.MutableTensor(placed, mode=q4.MutableMode.IN_PLACE, copy=False) as state:
+    with MutableTensor(placed, mode=MutableMode.IN_PLACE, copy=False) as state:
         with state.write() as tensor:
             tensor.add_(1.0)
         with state.read() as view:

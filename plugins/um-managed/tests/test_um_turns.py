@@ -20,6 +20,7 @@ from pretended_driver import (
 )
 
 import q4core as q4
+from q4_actors import MutableMode, MutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,27 +29,27 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def taking_turns(monkeypatch: pytest.MonkeyPatch) -> tuple[Pretended, q4.MutableTensor]:
+def taking_turns(monkeypatch: pytest.MonkeyPatch) -> tuple[Pretended, MutableTensor]:
     """A mutable tensor over a CUDA tensor, on a device whose sides take turns."""
     accept_pretended(monkeypatch)
     case = pretend(LEGACY)
     tensor = case.provider.to_managed(torch.zeros(4), device=CUDA, read_mostly=False, prefetch=False)
     view = case.provider.dual_view(tensor)
-    state = q4.MutableTensor(tensor, mode=q4.MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
+    state = MutableTensor(tensor, mode=MutableMode.IN_PLACE, copy=False, sides=view, name="membrane")
     return case, state
 
 
-def _read(state: q4.MutableTensor, device: str | None, timeout: float | None = 0.0) -> float:
+def _read(state: MutableTensor, device: str | None, timeout: float | None = 0.0) -> float:
     with state.read(device=device, timeout=timeout) as view:
         return float(view.tensor.sum())
 
 
-def _write(state: q4.MutableTensor, device: str | None) -> None:
+def _write(state: MutableTensor, device: str | None) -> None:
     with state.write(device=device, timeout=0) as tensor:
         tensor.add_(1.0)
 
 
-ACCESSES: dict[str, Callable[[q4.MutableTensor], object]] = {
+ACCESSES: dict[str, Callable[[MutableTensor], object]] = {
     "read": lambda state: _read(state, None),
     "read(cuda)": lambda state: _read(state, "cuda"),
     "snapshot": lambda state: state.snapshot(timeout=0),
@@ -65,7 +66,7 @@ def _elsewhere(call: Callable[[], object]) -> object:
 
 
 @pytest.mark.parametrize("access", ACCESSES)
-def test_each_access_takes_its_turn(taking_turns: tuple[Pretended, q4.MutableTensor], access: str) -> None:
+def test_each_access_takes_its_turn(taking_turns: tuple[Pretended, MutableTensor], access: str) -> None:
     """While the CPU is inside, whatever would use the CUDA side is refused by an error that names the tensor."""
     _, state = taking_turns
     with state.read(device="cpu"):
@@ -77,7 +78,7 @@ def test_each_access_takes_its_turn(taking_turns: tuple[Pretended, q4.MutableTen
 
 @pytest.mark.parametrize("device", [None, "cuda"])
 def test_the_cpu_is_refused_while_the_other_side_is_read(
-    taking_turns: tuple[Pretended, q4.MutableTensor], device: str | None
+    taking_turns: tuple[Pretended, MutableTensor], device: str | None
 ) -> None:
     """A plain reader of a CUDA tensor keeps the CPU out as one that names its side does; the time limit counts."""
     _, state = taking_turns
@@ -93,7 +94,7 @@ def test_the_cpu_is_refused_while_the_other_side_is_read(
 
 @pytest.mark.parametrize(("first", "second"), [("cpu", None), (None, "cpu"), ("cuda", "cpu")])
 def test_a_reader_of_the_other_side_waits(
-    taking_turns: tuple[Pretended, q4.MutableTensor], first: str | None, second: str | None
+    taking_turns: tuple[Pretended, MutableTensor], first: str | None, second: str | None
 ) -> None:
     """It gets its turn when the others leave, without asking again, and they get theirs after it."""
     _, state = taking_turns
@@ -108,7 +109,7 @@ def test_a_reader_of_the_other_side_waits(
         assert later.result(30) == 0.0
 
 
-def test_both_sides_in_one_thread_are_refused_at_once(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_both_sides_in_one_thread_are_refused_at_once(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """A thread that would wait for itself is told so, whatever its time limit; its own side nests."""
     _, state = taking_turns
     for outer, inner in (("cpu", None), (None, "cpu")):
@@ -118,7 +119,7 @@ def test_both_sides_in_one_thread_are_refused_at_once(taking_turns: tuple[Preten
             assert _read(state, outer) == 0.0
 
 
-def test_reset_takes_its_turn(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_reset_takes_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """A reset waits for the whole device, since nobody knows what the failed writer queued, and heals both sides."""
     case, state = taking_turns
     with pytest.raises(RuntimeError, match="boom"), state.write(device="cuda"):  # noqa: PT012  # the block is the subject
@@ -129,7 +130,7 @@ def test_reset_takes_its_turn(taking_turns: tuple[Pretended, q4.MutableTensor]) 
     assert _read(state, "cpu") == _read(state, "cuda") == 0.0
 
 
-def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """A thread that ends inside a block of one side, whoever holds the block, does not keep the other side out."""
     _, state = taking_turns
     view = state.read(device="cpu")
@@ -144,7 +145,7 @@ def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, q4
     assert _read(state, "cpu", 10.0) == 0.0
 
 
-def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """A kernel that nobody told of is over before the CPU is let in, to read and to write."""
     case, state = taking_turns
     for block in (state.read(device="cpu"), state.write(device="cpu")):
@@ -153,7 +154,7 @@ def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, 
             assert case.runtime.done[99] == case.runtime.queued[99]
 
 
-def test_a_kept_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_a_kept_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """What a CPU block of a mutable tensor gave can't touch the memory after the block."""
     _, state = taking_turns
     with state.write(device="cpu") as tensor:
@@ -162,7 +163,7 @@ def test_a_kept_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended
     assert _read(state, None) == 8.0
 
 
-def test_races_of_both_sides_never_meet(taking_turns: tuple[Pretended, q4.MutableTensor]) -> None:
+def test_races_of_both_sides_never_meet(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """Threads that read and write by both sides and plainly never have the CPU and the GPU inside together."""
     _, state = taking_turns
     inside = {"cpu": 0, "cuda": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,24 @@ import torch
 from q4_conformance.history import Recorder, violations
 from q4_conformance.outcome import FailureError
 from q4_conformance.table import check, expect
-from q4core import MutableMode, MutableTensor, WriteConflictError
+from q4core import WriteConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
     from q4_conformance.table import Case
 
-__all__ = ["content_of", "judge_race"]
+__all__ = ["actors", "content_of", "judge_race"]
 
 _WRITERS, _READERS, _UPDATES = 3, 4, 200
 _SHAPE = (4096,)
 _SHOWN = 3
 _SECONDS = 60.0
+
+
+def actors() -> Any:
+    """Return the package of mutable tensors, which is judged as a plugin is: by its name."""
+    return importlib.import_module("q4_actors")
 
 
 def content_of(tensor: torch.Tensor) -> Hashable:
@@ -59,7 +65,7 @@ def _run(workers: Iterable[Callable[[], None]], readers: Iterable[Callable[[], N
     expect(not problems, "; ".join(problems[:_SHOWN]))
 
 
-def judge_race(make: Callable[[torch.Tensor, MutableMode], Any], mode: MutableMode) -> int:
+def judge_race(make: Callable[[torch.Tensor, Any], Any], mode: Any) -> int:
     """Let writers and readers race on one tensor, and judge the recorded history; return how many reads there were.
 
     Each writer writes a number that nobody else does, so that a read tells whose update it saw, and whether all of it.
@@ -124,14 +130,15 @@ def check_mutable_race(case: Case, subject: object) -> str:
     """Threads race on one tensor, in both modes: no torn read, versions only grow, one order explains everything."""
     del case, subject
     reads = 0
-    for mode in MutableMode:
-        reads += judge_race(lambda tensor, wanted: MutableTensor(tensor, mode=wanted), mode)
-        _check_one_writer(mode)
+    judged = actors()
+    for mode in judged.MutableMode:
+        reads += judge_race(lambda tensor, wanted: judged.MutableTensor(tensor, mode=wanted), mode)
+        _check_one_writer(judged.MutableTensor, mode)
     return f"{2 * _WRITERS * _UPDATES} updates, {reads} reads"
 
 
-def _check_one_writer(mode: MutableMode) -> None:
-    state = MutableTensor(torch.zeros(4), mode=mode)
+def _check_one_writer(make: Callable[..., Any], mode: Any) -> None:
+    state = make(torch.zeros(4), mode=mode)
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import q4core
-from q4_conformance.checks.mutable import content_of
+from q4_conformance.checks.mutable import actors, content_of
 from q4_conformance.history import Operation, Recorder, violations
 from q4_conformance.outcome import FailureError, NotTestableError
 from q4_conformance.table import check, expect
-from q4core import MutableMode
+from q4core import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,6 @@ _SECONDS = 90.0
 _SHOWN = 3
 _LONGEST_FOLDER = 60
 """A socket's path has 107 bytes, and multiprocessing adds a folder and a file."""
-_MODES = tuple(MutableMode)
 
 
 def _write(state: Any, index: int, recorder: Recorder, has_readers: Callable[[], bool]) -> None:
@@ -99,16 +97,17 @@ def _context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
+def judge_processes(make: Callable[[torch.Tensor, Any], Any], modes: tuple[Any, ...]) -> int:
     """Let writers and readers in processes of their own race on a tensor in each mode; return the number of reads.
 
     Args:
         make: Gives the tensor under judgement, for its first content and a mode; it can be sent to a process.
+        modes: How an update and its readers are kept apart, one tensor each.
 
     Raises:
         FailureError: No one order explains what was seen; or an update was lost, or a process did not come to its end.
     """
-    states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in _MODES)
+    states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in modes)
     context = _context()
     start, counts = context.Barrier(_WRITERS + _READERS), (context.Value("i", 0), context.Value("i", 0))
     pipes = [context.Pipe(duplex=False) for _ in range(_WRITERS + _READERS)]
@@ -120,7 +119,7 @@ def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
         for actor, (_, writing) in zip(actors, pipes, strict=True):
             actor.start()
             writing.close()
-        reads = sum(_judge_mode(mode, state, pipes) for mode, state in zip(_MODES, states, strict=True))
+        reads = sum(_judge_mode(mode, state, pipes) for mode, state in zip(modes, states, strict=True))
     finally:
         for actor in actors:
             if actor.pid is not None:
@@ -129,7 +128,7 @@ def judge_processes(make: Callable[[torch.Tensor, MutableMode], Any]) -> int:
     return reads
 
 
-def _judge_mode(mode: MutableMode, state: Any, pipes: list[Any]) -> int:
+def _judge_mode(mode: Any, state: Any, pipes: list[Any]) -> int:
     history: list[Operation] = []
     for index, (answers, _) in enumerate(pipes):
         try:
@@ -151,8 +150,14 @@ def _judge_mode(mode: MutableMode, state: Any, pipes: list[Any]) -> int:
 def check_mutable_processes(case: Case, subject: object) -> str:
     """Processes race on one tensor, in both modes: no torn read, versions only grow, one order explains everything."""
     del case, subject
-    shared: Any = getattr(q4core, "SharedMutableTensor", None)
-    if shared is None:
-        raise NotTestableError("this q4core shares mutable tensors among the threads of one process alone")
-    reads = judge_processes(lambda tensor, mode: shared(tensor, mode=mode))
-    return f"{len(_MODES) * _TOTAL} updates by {_WRITERS} processes, {reads} reads by {_READERS}"
+    judged = actors()
+
+    def make(tensor: torch.Tensor, mode: Any) -> Any:
+        try:
+            return judged.SharedMutableTensor(tensor, mode=mode)
+        except ConfigError as error:  # not on Linux, or without the extension module
+            raise NotTestableError(str(error)) from error
+
+    modes = tuple(judged.MutableMode)
+    reads = judge_processes(make, modes)
+    return f"{len(modes) * _TOTAL} updates by {_WRITERS} processes, {reads} reads by {_READERS}"

@@ -14,8 +14,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from q4core import MutableMode
-
 __all__ = ["MUTABLE_FAULTS", "MutableFault", "Register", "SharedRegister", "Unguarded"]
 
 
@@ -28,7 +26,7 @@ class _View:
 class Register:
     """A right one, by one lock around everything; planted faults override single methods."""
 
-    def __init__(self, tensor: torch.Tensor, mode: MutableMode) -> None:
+    def __init__(self, tensor: torch.Tensor, mode: Any) -> None:
         del mode
         self.tensor = tensor.clone()
         self.version = 0
@@ -71,7 +69,7 @@ class Torn(Register):
 class Stale(Register):
     """Shows readers the version before the newest, also after its writer has ended."""
 
-    def __init__(self, tensor: torch.Tensor, mode: MutableMode) -> None:
+    def __init__(self, tensor: torch.Tensor, mode: Any) -> None:
         super().__init__(tensor, mode)
         self._before = _View(self.tensor.clone(), 0)
 
@@ -118,7 +116,7 @@ class LabelsEarly(Register):
 class SharedRegister:
     """A right one between processes, by one lock around everything; it can be given to a spawned process."""
 
-    def __init__(self, tensor: torch.Tensor, mode: MutableMode | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, mode: Any = None) -> None:
         del mode
         context = multiprocessing.get_context("spawn")
         self._words: Any = context.RawArray("q", [0, *tensor.tolist()])
@@ -174,7 +172,7 @@ class MutableFault:
     """One planted fault, and a part of what the judge must say."""
 
     name: str
-    make: Callable[[torch.Tensor, MutableMode], Register]
+    make: Callable[[torch.Tensor, Any], Register]
     says: str
 
 

@@ -1,0 +1,3 @@
+from q4_actors.native import Cells as Core
+
+__all__ = ["Core"]

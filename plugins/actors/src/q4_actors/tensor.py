@@ -1,0 +1,343 @@
+"""``MutableTensor``: one writer at a time, any number of readers, a version that only grows. For threads."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from q4_actors.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
+from q4_actors.at_fork import let_forks_know
+from q4_actors.blocks import ReadView, WriteBlock
+from q4_actors.content import Content, copied
+from q4_actors.dual_view import Order, to_side
+from q4_actors.rwlock import HERE, LOOK_INTERVAL_S, wait_on
+from q4_actors.snapshot import MutableStats, Snapshot
+from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.memory import provider_of, was_taken_back
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from q4_actors.dual_view import Sides
+
+__all__ = ["MutableTensor"]
+
+
+def _apart(source: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Return what can be copied into the content: a copy where both lie in the same memory, in another order."""
+    is_other = source.untyped_storage().data_ptr() != content.untyped_storage().data_ptr()
+    return source if is_other or source.is_set_to(content) else source.clone()
+
+
+class MutableTensor:
+    """A tensor that one thread at a time updates and any number of threads read, whole versions only.
+
+    What lies in a memory provider's memory stays there: the first copy, every later version and what ``reset`` makes
+    are allocated by that provider (and go back to it with their last reader), or the update is refused. Whose memory
+    it is was noted by the policy that placed it, or by the provider; for ordinary memory nothing is asked.
+
+    Args:
+        tensor: The first content, version 0: strided, on CPU or CUDA, of any dtype and shape. It is detached.
+        mode: How an update and its readers are kept apart.
+        name: For messages.
+        copy: False takes ``tensor`` itself instead of a copy: for its sole owner, who doesn't touch it again.
+        sides: The CPU side and the CUDA side of ``tensor``'s memory (a provider's ``dual_view``), which ``read`` and
+            ``write`` then give by ``device=``; for ``IN_PLACE`` and ``copy=False``.
+
+    Raises:
+        InputError: ``tensor`` is none that can be shared so.
+        ConfigError: ``mode`` or ``name`` is not legal.
+        UnifiedMemoryError: ``tensor`` lies in a provider's memory, and there is no room for a copy.
+        LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
+    """
+
+    _sides: Sides | None = None
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        *,
+        mode: MutableMode = MutableMode.VERSIONED,
+        name: str | None = None,
+        copy: bool = True,
+        sides: Sides | None = None,
+    ) -> None:
+        label = label_of(name)
+        self._mode = to_mode(label, mode)
+        if sides is not None and (copy or self._mode is MutableMode.VERSIONED):
+            raise ConfigError(
+                label, name="sides", rule="None unless IN_PLACE with copy=False, whose address stays", value="given"
+            )
+        if sides is not None and not (callable(getattr(sides, "turn", None)) and hasattr(sides, "streams")):
+            hint = "Give what a memory provider's dual_view returns."
+            raise ConfigError(label, name="sides", rule="both sides", value=type(sides).__name__, hint=hint)
+        check_content(label, tensor, copy=copy)
+        self._name = name
+        if not copy and was_taken_back(tensor):
+            rule, hint = "in memory that its provider has not taken back", "Place a new tensor."
+            raise LifecycleError(label, name="tensor", rule=rule, value="given back", hint=hint)
+        content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
+        self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
+        if sides is not None or tensor.device.type == "cuda":
+            self._content.order = Order(self._content, sides)
+        let_forks_know(self._content)
+
+    # -- facts
+
+    @property
+    def name(self) -> str | None:
+        """The name given, for messages."""
+        return self._name
+
+    @property
+    def mode(self) -> MutableMode:
+        """How an update and its readers are kept apart."""
+        return self._mode
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape, which never changes."""
+        return self._content.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype, which never changes."""
+        return self._content.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device, which never changes."""
+        return self._content.device
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version; 0 is the first content.
+
+        Raises:
+            LifecycleError: It is closed.
+        """
+        with self._content.lock:
+            if self._content.is_closed:
+                self._content.check()
+            return self._content.version
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether the content is unknown until ``reset()``."""
+        with self._content.lock:
+            self._content.reclaim()
+            return self._content.poison is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        with self._content.lock:
+            return self._content.is_closed
+
+    def stats(self) -> MutableStats:
+        """Return what has happened so far; also after ``close()``."""
+        content = self._content
+        with content.lock:
+            content.reclaim()
+            return MutableStats(
+                reads=content.reads,
+                writes=content.writes,
+                snapshots=content.snapshots,
+                failures=content.failures,
+                conflicts=content.conflicts,
+                copies=content.copies,
+                bytes_copied=content.bytes_copied,
+            )
+
+    # -- reading
+
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
+        """Return a ``with`` block that gives ``view.tensor`` and ``view.version`` of one whole version, uncopied.
+
+        Args:
+            timeout: Seconds to wait for the writer, None for no limit. Only ``IN_PLACE`` ever waits.
+            device: ``"cpu"`` or ``"cuda"``: the side to read; None for the tensor as it was given.
+
+        Raises:
+            LifecycleError: It is closed (on entering, as all that follow). Or an ``IN_PLACE`` block is left after its
+                thread has ended and its turn was given back.
+            PoisonedError: The content is unknown; or (on leaving) somebody changed the version while it was read.
+            WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
+            ConfigError: ``timeout`` or ``device`` is not legal.
+        """
+        view = ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
+        if device is not None:
+            view.side = to_side(self._content, device)
+        return view
+
+    def snapshot(self, *, timeout: float | None = None) -> Snapshot:
+        """Return an own copy of one whole version; arguments and errors as for ``read``."""
+        return self._content.snapshot(None if timeout is None else to_seconds(self._content.label, timeout))
+
+    def wait(self, version: int, timeout: float | None = None) -> bool:
+        """Wait until the version is at least ``version``.
+
+        Args:
+            version: The version to wait for.
+            timeout: Seconds to wait, None for no limit.
+
+        Returns:
+            True once it is there, False if the time ran out.
+
+        Raises:
+            LifecycleError: It is closed, or was while waiting.
+            PoisonedError: The content is unknown, or became so while waiting.
+            WriteConflictError: It would never end: this thread itself writes, or holds an ``IN_PLACE`` read.
+            ConfigError: ``version`` or ``timeout`` is not legal.
+        """
+        content = self._content
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ConfigError(content.label, name="version", rule="an integer", value=version)
+        deadline = None if timeout is None else time.monotonic() + to_seconds(content.label, timeout)
+        thread = HERE.thread
+        with content.lock:
+            while True:
+                content.check_waiting()
+                if content.version >= version:
+                    return True
+                if content.gate.is_writing(thread) or (content.is_in_place and content.gate.is_reading(thread)):
+                    content.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
+                remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
+                if remaining <= 0:
+                    return False
+                content.waiting += 1
+                try:
+                    wait_on(content.grown, remaining)
+                finally:
+                    content.waiting -= 1
+
+    # -- writing
+
+    def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> WriteBlock:
+        """Return a ``with`` block that gives the tensor to change in place; on success the version grows by one.
+
+        If the block raises, or its thread ends inside it, a ``VERSIONED`` tensor stays as it was and an ``IN_PLACE``
+        one is poisoned.
+
+        Args:
+            wait: Whether to wait in turn for another writer, instead of a ``WriteConflictError`` at once.
+            timeout: Seconds to wait, for the other writer or (``IN_PLACE``, always) for readers; None for no limit.
+            device: ``"cpu"`` or ``"cuda"``: the side to write; None for the tensor as it was given.
+
+        Raises:
+            WriteConflictError: Another writer is there or waits; the time ran out; or this thread holds a block of
+                this tensor already (on entering, as all that follow).
+            LifecycleError: It is closed; also on leaving, and then the update is dropped. Or the block is left after
+                its thread has ended and its turn was given back.
+            PoisonedError: The content is unknown.
+            InputError: On leaving: the block changed the shape, dtype, strides or storage instead of values.
+            UnifiedMemoryError: ``VERSIONED`` in a provider's memory: there is no room for a further version.
+            ConfigError: ``timeout`` or ``device`` is not legal.
+        """
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        block = WriteBlock(self._content, wait, seconds)
+        if device is not None:
+            block.side = to_side(self._content, device)
+        return block
+
+    def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Make a copy of ``tensor`` the next version, in one update and with one copy.
+
+        Args:
+            tensor: Same shape, dtype and device.
+            wait: As for ``write``.
+            timeout: As for ``write``.
+
+        Raises:
+            InputError: Another shape, dtype or device; nothing has changed.
+            WriteConflictError, LifecycleError, PoisonedError, UnifiedMemoryError, ConfigError: As ``write``.
+        """
+        source = self._fitting("replace", tensor)
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        with WriteBlock(self._content, wait, seconds, source) as content:
+            if self._mode is MutableMode.IN_PLACE:
+                content.copy_(_apart(source, content))
+
+    def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:
+        """Give a poisoned tensor known content again, as the next version.
+
+        Args:
+            tensor: Same shape, dtype and device; None for zeros.
+            timeout: Seconds to wait for readers and other writers, None for no limit.
+
+        Raises:
+            LifecycleError: It is closed, or not poisoned (any more).
+            InputError: Another shape, dtype or device; it stays poisoned.
+            WriteConflictError, UnifiedMemoryError, ConfigError: As ``write``.
+        """
+        source = None if tensor is None else self._fitting("reset", tensor)
+        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
+            if self._mode is MutableMode.IN_PLACE:
+                content.zero_() if source is None else content.copy_(_apart(source, content))
+
+    def _fitting(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        label = f"{what}() of {self._content.label}"
+        check_content(label, tensor, copy=True)
+        for name in ("shape", "dtype", "device"):
+            wanted, got = getattr(self, name), getattr(tensor, name)
+            if wanted != got:
+                raise InputError(label, name=name, rule=str(wanted), value=got)
+        return tensor.detach()
+
+    # -- lifetime
+
+    def close(self) -> None:
+        """Let the content go; later use is a ``LifecycleError``. Closing twice is allowed.
+
+        Whoever waits is told; readers inside their block keep their version; an update under way is dropped.
+        """
+        content = self._content
+        with content.lock:
+            content.is_closed = True
+            content.tensor, content.kept = torch.empty(0, device="cpu"), None
+            if content.order is not None:
+                content.order.close()
+            content.gate.wake()
+            content.grown.notify_all()
+
+    def __enter__(self) -> Self:
+        """Return itself, to be closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``: a copy would be another tensor that looks like this one.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        raise LifecycleError(
+            f"copy of {self._content.label}",
+            name="it",
+            rule="shared, not copied or pickled",
+            hint="Between processes take a SharedMutableTensor; else make another one from snapshot().tensor.",
+        )
+
+    def __repr__(self) -> str:
+        """Name, mode, form and state."""
+        content = self._content
+        state = (
+            "closed"
+            if content.is_closed
+            else "poisoned"
+            if content.poison is not None
+            else f"version {content.version}"
+        )
+        name = "" if self._name is None else f"{self._name!r}, "
+        form = f"{content.dtype} {list(content.shape)} on {content.device}"
+        return f"MutableTensor({name}{self._mode.value}, {form}, {state})"

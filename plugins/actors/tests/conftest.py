@@ -1,0 +1,23 @@
+"""Fixtures of the tests of mutable tensors."""
+
+from __future__ import annotations
+
+import pytest
+from shared_fixtures import content, keeps, other, state, threads
+from sharing import MODES
+
+from q4_actors import MutableMode, shared
+
+__all__ = ["content", "keeps", "other", "state", "threads"]
+
+
+@pytest.fixture(params=MODES, ids=lambda mode: mode.value)
+def mode(request: pytest.FixtureRequest) -> MutableMode:
+    """Return each mode in turn."""
+    return MutableMode(request.param)
+
+
+@pytest.fixture
+def locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes agree by the core's own locks, also where a plugin with atomics is installed."""
+    monkeypatch.setattr(shared, "find_cells", lambda: None)
