@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import random
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import matplotlib as mpl
-
-mpl.use("Agg")
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
 
 import q4core as q4
 from benchmarks import record, verdict
 from benchmarks.llama_cpp_model import LlamaModel
+from benchmarks.style import caption, plt, save, tidy
 from q4_nn import Generation, LanguageModel
 from q4_nn.command import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 PROMPT, STEPS = 128, 48
 OURS, EXACT, LLAMA = "q4core, int8 activations", "q4core, exact", "llama.cpp"
@@ -143,25 +140,29 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         axes.set_xticks(range(len(counts)), ["one thread" if count == "1" else f"{count} threads" for count in counts])
         words = {"decode": f"Decode, {result['steps']} tokens", "prefill": f"Prompt of {result['prompt']} tokens"}
         axes.set_title(words[kind], loc="left", fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("tokens per second")
+        tidy(axes)
+    panels[0].set_ylabel("tokens per second (more is better)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(result["file"], fontsize=9, color="#555555")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    figure.suptitle(f"{result['file']}; {caption(result)}", fontsize=9, color="#555555")
+    return save(figure, path)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``generate.json`` and its picture, and print tokens per second and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks generate", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, for development")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a result anew; measure nothing")
     options = parser.parse_args(arguments)
+    if options.file is not None:
+        written = Path(options.file)
+        result = json.loads(written.read_text(encoding="utf-8"))
+        print(f"written: {draw(result, written.with_suffix('.png'))}")
+        return
     result = measure(rounds=3 if options.quick else 30)
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
-    result["unit"] = "tokens per second"
+    result |= {"unit": "tokens per second", "environment": record.environment()}
     written = record.write("generate", result, folder=record.BUILD if options.quick else record.RESULTS)
     for threads, programs in result["threads"].items():
         for name, kinds in programs.items():

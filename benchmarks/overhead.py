@@ -6,18 +6,17 @@ the bare backend call in the same run.
 
 from __future__ import annotations
 
+import argparse
+import json
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
 import torch
-from matplotlib import pyplot as plt
 
 import q4core as q4
 from benchmarks import record
+from benchmarks.style import caption, plt, save, tidy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,8 +105,9 @@ def measure() -> dict[str, list[float]]:
         )
 
 
-def draw(over: dict[str, float], path: str) -> None:
+def draw(result: dict[str, Any], path: Path) -> Path:
     """Draw what was measured beside what was aimed at."""
+    over = result["over_the_backend"]
     names = list(TARGETS_US)
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
     places = range(len(names))
@@ -115,23 +115,31 @@ def draw(over: dict[str, float], path: str) -> None:
     axes.scatter([TARGETS_US[name] for name in names], places, marker="|", s=400, color="#cc0000", label="target")
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    axes.set(xlabel="µs per call", title="What q4core adds to a call")
+    axes.set(xlabel="µs per call (less is better)", title="What q4core adds to a call")
     axes.legend()
-    figure.savefig(record.RESULTS / path, dpi=120)
-    plt.close(figure)
+    tidy(axes)
+    figure.suptitle(caption(result), fontsize=8, color="#555555")
+    return save(figure, path)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure, write ``overhead.json`` and ``overhead.png``, and print the table; there are no options."""
-    if arguments:
-        raise SystemExit(f"overhead takes no options, got {arguments[0]!r}")
+    """Measure, write ``overhead.json`` and ``overhead.png``, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks overhead", description=__doc__)
+    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a result anew; measure nothing")
+    options = parser.parse_args(arguments)
+    if options.file is not None:
+        written = Path(options.file)
+        result = json.loads(written.read_text(encoding="utf-8"))
+        print(f"written: {draw(result, written.with_suffix('.png'))}")
+        return
     samples = measure()
     summaries = {name: record.summary(values) for name, values in samples.items()}
     bare = summaries["backend alone"]["median"]
     over = {name: values["median"] - bare for name, values in summaries.items()}
-    result = {"unit": "us", "over_the_backend": over, "targets": TARGETS_US, "calls": summaries}
+    facts = record.environment()
+    result = {"environment": facts, "unit": "us", "over_the_backend": over, "targets": TARGETS_US, "calls": summaries}
     written = record.write("overhead", result)
-    draw(over, "overhead.png")
+    draw(result, written.with_suffix(".png"))
     for name, target in TARGETS_US.items():
         spread = f"{summaries[name]['p10'] - bare:.1f} … {summaries[name]['p90'] - bare:.1f}"
         verdict = "met" if over[name] <= target else "MISSED"

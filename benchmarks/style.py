@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -11,14 +11,23 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plt", "save", "tidy"]
+__all__ = ["caption", "plt", "save", "tidy"]
 
 plt.rcParams.update({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "figure.titlesize": 12})
+
+
+def caption(result: Mapping[str, Any], *more: str) -> str:
+    """Return the line that says where, how and when a result was measured."""
+    facts = result["environment"]
+    machine = facts["machine"]["processor"] or facts["machine"]["machine"]
+    parts = (machine, f"{facts['machine']['cpu_count']} cores", *more, facts["date"][:10], facts["commit"])
+    return ", ".join(parts)
 
 
 def tidy(axes: Axes) -> None:

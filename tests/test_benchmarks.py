@@ -11,8 +11,9 @@ from benchmark_results import SHAPE, decode_stage, prefill_stage
 
 import q4core as q4
 from benchmarks import __main__ as command
-from benchmarks import record
+from benchmarks import generate, overhead, record, style
 from benchmarks.candidate import OURS, PEER, Calls, Candidate, WrongAnswerError
+from benchmarks.cpu import command as cpu_command
 from benchmarks.cpu import (
     decode_picture,
     ours,
@@ -156,6 +157,69 @@ def test_pictures_are_drawn_from_the_result(tmp_path: Path) -> None:
         assert path is not None
         assert path.stat().st_size > 10_000
         assert draw(result | {"stages": []}, tmp_path / "none.png") is None
+
+
+def test_a_measured_run_writes_its_file_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m benchmarks cpu`` ends with a file, its pictures and the verdicts, measured anew or read again."""
+    stages = [decode_stage(), prefill_stage(4), prefill_stage(64)]
+    monkeypatch.setattr(plan, "measure", lambda *_: stages)
+    monkeypatch.setattr(peers, "facts", dict)
+    monkeypatch.setattr(record, "BUILD", tmp_path)
+    cpu_command.main(["--quick", "--only", "peers"])
+    assert len(list(tmp_path.glob("*.png"))) == 3
+    (written,) = tmp_path.glob("*.json")
+    before = json.loads(written.read_text())
+    cpu_command.main(["--from", str(written)])
+    assert json.loads(written.read_text()) == before
+    assert "written: " in capsys.readouterr().out
+
+
+STORED = {
+    "decode-2": ("cpu-avx512", lambda result, path: decode_picture.draw(result, 2, path)),
+    "decode-1": ("cpu-avx2", lambda result, path: decode_picture.draw(result, 1, path)),
+    "prefill": ("cpu-avx512", prefill_picture.draw),
+    "roofline": ("cpu-avx512", roofline_picture.draw),
+    "generate": ("generate", generate.draw),
+    "overhead": ("overhead", overhead.draw),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_pictures_say_where_when_and_which_way_is_better(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stored result's picture names machine and date, says which direction is better, and has ten rows at most."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style.plt, "close", figures.append)
+    name, draw = STORED[kind]
+    result = json.loads((record.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    draw(result, tmp_path / "a.png")
+    (figure,) = figures
+    texts = [item.get_text() for item in figure.findobj(style.mpl.text.Text)]
+    facts = result["environment"]
+    assert any(facts["machine"]["processor"] in text and facts["date"][:10] in text for text in texts)
+    assert any("more is better" in text or "less is better" in text for text in texts)
+    for axes in figure.axes:
+        bars = [patch for patch in axes.patches if patch.get_height() == 0.8]
+        assert len(bars) <= 10
+    monkeypatch.undo()
+    style.plt.close(figure)
+
+
+def test_decode_shows_each_librarys_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ours the same four formats everywhere, of each other library its fastest 4-bit one, and dense bf16."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style.plt, "close", figures.append)
+    result = json.loads((record.RESULTS / "cpu-avx512.json").read_text(encoding="utf-8"))
+    decode_picture.draw(result, 2, tmp_path / "a.png")
+    labels = [item.get_text() for item in figures[0].axes[0].get_yticklabels()]
+    assert labels == [
+        "NF4", "NVFP4", "Q4_0", "NF4", "Q4_K (repacked)", "int4 g32", "bf16", "int4pack bf16", "NF4 bf16", "NVFP4 bf16",
+    ]  # fmt: skip
+    monkeypatch.undo()
+    style.plt.close(figures[0])
 
 
 def test_options_go_to_one_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

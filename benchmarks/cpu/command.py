@@ -56,6 +56,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     stages = plan.measure(plan.QUICK if options.quick else plan.FULL, found, options.only)
     small = small_layers.measure(is_quick=options.quick) if options.only in {None, "ours"} else []
     return {
+        "environment": record.environment(),
         "unit": "us",
         "isa": ours.isa(),
         "torch_threads": torch.get_num_threads(),

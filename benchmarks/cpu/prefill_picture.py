@@ -85,7 +85,7 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         shape = stages[0]["shape"]
         words = "one thread" if threads == 1 else f"{threads} threads"
         axes.set_title(f"Prefill, {shape[0]} × {shape[1]}, {words}", loc="left")
-    panels[0][0].set_ylabel("GFLOP/s")
+    panels[0][0].set_ylabel("GFLOP/s (more is better)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(caption(result), fontsize=8, color="#555555")

@@ -89,7 +89,9 @@ def draw(result: dict[str, Any], path: Path) -> Path | None:
         ]
         if points:
             axes.plot(*zip(*points, strict=True), line, color=COLORS[shade], markersize=5, label=words)
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte (weight, x and y)", ylabel="GFLOP/s")
+    axes.set(
+        xscale="log", yscale="log", xlabel="operations per byte (weight, x and y)", ylabel="GFLOP/s (more is better)"
+    )
     span = axes.get_xlim()
     drawn = {name for name, _, _ in _LINES.values()}
     rates = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import style
 from benchmarks.style import plt, save, tidy
 
 __all__ = ["COLORS", "bandwidth", "caption", "color", "find", "is_wide", "plt", "save", "tidy"]
@@ -42,7 +43,5 @@ def bandwidth(stage: dict[str, Any]) -> float | None:
 
 
 def caption(result: dict[str, Any]) -> str:
-    """Return the line that tells where and when it was measured."""
-    facts = result["environment"]
-    machine = facts["machine"]["processor"] or facts["machine"]["machine"]
-    return f"{machine}, {facts['machine']['cpu_count']} cores, {result['isa']}, {facts['date'][:10]}, {facts['commit']}"
+    """Return the line that says where and when it was measured, and with which instructions."""
+    return style.caption(result, result["isa"])
