@@ -5,7 +5,9 @@
 Each population of leaky integrate-and-fire neurons owns its state as a ``MutableTensor``, and its synapses as
 ``Q4Linear`` layers, which read the other populations' spikes where these lie, uncopied. One update is one step, so the
 version is the clock, and a step happens wholly or not at all. Hence the same result, bit for bit, whatever the number
-of actors, and whoever is late or killed. Needs scikit-learn (the data), matplotlib and rich.
+of actors, and whoever is late or killed.
+
+It needs scikit-learn (the data), matplotlib and rich: pip install "q4core[examples]"
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Who runs the populations of ``actor_snn.py``: threads or processes, some of which are killed and replaced."""
+"""Who runs the populations of ``actor_snn.py``: threads or processes, some of which are killed and replaced.
+
+A part of that example, which needs: pip install "q4core[examples]"
+"""
 
 from __future__ import annotations
 

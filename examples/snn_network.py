@@ -1,4 +1,7 @@
-"""The spiking network of ``actor_snn.py``: leaky integrate-and-fire neurons, and their training on digits."""
+"""The spiking network of ``actor_snn.py``: leaky integrate-and-fire neurons, and their training on digits.
+
+A part of that example, which needs: pip install "q4core[examples]"
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The picture of ``actor_snn.py``: what one image does, as a raster of spikes and traces of membranes."""
+"""The picture of ``actor_snn.py``: what one image does, as a raster of spikes and traces of membranes.
+
+A part of that example, which needs: pip install "q4core[examples]"
+"""
 
 from __future__ import annotations
 

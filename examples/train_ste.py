@@ -3,8 +3,9 @@
     python examples/train_ste.py [--epochs 30] [--format nvfp4] [--picture train_ste.png]
 
 The masters stay in float32; ``linear_ste`` quantises them for each forward pass and passes the gradient straight
-through. Draws loss and accuracy to a PNG, and shows that memory ends where it was. Needs scikit-learn (the data),
-matplotlib, rich and q4-nn.
+through. Draws loss and accuracy to a PNG, and shows that memory ends where it was.
+
+It needs q4-nn, scikit-learn (the data), matplotlib and rich: pip install "q4core[examples]"
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -47,6 +48,21 @@ def run_example(name: str, *arguments: object, folder: Path) -> subprocess.Compl
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def test_each_example_names_what_it_needs() -> None:
+    """Every example says which extra it needs, and that extra has every library that the examples import."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^examples = \[(.*)\]$", text, flags=re.MULTILINE)
+    extra = {re.split(r"[>=\" ]", item.strip().strip('"'))[0] for item in line.split(",")}
+    libraries = set()
+    for path in (ROOT / "examples").glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert 'pip install "q4core[examples]"' in (ast.get_docstring(ast.parse(source)) or ""), path.name
+        libraries |= set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
+    own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"torch", "q4core"}
+    needed = libraries - own - set(sys.stdlib_module_names)
+    assert {name.replace("sklearn", "scikit-learn") for name in needed} == extra
 
 
 @pytest.fixture(scope="module")
