@@ -13,6 +13,7 @@ import torch
 
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
 from q4core.errors import DialectError
+from q4core.floats import FLOATS
 from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, ScaleKind
 from q4core.packing import Packing
 from q4core.weight import Feature, PackedWeight
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4"]
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ORDERS = {"high_first": Packing.HIGH_FIRST, "low_first": Packing.LOW_FIRST}
 _DEFAULT_ORDER = "high_first"
 _BLOCK = 16
@@ -80,7 +80,7 @@ class SimpleNf4(Dialect):
             notes = (*notes, f"nibble order {order} assumed: the dialect does not say it")
         table = catalogue.load_small(keys["codebook"])
         kind = "nf4"
-        if table is None or not table.numel() or table.dtype not in _FLOATS:
+        if table is None or not table.numel() or table.dtype not in FLOATS:
             notes = (*notes, "format nf4 assumed: the code book was not read")
         else:
             first = float(table.reshape(-1)[0])
@@ -108,8 +108,8 @@ class SimpleNf4(Dialect):
         """Yield every problem of dtype and shape."""
         keys = layer.keys
         yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
-        yield from self.expect(catalogue, keys["scale"], dtypes=_FLOATS, shape=(None,))
-        yield from self.expect(catalogue, keys["codebook"], dtypes=_FLOATS, shape=(16,))
+        yield from self.expect(catalogue, keys["scale"], dtypes=FLOATS, shape=(None,))
+        yield from self.expect(catalogue, keys["codebook"], dtypes=FLOATS, shape=(16,))
         absmax = catalogue.get(keys["scale"])
         legal = BUILTIN_FORMATS[layer.format].block_sizes
         if layer.shape is not None and absmax is not None and layer.block_size not in legal:

@@ -14,7 +14,6 @@ Reference:
 
 from __future__ import annotations
 
-import difflib
 import enum
 import functools
 import itertools
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.errors import FormatError
+from q4core.errors import FormatError, closest_name
 from q4core.packing import Packing
 
 if TYPE_CHECKING:
@@ -248,8 +247,8 @@ def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:
     known = {**{item.name: item for item in extra}, **BUILTIN_FORMATS}
     if isinstance(name, str) and name.lower() in known:
         return known[name.lower()]
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else None
+    close = closest_name(name, known)
+    hint = f"Did you mean {close!r}?" if close else None
     raise FormatError("format", name="format", rule=f"one of {', '.join(sorted(known))}", value=name, hint=hint)
 
 

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from q4core.errors import InputError
+from q4core.floats import FLOATS
 from q4core.formats import BlockOrder, Form, Format
 from q4core.packing import unpack_codes
 from q4core.torch_modes import dispatch_modes, is_transformed
@@ -27,7 +28,7 @@ __all__ = ["decode_rows", "dequantize"]
 _CHUNK_ELEMENTS = 1 << 19
 """Elements decoded at once; their temporaries, at most 30 bytes each, stay below 16 MB."""
 _MOST_ELEMENTS = 1 << 40
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (*FLOATS, torch.float64)
 _SYMMETRIC_ZERO = 8
 _WHOLE = 1 << 23
 """Up to here float32 adds whole numbers exactly."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import difflib
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +10,7 @@ import attrs
 
 from q4core.dialect.catalogue import Problem
 from q4core.dialect.writing import flat_bytes, row_bytes
-from q4core.errors import DialectError
+from q4core.errors import DialectError, closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -227,7 +226,7 @@ def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
     known = {dialect.name: dialect for dialect in dialects if dialect.formats}
     if isinstance(name, str) and name in known:
         return known[name]
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f"Did you mean {close[0]!r}?" if close else "Install the plugin that brings it; see `q4 doctor`."
+    close = closest_name(name, known, cutoff=0.4)
+    hint = f"Did you mean {close!r}?" if close else "Install the plugin that brings it; see `q4 doctor`."
     rule = f"one of {', '.join(sorted(known))}"
-    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close[0] if close else None)
+    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close)

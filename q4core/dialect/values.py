@@ -10,6 +10,7 @@ import torch
 from q4core.dialect.catalogue import Problem
 from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning
 from q4core.faults import where
+from q4core.floats import FLOATS
 from q4core.weight import first_illegal
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["number_problems", "weight_problems"]
 
-_COMPARED = frozenset(
-    {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e8m0fnu}
-)
+_COMPARED = frozenset({*FLOATS, torch.float64, torch.float8_e4m3fn, torch.float8_e8m0fnu})
 
 
 def number_problems(layers: Iterable[tuple[Dialect, LayerSchema]], catalogue: Catalogue) -> Iterator[Problem]:

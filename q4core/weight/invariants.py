@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.errors import WeightError
+from q4core.floats import FLOATS
 from q4core.formats import BlockOrder, Form, ScaleKind
 from q4core.packing import NibbleOrder
 
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["check_permutation", "check_structure", "check_values", "first_illegal"]
 
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_ZERO_DTYPES = _FLOATS | {torch.uint8, torch.int8, torch.int32}
+_ZERO_DTYPES = frozenset({*FLOATS, torch.uint8, torch.int8, torch.int32})
 _BYTES = frozenset({torch.uint8})
 _E4M3 = frozenset({torch.uint8, torch.float8_e4m3fn})
 _SCALE_DTYPES = {
-    ScaleKind.PLAIN: _FLOATS,
+    ScaleKind.PLAIN: frozenset(FLOATS),
     ScaleKind.E8M0: frozenset({torch.uint8, torch.float8_e8m0fnu}),
     ScaleKind.E4M3: _E4M3,
     ScaleKind.E4M3_MUL: _E4M3,
@@ -144,7 +144,7 @@ def _check_scales(weight: PackedWeight, checker: _Checker) -> None:
     expected = [_cdiv(rows * columns, block)] if is_flat else [rows, _cdiv(columns, block)]
     rule = f"of a dtype that scale kind {weight.scale_kind.value} has"
     checker.require(weight.scale.dtype in _SCALE_DTYPES[weight.scale_kind], "scale", rule, weight.scale.dtype)
-    for name, legal in (("scale", None), ("offset", _FLOATS), ("zero", _ZERO_DTYPES)):
+    for name, legal in (("scale", None), ("offset", FLOATS), ("zero", _ZERO_DTYPES)):
         tensor = getattr(weight, name)
         if tensor is None:
             continue
@@ -186,7 +186,7 @@ def _check_side_tensors(weight: PackedWeight, checker: _Checker) -> None:
         if name == "input_permutation":
             checker.require(tensor.dtype == torch.int64, name, "of dtype int64", tensor.dtype)
         else:
-            checker.require(tensor.dtype in _FLOATS, name, "of dtype float32, float16 or bfloat16", tensor.dtype)
+            checker.require(tensor.dtype in FLOATS, name, "of dtype float32, float16 or bfloat16", tensor.dtype)
     devices = sorted({str(tensor.device) for _, tensor in weight.tensors()})
     checker.require(len(devices) == 1, "tensors", "all on one device", devices)
 

@@ -16,7 +16,6 @@ from q4_dialects.experts import expert_layers, expert_of, own_number
 from q4_dialects.modelopt_experts import expert_keys, expert_problems, key_problems, nvfp4_experts, one_expert
 from q4_dialects.nvfp4 import (
     BLOCK,
-    FLOATS,
     LEVEL_NUMBERS,
     assumed_dtype,
     codes_problems,
@@ -40,6 +39,7 @@ from q4core import (
     ScaleKind,
     WrittenLayer,
 )
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

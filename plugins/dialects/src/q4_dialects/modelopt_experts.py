@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_dialects.experts import has_experts
-from q4_dialects.nvfp4 import BLOCK, E4M3, FLOATS, number_problems
+from q4_dialects.nvfp4 import BLOCK, E4M3, number_problems
 from q4core import Problem
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

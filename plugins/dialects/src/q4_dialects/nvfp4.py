@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK",
     "E4M3",
-    "FLOATS",
     "LEVEL_NUMBERS",
     "as_float8",
     "assumed_dtype",
@@ -38,7 +37,6 @@ __all__ = [
 
 BLOCK = 16
 E4M3 = torch.float8_e4m3fn
-FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 LEVEL_NUMBERS = dict.fromkeys(("scale", "global_scale", "activation_scale"), "finite and not negative")
 """What the numbers of scales that multiply must be."""
 

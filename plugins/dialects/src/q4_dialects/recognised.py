@@ -11,9 +11,9 @@ import attrs
 import torch
 
 from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
-from q4_dialects.nvfp4 import FLOATS
 from q4_dialects.torchao_entries import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

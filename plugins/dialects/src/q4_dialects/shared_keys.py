@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_dialects.nvfp4 import BLOCK, E4M3, FLOATS, matrix_shape, multiplied_levels
+from q4_dialects.nvfp4 import BLOCK, E4M3, matrix_shape, multiplied_levels
 from q4_dialects.swizzle import tiles
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from q4core import Catalogue, Dialect, PackedWeight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 import attrs
@@ -14,7 +13,7 @@ from q4_nn.decoder import Block, Decoder, DecoderShape, SwiGLU
 from q4_nn.norm import RMSNorm
 from q4_nn.rope import Rotary
 from q4_nn.weights import Weights
-from q4core.plugin_api import resolve_device
+from q4core.plugin_api import closest_name, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +59,8 @@ def find_architecture(metadata: Metadata) -> str:
         )
     architecture: str = metadata.text("general.architecture")
     if architecture not in _BUILDERS:
-        close = difflib.get_close_matches(architecture, _BUILDERS, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else "Register a builder for it with q4_nn.builder."
+        close = closest_name(architecture, _BUILDERS)
+        hint = f"Did you mean {close!r}?" if close else "Register a builder for it with q4_nn.builder."
         metadata.fail("general.architecture", f"one of {', '.join(architectures())}", architecture, hint)
     return architecture
 
