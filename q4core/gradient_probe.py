@@ -13,6 +13,7 @@ from q4core.causes import note_fault
 from q4core.codec import decode_rows
 from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS
+from q4core.packing import same_bytes
 from q4core.probe import CHUNK_ELEMENTS, DIFFERENT_ROWS, grid_activations, sampled
 from q4core.probe_book import ProbeResult
 from q4core.probe_output import blank_output, describe_wrong
@@ -89,14 +90,18 @@ def probe_gradient(  # noqa: PLR0913  # the facts of one probe
     for draw, count in enumerate(counts):
         draws = min(count, DIFFERENT_ROWS)
         different = grid_activations(draws, request.out_features, path.precision, dtype=request.out_dtype, seed=draw)
-        grad = different if count == draws else different[torch.arange(count) % draws]
+        grad = different[torch.arange(count) % draws].to(request.device)
+        lent = grad.clone()
         out = blank_output(count, request.in_features, request.dtype, request.device)
         try:
             with on_device(request.device):
-                computes.input_gradient(prepared, grad.to(request.device), out, path=path.name)
+                computes.input_gradient(prepared, lent, out, path=path.name)
         except PLUGIN_FAULTS as error:
             told = note_fault(backend.name, error)
             message = f"input gradient {path.name} raised {told} at M = {count}"
+            break
+        if not same_bytes(lent, grad):
+            message = f"input gradient {path.name} wrote to grad at M = {count}"
             break
         zeros = torch.zeros((2, draws, columns.numel()), dtype=torch.float64)
         compared = out if columns.numel() == request.in_features else out[:, columns.to(request.device)]

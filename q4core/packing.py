@@ -13,7 +13,7 @@ import torch
 
 from q4core.errors import FormatError
 
-__all__ = ["NibbleOrder", "Packing", "pack_codes", "unpack_codes"]
+__all__ = ["NibbleOrder", "Packing", "as_bytes", "pack_codes", "same_bytes", "unpack_codes"]
 
 
 class NibbleOrder(enum.Enum):
@@ -139,3 +139,17 @@ def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
     low, high = (first, second) if packing.order is NibbleOrder.LOW_FIRST else (second, first)
     pairs_packed: torch.Tensor = low | (high << 4)
     return pairs_packed
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a uint8 view of any tensor: the same shape for one-byte dtypes, else one more axis of itemsize bytes."""
+    if tensor.dtype == torch.uint8:
+        return tensor
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor.unsqueeze(-1).view(torch.uint8)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold the same bytes; a NaN equals itself."""
+    return torch.equal(as_bytes(one), as_bytes(other))

@@ -26,16 +26,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Segment
     from q4core.selection import Selection
 
-__all__ = ["UNTRACEABLE_PLAN", "Plan", "as_bytes", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 view of any tensor: the same shape for one-byte dtypes, else one more axis of itemsize bytes."""
-    if tensor.dtype == torch.uint8:
-        return tensor
-    if tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)
-    return tensor.unsqueeze(-1).view(torch.uint8)
+__all__ = ["UNTRACEABLE_PLAN", "Plan", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
 def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

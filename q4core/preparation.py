@@ -18,9 +18,10 @@ from q4core.causes import chained, note_fault
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
 from q4core.events import bound, emit, muted, warn_once
 from q4core.memory import Placer
-from q4core.plan import Plan, as_bytes, make_plan
+from q4core.packing import as_bytes
+from q4core.plan import Plan, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
-from q4core.proving import SourceGuard, bar_writer, can_export, is_first_of_its_kind, probe_book, prove
+from q4core.proving import SourceGuard, can_export, is_first_of_its_kind, probe_book, prove
 from q4core.runtime import on_device
 from q4core.selecting import layer_request, select_for
 from q4core.torch_modes import outside_inference, without_casts
@@ -118,12 +119,13 @@ def _prepare_layer(
         selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        prepared = _prepare(backend, adapted, selection, weight, book, _context(config, registry, selection))
+        guard = SourceGuard(weight, adapted, is_first=is_first_of_its_kind(book, selection, backend))
+        prepared = _prepare(backend, adapted, selection, guard, book, _context(config, registry, selection))
         if isinstance(prepared, tuple):
             if not _is_about_gradients(book, selection):
                 failures[backend.name] = prepared
             continue
-        if prove(book, backend, prepared, adapted, selection):
+        if prove(book, backend, prepared, guard, selection):
             break
     # What was selected is what was prepared and proven; asking again could answer another one by now.
     return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
@@ -158,13 +160,13 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     backend: Backend,
     adapted: PackedWeight,
     selection: Selection,
-    weight: PackedWeight,
+    guard: SourceGuard,
     book: ProbeBook,
     context: PrepareContext,
 ) -> Prepared | tuple[Reason, ...]:
     """Let a backend prepare a weight; what it refuses or what goes wrong there are reasons to ask the next one."""
     request = selection.backend_request
-    guard = SourceGuard(adapted, is_first=is_first_of_its_kind(book, selection, backend))
+    weight = guard.weight
     started = time.perf_counter()
     fault = prepared = None
     refusals: tuple[Reason, ...] = ()
@@ -178,9 +180,8 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
             fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")
     except PLUGIN_FAULTS as error:
         fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {note_fault(backend.name, error)}")
-    if guard.is_broken():
-        bar_writer(book, backend, weight, adapted)
-        fault = Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the weight that it was given")
+    if prepared is None or fault is not None:  # what was prepared is proven next, and the weight compared then
+        fault = guard.bar_writer(book, backend) or fault
     if refusals and fault is None:
         if is_lasting:
             asked = selection.gradient_request if selection.gradients else request

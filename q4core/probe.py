@@ -20,6 +20,7 @@ from q4core.causes import note_fault
 from q4core.codec import decode_rows
 from q4core.error_bound import error_bound, worst_ratio
 from q4core.errors import PLUGIN_FAULTS, ConfigError
+from q4core.packing import same_bytes
 from q4core.probe_book import ProbeResult
 from q4core.probe_output import blank_output, describe_wrong
 from q4core.runtime import on_device
@@ -155,16 +156,18 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         except ConfigError as error:
             fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
             break
-        x = different.to(request.device)
-        if count > DIFFERENT_ROWS:
-            x = x[torch.arange(count, device=request.device) % DIFFERENT_ROWS]
+        x = different[torch.arange(count) % DIFFERENT_ROWS].to(request.device)
+        lent = x.clone()
         out = blank_output(count, request.out_features, request.out_dtype, request.device)
         try:
             with on_device(request.device):
-                backend.linear(prepared, x, out, bias=None, path=path.name)
+                backend.linear(prepared, lent, out, bias=None, path=path.name)
         except PLUGIN_FAULTS as error:
             message = f"path {path.name} raised {note_fault(backend.name, error)} at M = {count}"
             fault = Reason(ReasonCode.PROBE_FAILED, message)
+            break
+        if not same_bytes(lent, x):
+            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} wrote to x at M = {count}")
             break
         compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
         runs.append(_Run(different.to(torch.float64), compared, compared.to("cpu", torch.float64)))

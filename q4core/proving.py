@@ -14,7 +14,8 @@ from q4core.errors import BackendError, Q4ProbeWarning
 from q4core.events import emit, warn_once
 from q4core.export_probe import probe_export
 from q4core.gradient_probe import probe_gradient
-from q4core.plan import as_bytes, exported_weight
+from q4core.packing import same_bytes
+from q4core.plan import exported_weight
 from q4core.probe import probe_path
 from q4core.probe_book import ProbeBook, ProbeResult, row_counts
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from q4core.selection import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["SourceGuard", "bar_writer", "can_export", "is_first_of_its_kind", "probe_book", "prove"]
+__all__ = ["SourceGuard", "can_export", "is_first_of_its_kind", "probe_book", "prove"]
 
 _books: weakref.WeakKeyDictionary[Registry, ProbeBook] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -45,27 +46,46 @@ def can_export(backend: Backend) -> bool:
 
 
 class SourceGuard:
-    """Notices whether ``prepare`` wrote to the weight that it was given.
+    """Notices whether a backend wrote to the weight that it was given, while it prepared or was probed.
 
     Writes through torch move a tensor's version; writes through an address do not, so the first weight of a kind is
-    compared with a copy as well.
+    compared with a copy, byte by byte.
+
+    Args:
+        weight: The caller's weight.
+        given: What the backend is given for it: often the same tensors.
+        is_first: Whether to compare bytes.
     """
 
-    def __init__(self, weight: PackedWeight, *, is_first: bool) -> None:
-        tensors = [tensor for _, tensor in weight.tensors()]
-        self._tensors = tensors
+    def __init__(self, weight: PackedWeight, given: PackedWeight, *, is_first: bool) -> None:
+        self.weight, self.given = weight, given
+        self._tensors = tensors = [tensor for _, tensor in given.tensors()]
         self._versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001  # torch's documented counter of in-place changes
         self._copies = [tensor.clone() for tensor in tensors] if is_first else []
 
-    def is_broken(self) -> bool:
-        """Return whether a tensor has changed since the guard was set."""
+    def bar_writer(self, book: ProbeBook, backend: Backend) -> Reason | None:
+        """Bar a backend that has written to the weight, and return the reason; None where it has not.
+
+        Raises:
+            BackendError: That weight is the caller's own, so it is damaged.
+        """
+        if not self._is_changed():
+            return None
+        reason = Reason(ReasonCode.PLUGIN_ERROR, "wrote to the caller's weight while it prepared or computed")
+        book.bar(backend.name, reason)
+        own = {tensor.untyped_storage().data_ptr() for _, tensor in self.weight.tensors()}
+        if any(tensor.untyped_storage().data_ptr() in own for tensor in self._tensors):
+            raise BackendError(
+                f"backend {backend.name!r} changed the caller's weight {self.weight.name or ''!r}",
+                hint="Read or quantise the weight again; the backend will not be asked again in this process.",
+            )
+        return reason
+
+    def _is_changed(self) -> bool:
         for tensor, version in zip(self._tensors, self._versions, strict=True):
             if version is not None and tensor._version != version:  # noqa: SLF001  # as above
                 return True
-        return any(
-            not torch.equal(as_bytes(copy), as_bytes(tensor))  # NaN equals itself
-            for copy, tensor in zip(self._copies, self._tensors, strict=False)
-        )
+        return any(not same_bytes(copy, tensor) for copy, tensor in zip(self._copies, self._tensors, strict=False))
 
 
 def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
@@ -84,62 +104,59 @@ def _parts(selection: Selection, backend: Backend) -> dict[tuple[Request, Kernel
     return parts | ({(request, None): []} if can_export(backend) else {})
 
 
-def bar_writer(book: ProbeBook, backend: Backend, weight: PackedWeight, given: PackedWeight) -> None:
-    """Bar a backend whose ``prepare`` wrote to the weight that it was given.
-
-    Raises:
-        BackendError: That weight is the caller's own, so it is damaged.
-    """
-    book.bar(backend.name, Reason(ReasonCode.PLUGIN_ERROR, "prepare wrote to the caller's weight"))
-    own = {tensor.untyped_storage().data_ptr() for _, tensor in weight.tensors()}
-    if any(tensor.untyped_storage().data_ptr() in own for _, tensor in given.tensors()):
-        raise BackendError(
-            f"prepare of backend {backend.name!r} changed the caller's weight {weight.name or ''!r}",
-            hint="Read or quantise the weight again; the backend will not be asked again in this process.",
-        )
-
-
-def prove(book: ProbeBook, backend: Backend, prepared: Prepared, source: PackedWeight, selection: Selection) -> bool:
+def prove(book: ProbeBook, backend: Backend, prepared: Prepared, guard: SourceGuard, selection: Selection) -> bool:
     """Run the probes that have not run yet, each told as an event; return whether everything is right.
 
     Args:
         book: What has been shown so far; results are added.
         backend: Who prepared.
         prepared: What it prepared.
-        source: The weight that it prepared, as it was given.
+        guard: The weight that it prepared, as it was given.
         selection: Which paths are to serve.
+
+    Raises:
+        BackendError: The backend wrote to the caller's weight.
     """
-    good = True
+    results: dict[tuple[Request, KernelPath | None], ProbeResult] = {}
+    fresh: dict[tuple[Request, KernelPath | None], list[int]] = {}
     for (request, part), rows in _parts(selection, backend).items():
         result = book.result(backend.name, part, request, rows)
-        name = "export" if part is None else part.name
         if result is None:
+            fresh[request, part] = rows
             with torch.no_grad():
-                result = _probe(backend, prepared, source, request, part, rows)
-            book.record(backend.name, part, request, result, rows)
-            emit(
-                "q4.probe",
-                level=logging.DEBUG if result.fault is None else logging.ERROR,
-                backend=backend.name,
-                path=name,
-                op=request.op,
-                format=request.format.name,
-                device=str(request.device),
-                passed=result.fault is None,
-                worst_ratio=result.worst_ratio,
-                microseconds=round(result.microseconds),
-                fault=None if result.fault is None else result.fault.message,
-            )
-        if result.fault is not None:
-            good = False
-            if request.op == "input_gradient":
-                name = f"input gradient {name}"
-                what = f"{name} of backend {backend.name!r} is not used, another one or the core computes it,"
-            else:
-                what = f"backend {backend.name!r} is not used"
-            message = f"{what} for {request.format.name}: {result.fault.message}"
-            warn_once((backend.name, name, request.format.name), Q4ProbeWarning, message)
-    return good
+                result = _probe(backend, prepared, guard.given, request, part, rows)
+        results[request, part] = result
+    reason = guard.bar_writer(book, backend)  # first, because numbers from a weight that was changed mean nothing
+    if reason is not None:
+        emit("q4.probe", level=logging.ERROR, backend=backend.name, passed=False, fault=reason.message)
+        return False
+    for (request, part), rows in fresh.items():
+        result = results[request, part]
+        book.record(backend.name, part, request, result, rows)
+        emit(
+            "q4.probe",
+            level=logging.DEBUG if result.fault is None else logging.ERROR,
+            backend=backend.name,
+            path="export" if part is None else part.name,
+            op=request.op,
+            format=request.format.name,
+            device=str(request.device),
+            passed=result.fault is None,
+            worst_ratio=result.worst_ratio,
+            microseconds=round(result.microseconds),
+            fault=None if result.fault is None else result.fault.message,
+        )
+    for (request, part), result in results.items():
+        if result.fault is None:
+            continue
+        name = "export" if part is None else part.name
+        what = f"backend {backend.name!r} is not used"
+        if request.op == "input_gradient":
+            name = f"input gradient {name}"
+            what = f"{name} of backend {backend.name!r} is not used, another one or the core computes it,"
+        message = f"{what} for {request.format.name}: {result.fault.message}"
+        warn_once((backend.name, name, request.format.name), Q4ProbeWarning, message)
+    return all(result.fault is None for result in results.values())
 
 
 def _probe(  # noqa: PLR0913  # the facts of one probe

@@ -71,11 +71,13 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
             sample, request.format, block_size=request.block_size, scale_kind=request.scale_kind,
             packing=request.packing, symmetric=_is_symmetric(request),
         )  # fmt: skip
-        dense = sample.to(request.device)
+        dense = sample.to(request.device, copy=True)
         seeds = _SEEDS if rounding is Rounding.STOCHASTIC else (0,)
         got = [call_quantizer(backend, dense, asked, rounding, seed) for seed in seeds]
         misfits = [_misfit(wanted, item, request.device) for item in got]
         message = next((item for item in misfits if item is not None), None)
+        if not torch.equal(dense.to("cpu"), sample):
+            message = "it wrote to dense"
         if message is None:
             given = [item.to("cpu") for item in got]
             chance = rounding is Rounding.STOCHASTIC

@@ -12,7 +12,7 @@ from q4core import ops
 from q4core.errors import InputError, LifecycleError
 from q4core.fast_path import make_fast_path
 from q4core.linear_input import fits_as_bias, refuse_bias
-from q4core.plan import as_bytes
+from q4core.packing import as_bytes
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.preparation import PreparedLayer, prepare_layer
 from q4core.registry import Registry, default_registry

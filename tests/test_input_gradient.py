@@ -201,6 +201,19 @@ def test_another_gradient_path_takes_over() -> None:
     _assert_right(layer)
 
 
+def test_a_gradient_that_writes_to_grad_is_not_used() -> None:
+    """It is compared with the gradient of what was given, not of what it left there."""
+
+    class Halving(Differentiating):
+        def input_gradient(self, prepared: q4.Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+            super().input_gradient(prepared, grad.mul_(0.5), out, path=path)
+
+    with pytest.warns(q4.Q4ProbeWarning, match="wrote to grad at M = 1"):
+        layer = _layer(Halving())
+    assert layer.diagnostics().gradients == ()
+    _assert_right(layer)
+
+
 def test_a_refused_gradient_is_the_cores() -> None:
     """A backend that declares gradients and refuses these keeps linear; its reasons stand in the record."""
     reasons = (q4.Reason(q4.ReasonCode.SHAPE, "K is odd"), q4.Reason(q4.ReasonCode.FEATURE, "no such layout"))

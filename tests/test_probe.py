@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,63 @@ def test_what_was_not_written_is_told_apart_from_nan(how: str, words: str, dtype
     with pytest.warns(q4.Q4ProbeWarning) as caught:
         q4.Session(config, registry=registry(backend)).linear(_weight())
     assert words in str(caught[0].message)
+
+
+class _Writer(FakeBackend):
+    """Computes right, and writes to one of the things that it is only lent."""
+
+    def __init__(self, writes: str, **facts: Any) -> None:
+        super().__init__("writer", **facts)
+        self.writes = writes
+        self.source: q4.PackedWeight | None = None
+
+    def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+        self.source = weight
+        return super().prepare(weight, request, context)
+
+    def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+        if self.writes == "halves x":
+            x.mul_(0.5)
+        super().linear(prepared, x, out, bias=bias, path=path)
+        if self.writes == "clears x":
+            ctypes.memset(x.data_ptr(), 0, 4)
+        if self.writes == "weight":
+            assert self.source is not None
+            ctypes.memset(self.source.qdata.data_ptr(), 0, 1)
+
+    def _export(self, prepared: q4.Prepared, rows: torch.Tensor | None = None) -> q4.PackedWeight:
+        if rows is not None and self.writes == "rows":
+            rows.zero_()
+        return super()._export(prepared, rows)
+
+
+@pytest.mark.parametrize(
+    ("writes", "words"),
+    [
+        ("halves x", "path fake_gemm wrote to x at M = 1"),
+        ("clears x", "path fake_gemm wrote to x at M = 1"),
+        ("rows", "export wrote to rows"),
+    ],
+)
+def test_a_backend_that_writes_to_what_it_is_lent_is_disqualified(writes: str, words: str) -> None:
+    """The reference is that of what was given, not of what the backend left there."""
+    weight = _weight()
+    with pytest.warns(q4.Q4ProbeWarning, match=words):
+        layer = q4.Session(registry=registry(_Writer(writes))).linear(weight)
+    x = torch.ones(2, 128)
+    torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T)
+    assert torch.equal(x, torch.ones(2, 128))
+
+
+def test_a_backend_that_writes_to_the_callers_weight_while_it_computes_is_barred() -> None:
+    """The first layer of a kind compares bytes, which finds writes past torch too; the caller hears of the damage."""
+    weight = _weight()
+    weight.qdata[0, 0] = 0x12
+    plugins = registry(_Writer("weight"))
+    with pytest.raises(q4.BackendError, match="'writer' changed the caller's weight"):
+        q4.Session(registry=plugins).linear(weight)
+    layer = q4.Session(registry=plugins).linear(_weight())
+    assert layer.diagnostics().backend == "dequant-fallback"
 
 
 def test_swapped_nibbles_are_found() -> None:

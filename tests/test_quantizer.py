@@ -82,6 +82,8 @@ class Quantiser(FakeBackend):
         self.asked.append((tuple(dense.shape), rounding, seed))
         if self.manner == "raises":
             raise RuntimeError("boom")
+        if self.manner == "writes":
+            dense.mul_(0.5)
         if rounding is q4.Rounding.STOCHASTIC:
             return _by_chance(dense, seed, self.manner)
         off = 1.01 if self.manner == "wrong" else 1.0
@@ -264,6 +266,15 @@ def test_to_nearest_the_bytes_are_those_of_the_reference(manner: str) -> None:
         return
     with pytest.warns(q4.Q4ProbeWarning, match="differ"), pytest.raises(q4.BackendUnavailableError):
         quantizer.find_quantizer(plugins, request, q4.Rounding.NEAREST)
+
+
+@pytest.mark.parametrize("rounding", q4.Rounding)
+def test_a_quantiser_that_writes_to_its_source_is_refused(rounding: q4.Rounding) -> None:
+    """What it is held to is the sample as it was given."""
+    request = quantizer.quantize_request(_dense(), "nf4")
+    fault = probe_quantizer(Quantiser(manner="writes"), request, rounding).fault
+    assert fault is not None
+    assert "wrote to dense" in fault.message
 
 
 def test_a_quantiser_of_an_older_contract_still_rounds_to_nearest() -> None:
