@@ -57,7 +57,7 @@ def _check_pair(
         path, rows = segment.path, segment.low
         x = draw(case, layer, weight, rows, case.seeds[0])
         out = torch.full((rows, weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
-        subject.backend.linear(prepared, x, out, bias=None, path=path.name)
+        subject.backend.linear(prepared, x.clone(), out, bias=None, path=path.name)
         reference = exact_linear(weight, x, codebook=path.codebook)
         judged = judge(out, reference, out_dtype=out_dtype, device=layer.device)
         expect(judged.passed, f"{what}, {path.name}, M = {rows}: {judged}")

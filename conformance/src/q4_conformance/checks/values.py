@@ -68,6 +68,8 @@ def judge_call(
 ) -> tuple[float, np.ndarray]:
     """Judge one result; return its error over its bound, and which elements were blind.
 
+    ``x`` is as it was drawn: the layer was lent a copy, so that one that writes to x is judged by what it was asked.
+
     Raises:
         FailureError: It is wrong.
     """
@@ -90,7 +92,7 @@ def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | 
         unseen: np.ndarray | None = None
         for count, seed in enumerate(_seeds(case), start=1):
             x = draw(case, layer, weight, rows, seed)
-            ratio, blind = judge_call(layer, weight, x, layer(x), bias)
+            ratio, blind = judge_call(layer, weight, x, layer(x.clone()), bias)
             worst, elements, draws = max(worst, ratio), elements + blind.size, draws + 1
             unseen = blind if unseen is None else unseen & blind
             if count >= len(case.seeds) and not unseen.any():
@@ -134,7 +136,7 @@ def check_zero_inputs(case: Case, subject: Subject) -> str:
         if getattr(subject, "has_out", True):
             out = torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
             judge_call(layer, weight, x, layer(x, out=out), bias)
-        judge_call(layer, weight, x, layer(x), bias)
+        judge_call(layer, weight, x, layer(x.clone()), bias)
     return "rows and blocks of zeros"
 
 
@@ -172,8 +174,9 @@ def check_gradient(case: Case, subject: Subject) -> str:
     worst = 0.0
     for rows in rows_of(case, layer):
         x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
+        drawn = x.detach().clone()
         y = layer(x)
-        judge_call(layer, weight, x.detach(), y.detach())
+        judge_call(layer, weight, drawn, y.detach())
         expect(y.requires_grad, f"M = {rows}: the result does not require gradients")
         grad = (torch.randint(-64, 65, y.shape, generator=torch.Generator().manual_seed(rows)) / 16).to(case.dtype)
         y.backward(grad.to(layer.device))
@@ -213,7 +216,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
         for turn, rows in enumerate(filter(lambda rows: rows > 1, rows_of(case, layer))):
             x = draw(case, layer, weight, rows, case.seeds[0])
             x[1, places[(index + turn) % len(places)]] = value
-            y = layer(x)
+            y = layer(x.clone())
             finite = int(torch.isfinite(y[1]).sum())
             expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")
             others = [row for row in range(rows) if row != 1]
@@ -235,7 +238,13 @@ def check_noise(case: Case, subject: Subject) -> str:
             codebook = layer.codebook(rows)
             precision = layer.precision(rows)
             verdict = judge_noise(
-                layer(x), weight, x, precision, out_dtype=case.dtype, codebook=codebook, roundings=layer.roundings
+                layer(x.clone()),
+                weight,
+                x,
+                precision,
+                out_dtype=case.dtype,
+                codebook=codebook,
+                roundings=layer.roundings,
             )
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)

@@ -173,6 +173,13 @@ _IN_ONE_CALL: tuple[Fault, ...] = tuple(
         ),
         ("silences-nan", conduct.SilencesNan, "nf4", "EX-10/non-finite", {"says": "finite numbers"}),
         ("mutates-input", conduct.MutatesInput, "nf4", "EX-08/unmodified", {"says": "the input"}),
+        (
+            "halves-input",
+            conduct.HalvesInput,
+            "nf4",
+            "TC-09/values/nf4-plain-high_first-48x256b64-s0/",
+            {"says": "wrote to x", "passes_probe": False},
+        ),
         ("mutates-weight", conduct.MutatesWeight, "nf4", "EX-08/unmodified", {"says": "weight was written"}),
         ("writes-beside-codes", conduct.WritesBesideCodes, "nf4", "EX-08/unmodified", {"says": "beside qdata"}),
         ("writes-beside-out", conduct.WritesBeside, "nf4", "EX-08/unmodified", {"says": "beside out=", **_WITH_CORE}),

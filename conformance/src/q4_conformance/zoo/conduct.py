@@ -51,6 +51,13 @@ class MutatesInput(ToyKernel):
             x.view(-1)[0] = 0.0
 
 
+class HalvesInput(ToyKernel):
+    """Halves x in place and computes right from there: wrong for the caller, right beside what it leaves behind."""
+
+    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+        super().linear(prepared, x.mul_(0.5), out, bias=bias, path=path)
+
+
 class MutatesWeight(ToyKernel):
     """Writes to the caller's codes, once a bias is given: the probe gives none."""
 
