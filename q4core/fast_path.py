@@ -2,7 +2,8 @@
 
 A call through the registered op costs four to seven times what this one adds to the kernel (see
 ``benchmarks/results/overhead*.json``), and a layer of a small model runs for 10-20 µs in all. So plain
-eager calls (no gradients, no dispatch modes, no transforms, the layer's own buffers) skip it. Everything is bound once,
+eager calls (no gradients, no dispatch modes, no transforms, nothing that records,
+the layer's own buffers) skip it. Everything is bound once,
 when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs.
 """
 
@@ -16,7 +17,14 @@ from torch.autograd import forward_ad
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.plan import raise_broken_call
-from q4core.torch_modes import casts, dispatch_modes, function_modes, innermost_transform
+from q4core.torch_modes import (
+    casts,
+    dispatch_modes,
+    function_modes,
+    graph_recorder,
+    innermost_transform,
+    is_profiled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +86,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
     serves_one = plan.segments[0].low == 1
     segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
     modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
+    recorder, profiled = graph_recorder, is_profiled
 
     def fast(  # noqa: C901, PLR0911, PLR0912  # as above
         x: torch.Tensor, out: torch.Tensor | None
@@ -90,6 +99,9 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
             or overrides()
             or transform() is not None
             or autocast()
+            or recorder() is not None
+            or profiled()
+            or x.is_neg()
             or forward_ad._current_level >= 0  # noqa: SLF001  # is_forward_mode, without the call
             or not x.is_contiguous()
         ):
@@ -99,7 +111,11 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
                 return None
         bias: Any = parameters["bias"]
         if bias is not None and (
-            bias.dtype is not dtype or bias.shape != bias_shape or bias.is_cpu is not is_cpu or not bias.is_contiguous()
+            bias.dtype is not dtype
+            or bias.shape != bias_shape
+            or bias.is_cpu is not is_cpu
+            or not bias.is_contiguous()
+            or bias.is_neg()
         ):  # replaced since; the slow way says what is wrong
             return None
         shape = x.shape
@@ -124,6 +140,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
                 or out.shape != ((rows, outputs) if two else (*shape[:-1], outputs))
                 or out.is_cpu is not is_cpu
                 or not out.is_contiguous()
+                or out.is_neg()
                 or -rows * out_bytes < gap < rows * in_bytes  # they overlap
             ):
                 return None

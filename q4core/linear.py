@@ -7,19 +7,21 @@ import logging
 import attrs
 import torch
 
+from q4core.call_check import check_linear_call
 from q4core.codec import dequantize
 from q4core.derivatives import linear_function
 from q4core.diagnostics import Diagnostics, diagnose
 from q4core.errors import InputError
+from q4core.floats import FLOATS
 from q4core.formats import BlockOrder
-from q4core.linear_input import check_index, check_out, fits_as_bias, refuse_bias, refuse_input
+from q4core.linear_input import check_index, refuse_bias
 from q4core.memory import apply_input_policy, provider_of
 from q4core.packed_module import PackedModule
 from q4core.plan import UNTRACEABLE_PLAN
 from q4core.policy import UnifiedMemoryPolicy
 from q4core.preparation import tell_memory
 from q4core.registry import default_registry
-from q4core.torch_modes import is_forward_mode, is_transformed
+from q4core.torch_modes import graph_recorder, is_forward_mode, is_transformed
 from q4core.weight_info import WeightInfo
 
 __all__ = ["Q4Linear"]
@@ -167,26 +169,22 @@ class Q4Linear(PackedModule):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Check everything, then call the registered op."""
-        tracing = _is_tracing()
-        if not tracing:  # inside a trace the op's fake kernel refuses, in a way that tracing understands
-            if self._ready is None:
-                self._require_ready()
-            if not isinstance(x, torch.Tensor):
-                refuse_input(self, x)
+        tracing = _is_tracing() or graph_recorder() is not None
+        label = f"layer {self.name!r}"
+        if not isinstance(x, torch.Tensor):
+            raise InputError(label, name="x", rule="a tensor", value=type(x).__name__, hint="Use torch.as_tensor(x).")
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
-        if not tracing and (
-            x.dtype is not self._dtype
-            or x.layout is not torch.strided
-            or x.dim() < 1
-            or x.shape[-1] != self.in_features
-            or x.device != self._device
-        ):
-            refuse_input(self, x)
-        if not tracing and bias is not None and not fits_as_bias(self, bias):
-            refuse_bias(self, bias)
-        if out is not None or out_dtype is not None:
-            check_out(self, x, out, out_dtype)
+        if out_dtype is not None and out_dtype not in FLOATS:
+            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
+        if not tracing:  # inside a trace the op itself checks, in a way that tracing understands
+            if bias is not None and not isinstance(bias, torch.Tensor):
+                refuse_bias(self, bias)
+            ready = self._ready or self._require_ready()
+            check_linear_call(ready.plan, self._device, x, bias, out, out_dtype=out_dtype, label=label)
+        if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+            rule = "a tensor that does not require gradients"
+            raise InputError(label, name="out", rule=rule, value="requires_grad=True")
         if self._managed:
             if tracing:
                 return self._call(x, bias, out_dtype, out)
@@ -197,7 +195,7 @@ class Q4Linear(PackedModule):
         self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         buffers = self._own_buffers()
-        tracing = _is_tracing()
+        tracing = _is_tracing() or graph_recorder() is not None
         plan = self._traced_plan() if tracing else self._plan_key
         by_function = not tracing and is_transformed()
         if out is None:

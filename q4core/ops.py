@@ -8,14 +8,16 @@ which layer ran.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from q4core.call_check import check_buffers, check_linear_call, check_operand
 from q4core.codec import dequantize
-from q4core.errors import PLUGIN_FAULTS, InputError, LifecycleError
-from q4core.plan import plan_by_key, raise_broken_call
+from q4core.errors import PLUGIN_FAULTS, InputError
+from q4core.plan import raise_broken_call
 from q4core.runtime import on_device
 from q4core.torch_modes import without_casts
 
@@ -37,14 +39,19 @@ class LiveLayer:
     Args:
         plan: The layer's plan.
         prepared: The backend's view of the layer's buffers.
-        addresses: Addresses of its buffers but the tag; others are somebody else's (a functional call's).
+        buffers: Its buffers with the tag; others are somebody else's (a functional call's).
         counts: Calls by segment of M.
     """
 
     plan: Plan
     prepared: Prepared
-    addresses: list[int]
+    buffers: tuple[torch.Tensor, ...]
     counts: list[int]
+    device: torch.device = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Ask the buffers once where they are."""
+        self.device = self.buffers[-1].device
 
 
 _LIVE: dict[int, LiveLayer] = {}
@@ -91,11 +98,13 @@ def run_plan(
         raise _range_error(plan, rows)
     path = plan.segments[index].path.name
     flat = x if x.dim() == 2 else x.reshape(rows, plan.in_features)  # noqa: PLR2004  # [M, K] as it is
+    if flat.is_neg():
+        flat = flat.resolve_neg()
     if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) < plan.in_features):
         flat = flat.contiguous()
-    if bias is not None and not bias.is_contiguous():
-        bias = bias.contiguous()
-    if out.is_contiguous():
+    if bias is not None:
+        bias = bias.resolve_neg().contiguous()
+    if out.is_contiguous() and not out.is_neg():
         target = out if out.dim() == 2 else out.view(rows, plan.out_features)  # noqa: PLR2004  # [M, N] as it is
     else:
         target = torch.empty((rows, plan.out_features), dtype=out.dtype, device=out.device)
@@ -187,22 +196,28 @@ LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Te
 LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
 
 
-def _closed(plan: str) -> LifecycleError:
-    hint = "Make it again from its weight, and compile that."
-    return LifecycleError("q4core::linear", name="layer", rule="open", value=f"closed ({plan})", hint=hint)
+def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared | None, LiveLayer | None]:
+    """Return the plan of a call, where its buffers are, the backend's view of them, and the layer with their tag.
+
+    The view is None where the buffers are not that layer's own, which are checked here.
+    """
+    live = _LIVE.get(buffers[-1].data_ptr()) if buffers else None
+    if live is not None and live.plan.key == key:
+        if len(buffers) == len(live.buffers) and all(map(operator.is_, buffers, live.buffers)):
+            return live.plan, live.device, live.prepared, live
+    else:
+        live = None
+    plan, device = check_buffers(key, buffers)
+    return plan, device, None, live
 
 
 def run_op(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Run the op's own kernel: find the plan, allocate y where there is no ``out``, call the backend, count."""
-    if not buffers:
-        raise _closed(key)
-    live = _LIVE.get(buffers[-1].data_ptr())
-    if live is not None and live.plan.key == key and live.addresses == [buffer.data_ptr() for buffer in buffers[:-1]]:
-        plan, prepared = live.plan, live.prepared
-    else:
-        plan = plan_by_key(key)
+    plan, device, prepared, live = _find(buffers, key)
+    check_linear_call(plan, device, x, bias, out)
+    if prepared is None:
         prepared = plan.prepared(buffers)
     if out is None:
         if x.dim() == 2:  # noqa: PLR2004  # [M, K]; sizes one by one are 1 µs faster than a tuple of them
@@ -210,7 +225,7 @@ def run_op(
         else:
             out = torch.empty((*x.shape[:-1], plan.out_features), dtype=plan.out_dtype, device=x.device)
     segment = run_plan(plan, prepared, x, out, bias)
-    if live is not None and segment is not None and live.plan is plan:
+    if live is not None and segment is not None:
         live.counts[segment] += 1
     return out
 
@@ -226,11 +241,15 @@ def _linear_out(
 
 
 def _linear_input_grad(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    return input_gradient(plan_by_key(plan), buffers, grad)
+    call, device, *_ = _find(buffers, plan)
+    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
+    return input_gradient(call, buffers, grad)
 
 
 def _linear_exact(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    return exact_product(plan_by_key(plan), buffers, x)
+    call, device, *_ = _find(buffers, plan)
+    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
+    return exact_product(call, buffers, x)
 
 
 for _name, _function in (
@@ -242,51 +261,32 @@ for _name, _function in (
     for _key in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _function, _key)
 
+# torch's own kernel for tensors with the negative bit expects an op to return what it writes to; ours turns the signs.
+LIBRARY.impl("linear_out", torch.library.fallthrough_kernel, "Negative")
 
-def _linear_fake(
-    x: torch.Tensor,
-    buffers: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    plan: str,
-) -> torch.Tensor:
-    if not buffers:
-        raise _closed(plan)
-    call = plan_by_key(plan)
-    device = buffers[0].device
-    if x.dim() < 1 or x.shape[-1] != call.in_features or x.dtype != call.dtype or x.device != device:
-        raise InputError(
-            "q4core::linear",
-            name="x",
-            rule=f"{call.dtype} [..., {call.in_features}] on {device}",
-            value=f"{x.dtype} {list(x.shape)} on {x.device}",
-        )
-    if bias is not None and (
-        bias.dtype != call.out_dtype or tuple(bias.shape) != (call.out_features,) or bias.device != device
-    ):
-        raise InputError(
-            "q4core::linear",
-            name="bias",
-            rule=f"{call.out_dtype} [{call.out_features}] on {device}",
-            value=f"{bias.dtype} {list(bias.shape)} on {bias.device}",
-        )
+
+def _linear_fake(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
+    call, device = check_buffers(plan, buffers)
+    check_linear_call(call, device, x, bias, is_fake=True)
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
 
 def _linear_out_fake(
     x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
 ) -> None:
-    del x, buffers, bias, plan, out
+    call, device = check_buffers(plan, buffers)
+    check_linear_call(call, device, x, bias, out, is_fake=True)
 
 
 def _linear_input_grad_fake(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    del buffers
-    call = plan_by_key(plan)
+    call, device = check_buffers(plan, buffers)
+    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
     return torch.empty((*grad.shape[:-1], call.in_features), dtype=call.dtype, device=grad.device)
 
 
 def _linear_exact_fake(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    del buffers
-    call = plan_by_key(plan)
+    call, device = check_buffers(plan, buffers)
+    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
     return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
 
 

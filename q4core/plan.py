@@ -16,6 +16,7 @@ import torch
 from q4core.backend import Prepared
 from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
 from q4core.faults import said
+from q4core.packing import as_bytes
 from q4core.runtime import on_device
 from q4core.weight import PackedWeight
 from q4core.weight_spec import WeightSpec
@@ -44,6 +45,7 @@ class Plan:
         backend: Who computes.
         meta: ``Prepared.meta``.
         dtypes: dtype behind each byte buffer: the prepared tensors, then the source's, then the layer's tag (uint8).
+        layouts: Shape and strides of each byte buffer, which is what the backend may read.
         prepared_count: How many of the buffers are the backend's.
         source: Spec of the source weight, whose tensors follow, for a backend without ``export``; else None.
         segments: Which path serves which M.
@@ -58,6 +60,7 @@ class Plan:
     backend: Backend
     meta: Any
     dtypes: tuple[torch.dtype, ...]
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     prepared_count: int
     source: WeightSpec | None
     segments: tuple[Segment, ...]
@@ -158,6 +161,8 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
     spec = WeightSpec.of(source) if source is not None else None
     tensors = [*prepared.tensors, *([tensor for _, tensor in source.tensors()] if source is not None else [])]
     dtypes = (*(tensor.dtype for tensor in tensors), torch.uint8)
+    as_kept = [as_bytes(tensor.detach()) for tensor in tensors]
+    layouts = (*((tuple(tensor.shape), tensor.stride()) for tensor in as_kept), ((1,), (1,)))
     request = selection.backend_request
     kind = type(backend)
     facts = repr(
@@ -166,6 +171,7 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
             backend.api_version,
             prepared.meta,
             dtypes,
+            layouts,
             len(prepared.tensors),
             spec,
             selection.segments,
@@ -193,6 +199,7 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
             backend=backend,
             meta=prepared.meta,
             dtypes=dtypes,
+            layouts=layouts,
             prepared_count=len(prepared.tensors),
             source=spec,
             segments=selection.segments,

@@ -1,4 +1,4 @@
-"""What torch has switched on round a call: dispatch and function modes, transforms, forward mode.
+"""What torch has switched on round a call: dispatch and function modes, transforms, forward mode, recorders.
 
 There are no public ways to ask, so every private name of torch that tells it stands here.
 """
@@ -19,8 +19,10 @@ __all__ = [
     "casts",
     "dispatch_modes",
     "function_modes",
+    "graph_recorder",
     "innermost_transform",
     "is_forward_mode",
+    "is_profiled",
     "is_transformed",
     "outside_inference",
     "without_casts",
@@ -31,6 +33,9 @@ casts = torch._C._is_any_autocast_enabled  # noqa: SLF001
 dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+graph_recorder = torch._C._get_tracing_state  # noqa: SLF001
+"""Returns what ``torch.jit.trace`` records to, or None."""
+is_profiled = torch._C._autograd._profiler_enabled  # noqa: SLF001
 
 
 def is_forward_mode() -> bool:

@@ -140,9 +140,7 @@ class WeightOwner(nn.Module):
         self._counts = [0] * len(prepared.plan.segments)
         self._plan_key = prepared.plan.key
         self._tag_address = tag.data_ptr()
-        self._live = ops.LiveLayer(
-            prepared.plan, prepared.prepared, [buffer.data_ptr() for buffer in prepared.buffers], self._counts
-        )
+        self._live = ops.LiveLayer(prepared.plan, prepared.prepared, (*prepared.buffers, tag), self._counts)
         ops.register_layer(tag, self._live)
         self._managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
         self._fast = None if self._managed else make_fast_path(self, prepared)

@@ -201,6 +201,60 @@ def test_whatever_watches_torch_sees_the_call(watched: _Watched, mode: Callable[
         assert fast(x, None) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("has_out", [False, True])
+def test_a_traced_layer_computes(has_out: bool) -> None:
+    """``torch.jit.trace`` records the op: what it returns computes, with other values and another number of rows."""
+    here = _Watched("cpu")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = here.layer(x, out=torch.empty(x.shape[0], N)) if has_out else here.layer(x)
+        return y
+
+    with torch.no_grad():
+        traced = torch.jit.trace(call, (here.x(3, K),))  # type: ignore[no-untyped-call]  # torch's
+        for rows in (3, 5):
+            x = torch.randn(rows, K)
+            assert torch.equal(traced(x), here.layer(x))
+    assert "q4core::linear" in str(traced.graph)
+
+
+def test_a_profiler_sees_the_op(watched: _Watched) -> None:
+    """A call takes the op while a profiler records, and no longer."""
+    fast = watched.layer._fast
+    assert fast is not None
+    x = watched.x(2, K)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        watched.layer(x)
+        assert fast(x, None) is None
+    assert OP in {event.key for event in profile.key_averages()}
+    assert fast(x, None) is not None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("make", [torch._neg_view, lambda x: torch.complex(x, x).conj().imag])
+def test_signs_that_are_still_to_be_turned_are_turned(make: Callable[[torch.Tensor], torch.Tensor], grad: bool) -> None:
+    """torch keeps some negations as a bit of the tensor; a backend never sees one, in x, bias or out."""
+    here = _Watched("cpu")
+    plain = here.x(3, K)
+    x = make(plain)
+    assert x.is_neg()
+    x = x.detach().requires_grad_(grad)
+    expected = here.expected(x.detach().resolve_neg())
+    torch.testing.assert_close(here.layer(x).detach(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(here.layer.with_bias(x, make(-torch.ones(N))).detach(), expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        out = make(torch.empty(3, N))
+        torch.testing.assert_close(here.layer(x, out=out), expected, atol=1e-4, rtol=1e-4)
+    buffers, key = here.layer._own_buffers(), here.layer._plan_key
+    y = torch.ops.q4core.linear(x, buffers, make(-torch.ones(N)), key)
+    torch.testing.assert_close(y.detach(), here.expected(x.detach().resolve_neg()), atol=1e-4, rtol=1e-4)
+    if grad:
+        (gradient,) = torch.autograd.grad(here.layer(x), x, make(torch.ones(3, N)))
+        dense = q4.dequantize(here.weight)
+        torch.testing.assert_close(gradient, make(torch.ones(3, N)).resolve_neg() @ dense, atol=1e-4, rtol=1e-4)
+
+
 def _of_another_class(tensor: torch.Tensor) -> torch.Tensor:
     own: Any = tensor
     kind: Any = type("Kind", (type(tensor),), {})
@@ -212,6 +266,9 @@ def _unfit(watched: _Watched) -> Iterator[tuple[str, torch.Tensor, torch.Tensor 
     x, out = watched.x(2, K), watched.empty(2, N)
     yield "x in steps", watched.x(2, 2 * K)[:, ::2], None
     yield "x of another dtype", x.to(torch.bfloat16), None
+    if x.is_cpu:  # the pretence has no such bit
+        yield "x with signs to turn", torch._neg_view(x), None
+        yield "out with signs to turn", x, torch._neg_view(out)
     yield "x too wide", watched.x(2, K + 1), None
     yield "no row", watched.x(0, K), None
     yield "no axis", watched.x(1)[0], None
