@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -24,9 +25,13 @@ from q4core.registry import default_registry
 from q4core.torch_modes import graph_recorder, is_forward_mode, is_transformed
 from q4core.weight_info import WeightInfo
 
+if TYPE_CHECKING:
+    from q4core.plan import Plan
+
 __all__ = ["Q4Linear"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
+_STRIDED = torch.strided
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
 
@@ -168,34 +173,63 @@ class Q4Linear(PackedModule):
         out_dtype: torch.dtype | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Check everything, then call the registered op."""
-        tracing = _is_tracing() or graph_recorder() is not None
-        label = f"layer {self.name!r}"
-        if not isinstance(x, torch.Tensor):
-            raise InputError(label, name="x", rule="a tensor", value=type(x).__name__, hint="Use torch.as_tensor(x).")
+        """Call the registered op, which checks its arguments; what it refuses is told of the layer by its name."""
+        given: object = x
+        if not isinstance(given, torch.Tensor):
+            value, hint = type(given).__name__, "Use torch.as_tensor(x)."
+            raise InputError(f"layer {self.name!r}", name="x", rule="a tensor", value=value, hint=hint)
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
+        if out_dtype is not None or out is not None:
+            self._check_options(out, out_dtype)
+        if _is_tracing() or graph_recorder() is not None:
+            return self._call(x, bias, out_dtype, out, tracing=True)
+        ready = self._ready or self._require_ready()
+        own: object = bias
+        if own is not None and not isinstance(own, torch.Tensor):
+            refuse_bias(self, own)
+        if self._managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
+            self._check_call(ready.plan, x, bias, out, out_dtype)  # because something is done before the op is called
+        try:
+            if self._managed:
+                return self._forward_managed(x, bias, out_dtype, out)
+            return self._call(x, bias, out_dtype, out, tracing=False)
+        except InputError as error:
+            fault = error
+        self._check_call(ready.plan, x, bias, out, out_dtype)
+        raise fault
+
+    def _check_call(
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        label = f"layer {self.name!r}"
+        check_linear_call(plan, self._device, x, bias, out, out_dtype=out_dtype, label=label)
+
+    def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+        label = f"layer {self.name!r}"
         if out_dtype is not None and out_dtype not in FLOATS:
             raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
-        if not tracing:  # inside a trace the op itself checks, in a way that tracing understands
-            if bias is not None and not isinstance(bias, torch.Tensor):
-                refuse_bias(self, bias)
-            ready = self._ready or self._require_ready()
-            check_linear_call(ready.plan, self._device, x, bias, out, out_dtype=out_dtype, label=label)
+        if out is not None and out.dtype is not (out_dtype or self._dtype):
+            raise InputError(label, name="out", rule=f"of dtype {out_dtype or self._dtype}", value=out.dtype)
         if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
             rule = "a tensor that does not require gradients"
             raise InputError(label, name="out", rule=rule, value="requires_grad=True")
-        if self._managed:
-            if tracing:
-                return self._call(x, bias, out_dtype, out)
-            return self._forward_managed(x, bias, out_dtype, out)
-        return self._call(x, bias, out_dtype, out)
 
     def _call(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        out: torch.Tensor | None,
+        *,
+        tracing: bool,
     ) -> torch.Tensor:
         buffers = self._own_buffers()
-        tracing = _is_tracing() or graph_recorder() is not None
         plan = self._traced_plan() if tracing else self._plan_key
         by_function = not tracing and is_transformed()
         if out is None:
@@ -231,7 +265,7 @@ class Q4Linear(PackedModule):
         self._input_memory[line] = self._input_memory.get(line, 0) + 1
         level = logging.INFO if self._input_memory[line] == 1 else logging.DEBUG  # not a line for each call
         tell_memory(decision, "activation", self._config, self.name, level=level)
-        return self._call(placed, bias, out_dtype, out)  # a temporary goes with its last reference
+        return self._call(placed, bias, out_dtype, out, tracing=False)  # a temporary goes with its last reference
 
     def _traced_plan(self) -> str:
         """Name the plan for a graph, which leaves x where it is, as PREFER_UNIFIED says; under REQUIRE it can't."""
