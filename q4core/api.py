@@ -5,16 +5,17 @@ Each one delegates: what it does stands in the module that it names.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from q4core import checkpoint, quantizer
 from q4core import schema as schemas
 from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.errors import CheckpointError, SchemaError
 from q4core.policy import Rounding
 from q4core.registry import default_registry
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping
 
     import torch
@@ -51,16 +52,29 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
 
     Raises:
         CheckpointError: The file can't be read, or is malformed; it names file, key, rule and value.
+        SchemaError: Something is wrong with the layers, or they are recognised and none can be read.
         DialectError: The dialect's name, or an option's, is unknown.
     """
-    return checkpoint.open_checkpoint(
-        path,
-        dialect=dialect,
-        config=config,
-        options=options,
-        dialects=dialects(),
-        readers=default_registry().checkpoint_readers(),
-    )
+    try:
+        opened = checkpoint.open_checkpoint(
+            path,
+            dialect=dialect,
+            config=config,
+            options=options,
+            dialects=dialects(),
+            readers=default_registry().checkpoint_readers(),
+        )
+    except CheckpointError as error:
+        better = schemas.describe_path(path) if isinstance(path, (str, os.PathLike)) else None
+        if better is None:
+            raise
+        raise better from error
+    try:
+        schemas.require_layers(opened.schema, str(opened.path))
+    except SchemaError:
+        opened.close()
+        raise
+    return opened
 
 
 def save_checkpoint(  # noqa: PLR0913  # one argument per fact

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 import attrs
 
 from q4core.assessment import KINDS, Candidate, Offer, assess, assess_gradient, contradicts
-from q4core.backend import PathKind, Reason, ReasonCode, Request
+from q4core.backend import PathKind, Precision, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, UnknownBackendError
-from q4core.policy import ComputePath
+from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection import NO_HISTORY, ProbeHistory, Rejection, Selection
 
 if TYPE_CHECKING:
@@ -204,11 +204,20 @@ def _refuse(
             rejections=own,
             hint="Nothing else was tried: a request is obeyed or refused, never replaced.",
         )
+    wanted = "" if request.precision is ActivationPrecision.AUTO else f" and precision={request.precision.value!r}"
     raise BackendUnavailableError(
-        what,
-        name="compute_path",
-        rule="one under which a backend may serve",
-        value=compute_path.value,
+        f"no backend can run {what} with compute_path={compute_path.value!r}{wanted}",
         rejections=rejections or [Rejection("(none)", (Reason(ReasonCode.NOT_BUILT, "no backend is installed"),))],
-        hint="Install q4-dequant-fallback for the reference path; `q4 doctor` shows what each backend lacks.",
+        hint=_way_out(request, compute_path, rejections),
     )
+
+
+def _way_out(request: Request, compute_path: ComputePath, rejections: Sequence[Rejection]) -> str:
+    """Say what helps: another request where the request rules paths out, the reference where it could serve."""
+    if any(reason.code is ReasonCode.POLICY for item in rejections for reason in item.reasons):
+        return "Reasons with the code 'policy' lie in the request: 'auto' for both allows the most."
+    is_there = any(item.backend == "dequant-fallback" for item in rejections)
+    allows = compute_path is not ComputePath.KERNEL_ONLY and request.allows(Precision.W4A32)
+    if allows and not is_there:
+        return "The reference path serves every format: python3 -m pip install q4-dequant-fallback"
+    return "`q4 doctor` shows what each backend lacks."

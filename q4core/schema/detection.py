@@ -11,6 +11,7 @@ from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialec
 from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
 from q4core.faults import where
+from q4core.schema.unread import find_unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,7 +112,10 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
         find_dialect(wanted, dialects)
     found = readings(catalogue, dialects)
     if not found:
-        return None
+        unread = find_unread(catalogue, dialects)
+        owners = {problem.key for problem in unread}
+        dense = [name for name in catalogue.tensors if name.rpartition(".")[0] not in owners]
+        return Schema(dense=dense, unsupported=unread) if unread else None
     layers: dict[str, LayerSchema] = {}
     unsupported: list[Problem] = []
     used: set[str] = set()

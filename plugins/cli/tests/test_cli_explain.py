@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+import torch
 from commands import MODEL, NF4, answer, say
 from fakes import FakeBackend, registry
 
 import q4core as q4
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -58,3 +64,33 @@ def test_explain_lists_rejections_when_all_is_well(
     codes = {item["backend"]: item["reasons"][0]["code"] for item in layer["rejections"]}
     assert codes == {"dequant-fallback": "outranked", "unlucky": "driver"}
     assert "driver 1 is too old" in say(capsys, "explain", NF4)
+
+
+@pytest.mark.usefixtures("reference_alone")
+@pytest.mark.parametrize("words", [("--compute-path", "kernel_only"), ("--precision", "fp4")])
+def test_explain_suggests_nothing_that_is_installed(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the request itself rules a path out, the error says so, and does not send people to install it."""
+    error = answer(capsys, "explain", NF4, *words, status=1)["error"]
+    assert "nstall" not in error["message"]
+    assert words[1] in error["message"]
+    assert "policy" in error["hint"]
+
+
+def test_explain_suggests_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the reference, which could serve, the hint names it; where it could not, it does not."""
+    backends = registry(FakeBackend("gpu-only", devices={"cuda"}), reference=False)
+    monkeypatch.setattr("q4core.default_registry", lambda: backends)
+    monkeypatch.setattr("q4core.session.default_registry", lambda: backends)
+    assert "pip install q4-dequant-fallback" in answer(capsys, "explain", NF4, status=1)["error"]["hint"]
+    strict = answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)["error"]
+    assert "q4-dequant-fallback" not in strict["hint"]
+
+
+def test_layers_come_in_their_natural_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``layers.2`` comes before ``layers.10``, for explain and inspect."""
+    weight = q4.quantize(torch.ones(8, 64), "nf4")
+    names = [f"layers.{index}.proj" for index in (0, 1, 2, 10, 11, 20)]
+    q4.save_checkpoint(tmp_path / "a.safetensors", dict.fromkeys(sorted(names), weight), dialect="bitsandbytes")
+    told = answer(capsys, "inspect", tmp_path / "a.safetensors")["layers"]
+    assert [item["name"] for item in told] == names
+    assert [item["layer"] for item in answer(capsys, "explain", tmp_path / "a.safetensors")["layers"]] == names

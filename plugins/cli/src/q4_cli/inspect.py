@@ -100,7 +100,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         say(console, Text(clean(f"can't be read: {item['key']} must be {item['rule']}{got}"), style="yellow"))
     if len(unsupported) > _MOST:
         console.print(Text(f"can't be read: {len(unsupported) - _MOST} more; --json lists all", style="yellow"))
-    _show_totals(console, record["totals"], record["dense"]["by_dtype"])
+    _show_totals(console, record["totals"], record["dense"]["by_dtype"], len(unsupported))
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:
@@ -117,13 +117,14 @@ def _row(layer: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _show_totals(console: Console, totals: Mapping[str, Any], dense: Sequence[Mapping[str, Any]]) -> None:
-    text = "no 4-bit layer"
+def _show_totals(console: Console, totals: Mapping[str, Any], dense: Sequence[Mapping[str, Any]], unread: int) -> None:
+    text = "no layer that can be read" if unread else "no 4-bit layer"
     if totals["layers"]:
         head = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}"
         bits = totals["bits_per_weight"]
         size = f"{bytes_text(totals['packed_bytes'])}{'' if bits is None else f', {bits:.2f} bits each'}"
         text = f"{head}: {size} ({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
+        text += f"; {counted(unread, 'layer')} can't be read" if unread else ""
     say(console, Text(clean(text), style="bold"))
     kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in dense)
     say(console, Text(f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}"))
