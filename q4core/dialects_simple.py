@@ -153,7 +153,7 @@ class SimpleNf4(Dialect):
         """
         self.check_writable(module, weight, features={Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK})
         if weight.scale_kind is not ScaleKind.PLAIN:
-            hint = "With lossy=True the levels are collapsed into one, which keeps every value."
+            hint = "lossy=True (`q4 convert --lossy`) collapses the levels into one, which keeps every value."
             raise self.refusal(module, "scale_kind", "plain", weight.scale_kind.value, hint)
         rows, columns = weight.shape
         if columns % 2 or rows * columns % weight.block_size:
@@ -254,7 +254,7 @@ class SimpleNvfp4(Dialect):
         is_half = weight.scale_kind is ScaleKind.PLAIN and weight.scale.dtype == torch.float16
         if weight.scale_kind is not ScaleKind.E4M3 and not is_half:
             found = f"{weight.scale_kind.value} of {str(weight.scale.dtype).removeprefix('torch.')}"
-            hint = "With lossy=True the levels are collapsed into one float16 scale."
+            hint = "lossy=True (`q4 convert --lossy`) collapses the levels into one float16 scale."
             raise self.refusal(module, "scale levels", "e4m3 without a global scale, or float16", found, hint)
         prefix = self.read_fact(weight, "prefix") or ""
         tensors = {"qdata": self.row_bytes(weight, Packing.LOW_FIRST), "scale": weight.scale}

@@ -217,7 +217,7 @@ def _way_out(request: Request, compute_path: ComputePath, rejections: Sequence[R
     if any(reason.code is ReasonCode.POLICY for item in rejections for reason in item.reasons):
         return "Reasons with the code 'policy' lie in the request: 'auto' for both allows the most."
     is_there = any(item.backend == "dequant-fallback" for item in rejections)
-    allows = compute_path is not ComputePath.KERNEL_ONLY and request.allows(Precision.W4A32)
+    allows = request.op == "linear" and compute_path is not ComputePath.KERNEL_ONLY and request.allows(Precision.W4A32)
     if allows and not is_there:
         return "The reference path serves every format: python3 -m pip install q4-dequant-fallback"
     return "`q4 doctor` shows what each backend lacks."

@@ -161,12 +161,12 @@ class Dialect(abc.ABC):
         """
         if weight.format.name not in self.formats:
             raise self.refusal(module, "format", f"one of {', '.join(sorted(self.formats))}", weight.format.name)
-        excess = sorted(feature.value for feature in weight.features - set(features))
+        excess = sorted(feature.words for feature in weight.features - set(features))
         if excess:
-            rule = f"among {', '.join(sorted(item.value for item in features)) or 'none'}"
+            rule = f"among {', '.join(sorted(item.words for item in features)) or 'none'}"
             raise self.refusal(module, "features", rule, ", ".join(excess))
         if weight.activation_scale is not None and not activation_scale:
-            hint = "With lossy=True the static activation scale is left out."
+            hint = "lossy=True (`q4 convert --lossy`) leaves the static activation scale out."
             raise self.refusal(module, "activation_scale", "absent", float(weight.activation_scale), hint)
 
     @staticmethod

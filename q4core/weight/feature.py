@@ -31,6 +31,18 @@ class Feature(enum.Enum):
     """One global scale per out-feature instead of one per tensor."""
     GRADIENTS = "gradients"
 
+    @property
+    def words(self) -> str:
+        """The feature in words, for people who have no backend to declare it."""
+        return _WORDS.get(self, self.value.replace("_", " "))
+
+
+_WORDS = {
+    Feature.FLAT_BLOCKS: "blocks that run across rows",
+    Feature.TAIL_BLOCK: "a short last block in each row",
+    Feature.ROW_GLOBAL_SCALE: "one global scale per row",
+}
+
 
 def features_of(weight: PackedWeight) -> Iterator[Feature]:
     """Yield the features that a weight needs."""

@@ -171,9 +171,39 @@ def test_split_follows_names_shapes_and_patterns() -> None:
 def test_recipe_takes_a_writing_dialect() -> None:
     """A format gets its usual dialect; one that nothing writes is refused with a reason."""
     formats = q4.BUILTIN_FORMATS
-    wishes: dict[str, Any] = {"dialect": None, "block_size": None, "scale_kind": None, "symmetric": False}
+    wishes: dict[str, Any] = {
+        "dialect": None,
+        "block_size": None,
+        "scale_kind": None,
+        "symmetric": False,
+        "module": "a",
+    }
     assert make_recipe("nf4", formats=formats, **wishes).dialect.name == "bitsandbytes"
     assert make_recipe("NVFP4", formats=formats, **wishes).dialect.name == "modelopt-nvfp4"
     with pytest.raises(q4.DialectError) as caught:
         make_recipe("q8_0", formats=formats, **wishes)
     assert caught.value.value == "q8_0"
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "untold"),
+    [
+        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--dialect", "modelopt-nvfp4"), "lm_head", "probe"),
+        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--block-size", "7"), "lm_head", "probe"),
+        (("convert", "divided.safetensors", "x", "--dialect", "modelopt-nvfp4"), "--lossy", "With lossy=True"),
+        (("explain", "dense.safetensors", "--m", "1:99999999999"), "2147483648", "LOW <= HIGH,"),
+        (("explain", "dense.safetensors", "--m", "3:2"), "LOW <= HIGH", "probe"),
+    ],
+)
+@pytest.mark.usefixtures("dense_file")
+def test_messages_say_what_the_user_typed_and_has(
+    words: tuple[str, ...], told: str, untold: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors name the user's own layers and options, and no word that only the code has."""
+    dense = torch.randn(6, 68, generator=torch.Generator().manual_seed(1))
+    if words[1] == "divided.safetensors":
+        weight = q4.quantize(dense[:, :64], "nvfp4", scale_kind=q4.ScaleKind.E4M3_DIV)
+        q4.save_checkpoint(words[1], {"proj": weight}, dialect="compressed-tensors-nvfp4")
+    message = answer(capsys, *words, status=2)["error"]["message"]
+    assert told in message
+    assert untold not in message

@@ -103,13 +103,15 @@ def parse_rows(text: str) -> tuple[int, int | None]:
     Raises:
         ConfigError: It is nothing of that kind.
     """
-    match = re.fullmatch(r"\s*(\d{1,10})\s*(?:(:)\s*(\d{1,10})?)?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,99})\s*(?:(:)\s*(\d{1,99})?)?\s*", text)
+    rule = "LOW:HIGH with 1 <= LOW <= HIGH, LOW: for no upper end, or one number"
     if match:
         low = int(match[1])
         high = (int(match[3]) if match[3] else None) if match[2] else low
-        if 1 <= low <= _MOST and (high is None or low <= high <= _MOST):
+        if max(low, high or 0) > _MOST:
+            rule = f"at most {_MOST}"
+        elif low >= 1 and (high is None or low <= high):
             return low, high
-    rule = "LOW:HIGH with 1 <= LOW <= HIGH, LOW: for no upper end, or one number"
     raise q4.ConfigError("option", name="--m", rule=rule, value=text)
 
 

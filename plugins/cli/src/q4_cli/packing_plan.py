@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -111,10 +111,12 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
     scale_kind: str | None,
     symmetric: bool,
     formats: Mapping[str, q4.Format],
+    module: str,
 ) -> Recipe:
     """Decide how to pack, before any work is done.
 
     Where the scale kind is not given, it is the format's default, or the most exact one that the dialect writes.
+    Errors name ``module``, the first layer to pack.
 
     Raises:
         FormatError: The format, block size or scale kind is unknown or not legal.
@@ -137,7 +139,7 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
     for candidate in candidates:
         for choice in wanted:
             try:
-                return _try(kind, candidate, block_size, choice, symmetric=symmetric)
+                return _try(kind, candidate, block_size, module, {"scale_kind": choice, "symmetric": symmetric})
             except q4.DialectError as error:
                 first = first or error
     if first is not None:
@@ -168,20 +170,18 @@ def _writers(kind: q4.Format, known: Iterable[q4.Dialect]) -> list[q4.Dialect]:
     return sorted((d for d in known if kind.name in d.formats and type(d).write is not q4.Dialect.write), key=rank)
 
 
-def _try(
-    kind: q4.Format, dialect: q4.Dialect, block_size: int | None, scale_kind: q4.ScaleKind | None, *, symmetric: bool
-) -> Recipe:
+def _try(kind: q4.Format, dialect: q4.Dialect, block_size: int | None, module: str, options: Any) -> Recipe:
     """Pack and write a small made-up weight, so that what a dialect refuses is known before the work begins."""
     block = kind.block_size if block_size is None else block_size
     columns = max(_PROBE_COLUMNS, block) if block > 0 else _PROBE_COLUMNS
     columns = -(-columns // max(1, block)) * max(1, block)
     dense = torch.linspace(-1, 1, _PROBE_ROWS * columns).reshape(_PROBE_ROWS, columns)
-    weight = q4.quantize(dense, kind, block_size=block_size, scale_kind=scale_kind, symmetric=symmetric, name="probe")
-    dialect.write("probe", weight)
+    weight = q4.quantize(dense, kind, block_size=block_size, name=module, **options)
+    dialect.write(module, weight)
     return Recipe(
         format=kind,
         dialect=dialect,
         block_size=weight.block_size,
         scale_kind=weight.scale_kind,
-        symmetric=symmetric,
+        symmetric=options["symmetric"],
     )

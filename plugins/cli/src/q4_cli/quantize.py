@@ -60,14 +60,6 @@ def quantize(  # noqa: PLR0913  # one argument per option
     """Pack the 2-D weights of a dense checkpoint; biases, norms and embeddings stay as they are."""
     started = time.perf_counter()
     with open_output(as_json=as_json) as output:
-        recipe = make_recipe(
-            format,
-            dialect=dialect,
-            block_size=block_size,
-            scale_kind=scale_kind,
-            symmetric=symmetric,
-            formats=q4.default_registry().formats(),
-        )
         shard_bytes = None if shard_size is None else parse_size(shard_size)
         with open_file(source) as checkpoint:
             target = Target.check(out, checkpoint.path, force=force)
@@ -77,6 +69,15 @@ def quantize(  # noqa: PLR0913  # one argument per option
             for pattern in idle:
                 output.note(f"no tensor matches {pattern!r}")
             _require_work(names, kept, checkpoint)
+            recipe = make_recipe(
+                format,
+                dialect=dialect,
+                block_size=block_size,
+                scale_kind=scale_kind,
+                symmetric=symmetric,
+                formats=q4.default_registry().formats(),
+                module=names[0].removesuffix(".weight"),
+            )
             with output.progress("packing", len(names)) as step:
                 packing = Packing(checkpoint.dense, names, recipe, strict=strict, step=step)
                 others = Others(packing)
