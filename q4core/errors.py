@@ -44,6 +44,7 @@ PLUGIN_FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 """What is caught at the plugin boundary and reported; a plugin that exits must not take the process along."""
 
 _MAX_VALUE_CHARACTERS = 200
+_MAX_PROBLEMS = 20
 
 
 def closest_name(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -151,7 +152,8 @@ class DialectError(Q4Error, ValueError):
 class SchemaError(Q4Error, ValueError):
     """A mapping of tensors is not a valid 4-bit checkpoint.
 
-    ``problems`` lists everything that is wrong, and ``schema`` is the ``Schema`` that was found, if there is one.
+    ``problems`` has everything that is wrong; the message shows the first twenty and counts the others. ``schema`` is
+    the ``Schema`` that was found, if there is one.
     """
 
     code = "schema"
@@ -164,7 +166,9 @@ class SchemaError(Q4Error, ValueError):
 
     def _compose(self) -> str:
         text = super()._compose()
-        return "\n  - ".join([text, *(str(problem) for problem in self.problems)])
+        text = "\n  - ".join([text, *(str(problem) for problem in self.problems[:_MAX_PROBLEMS])])
+        more = len(self.problems) - _MAX_PROBLEMS
+        return text if more <= 0 else f"{text}\n  … and {more} more; the error's `problems` has all of them"
 
 
 class CheckpointError(Q4Error, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -452,3 +453,34 @@ def test_problems_compare_by_what_they_show() -> None:
     assert first == second
     assert first != q4.Problem("value", "a", "finite", 1.0)
     assert len({first, second}) == 1
+
+
+def test_error_shows_twenty_problems_and_counts_the_rest() -> None:
+    """However many layers are broken, the message stays short; ``problems`` has every one of them."""
+    tensors = {f"m{index}.weight": torch.zeros(0, dtype=torch.uint8) for index in range(50)}
+    tensors |= {f"m{index}.absmax": torch.zeros(0) for index in range(50)}
+    with pytest.raises(q4.SchemaError) as caught:
+        detect_or_fail(tensors)
+    count = len(caught.value.problems)
+    assert count > 50
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22
+    assert f"{count} problems" in lines[0]
+    assert lines[-1] == f"  … and {count - 20} more; the error's `problems` has all of them"
+
+
+def test_validating_other_tensors_takes_time_in_proportion() -> None:
+    """Layers of which nothing is left are compared with each other by their keys, not each with each."""
+    tensors = {}
+    for index in range(4000):
+        tensors[f"m{index}.weight"] = q4.TensorInfo(torch.uint8, (4, 32))
+        tensors[f"m{index}.absmax"] = q4.TensorInfo(torch.float32, (4,))
+        tensors[f"m{index}.quant_map"] = q4.TensorInfo(torch.float32, (16,))
+    schema = detect(tensors)
+    assert schema is not None
+    start = time.process_time()
+    validate(schema, dict(list(tensors.items())[:30]))
+    few = time.process_time() - start
+    start = time.process_time()
+    validate(schema, tensors)
+    assert few < 4 * (time.process_time() - start)

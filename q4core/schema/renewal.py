@@ -31,18 +31,22 @@ def renewed(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -
     by_key = _by_key(found)
     layers: dict[str, LayerSchema] = {}
     problems = list(schema.problems)
+    told: set[frozenset[tuple[str, str]]] = set()  # the keys of the layers so far
     for module, old in schema.layers.items():
         dialect = find_dialect(old.dialect, dialects)
         chosen = _same(found.get(module, ()), old, marked)
         if chosen is not None:
             layers[module] = find_dialect(chosen.dialect, dialects).recall(chosen, old, catalogue)
+            told.add(frozenset(layers[module].keys.items()))
             continue
         # Experts come and go as one layer or as many, with the same keys.
         kin = {name: layer for key in old.keys.values() for name, layer in by_key.get((old.dialect, key), {}).items()}
         for name, layer in kin.items():
-            layers.setdefault(name, dialect.recall(layer, old, catalogue))
+            told.add(frozenset(layers.setdefault(name, dialect.recall(layer, old, catalogue)).keys.items()))
         if not kin:  # of experts that are gone, the first speaks for all
-            if not any(one.keys == old.keys for one in layers.values()):
+            keys = frozenset(old.keys.items())
+            if keys not in told:
+                told.add(keys)
                 layers[module] = old
         elif not _has_place(module, kin):
             info = catalogue.get(old.keys["qdata"])

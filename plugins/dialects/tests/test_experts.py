@@ -10,6 +10,7 @@ from experts import E4M3, TORCHAO, modelopt_experts, random_bytes, refused, same
 
 import q4core as q4
 from q4_cli.app import run
+from q4_dialects.experts import expert_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,3 +55,11 @@ def test_compressed_tensors_experts_are_refused() -> None:
     ((key, rule, value),) = refused(tensors)
     assert (key, value) == ("experts", [2, 16, 32])
     assert "2 dimensions" in rule
+
+
+def test_experts_without_a_byte_are_one_problem() -> None:
+    """The number of layers is bounded by the file's bytes: empty codes that claim 4,096 experts are one problem."""
+    codes = q4.TensorInfo(torch.uint8, (4096, 0, 0))
+    layer = q4.LayerSchema(module="m", dialect="any", format="nvfp4", keys={"qdata": "m.q"})
+    (found,) = expert_layers(layer, 4096, q4.Catalogue({"m.q": codes}))
+    assert [(problem.code, problem.key) for problem in found.problems] == [("shape", "m.q")]

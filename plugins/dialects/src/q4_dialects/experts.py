@@ -53,6 +53,12 @@ def expert_layers(layer: LayerSchema, experts: int, catalogue: Catalogue) -> Ite
         problem = Problem("shape", layer.keys["qdata"], "of at least 1 expert", experts)
         yield attrs.evolve(layer, problems=(*layer.problems, problem))
         return
+    codes = catalogue.get(layer.keys["qdata"])
+    if codes is not None and codes.nbytes < experts:  # a few bytes of header must not become thousands of layers
+        rule = f"of at least a byte for each of {experts} experts"
+        problem = Problem("shape", layer.keys["qdata"], rule, list(codes.shape))
+        yield attrs.evolve(layer, problems=(*layer.problems, problem))
+        return
     infos = [catalogue.get(key) for key in set(layer.keys.values())]
     nbytes = sum(info.nbytes for info in infos if info is not None)
     for index in range(experts):
