@@ -37,7 +37,14 @@ from q4core.backend import (
     Verdict,
     Withheld,
 )
-from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource
+from q4core.checkpoint import (
+    Checkpoint,
+    CheckpointReader,
+    CheckpointSource,
+    CheckpointWriter,
+    OpenRequest,
+    SaveRequest,
+)
 from q4core.codec import dequantize
 from q4core.diagnostics import Diagnostics, Report
 from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
@@ -130,6 +137,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointSource",
+    "CheckpointWriter",
     "ComputePath",
     "ConfigError",
     "Diagnostics",
@@ -147,6 +155,7 @@ __all__ = [
     "MemoryDecision",
     "MemoryProvider",
     "NibbleOrder",
+    "OpenRequest",
     "PackedWeight",
     "Packing",
     "PathKind",
@@ -173,6 +182,7 @@ __all__ = [
     "Report",
     "Request",
     "Rounding",
+    "SaveRequest",
     "ScaleKind",
     "Schema",
     "SchemaError",

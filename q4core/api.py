@@ -17,6 +17,7 @@ from q4core.registry import default_registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     import torch
 
@@ -41,19 +42,25 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
     dialect: str | None = None,
     config: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    copy: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: a lazy mapping of module name to ``PackedWeight``; ``.dense`` holds the other tensors.
+
+    Tensors are views of the mapped file. A file that is cut short while it is mapped ends the process (SIGBUS): replace
+    files by renaming, or open with ``copy=True`` what others may write into.
 
     Args:
         path: A safetensors file, an index of shards, a folder with either, or a file that a plugin reads (GGUF).
         dialect: Name of the dialect, where keys alone can't tell.
         config: The model's ``config.json``, taken instead of the one beside the file.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
+        copy: Read each tensor into memory when it is asked for, and keep no mapping.
 
     Raises:
-        CheckpointError: The file can't be read, or is malformed; it names file, key, rule and value.
+        CheckpointError: The file can't be read, is malformed, or no installed plugin reads it.
         SchemaError: Something is wrong with the layers, or they are recognised and none can be read.
         DialectError: The dialect's name, or an option's, is unknown.
+        ConfigError: ``config`` or ``options`` is no mapping.
     """
     try:
         opened = checkpoint.open_checkpoint(
@@ -61,8 +68,10 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
             dialect=dialect,
             config=config,
             options=options,
-            dialects=dialects(),
+            copy=copy,
             readers=default_registry().checkpoint_readers(),
+            dialects=dialects(),
+            plugins=_plugin_states(),
         )
     except CheckpointError as error:
         better = schemas.describe_path(path) if isinstance(path, (str, os.PathLike)) else None
@@ -87,7 +96,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int | None = None,
     lossy: bool = False,
-) -> None:
+) -> Path:
     """Write weights in a dialect, atomically; see ``checkpoint.save_checkpoint``.
 
     Args:
@@ -100,12 +109,15 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
         max_shard_bytes: Start a new shard before this size; None writes one file.
         lossy: Allow a conversion that does not keep every scale level.
 
+    Returns:
+        The file, or the index of the shards.
+
     Raises:
-        CheckpointError: The file can't be written; nothing is left half-written.
+        CheckpointError: The file can't be written, or no installed plugin writes it; nothing is left half-written.
         DialectError: The dialect is unknown, or can't express a weight.
         WeightError: A scale is not a legal number.
     """
-    checkpoint.save_checkpoint(
+    return checkpoint.save_checkpoint(
         path,
         weights,
         dialect=dialect,
@@ -114,8 +126,14 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
         config=config,
         max_shard_bytes=max_shard_bytes,
         lossy=lossy,
+        writers=default_registry().checkpoint_writers(),
         dialects=dialects(),
+        plugins=_plugin_states(),
     )
+
+
+def _plugin_states() -> dict[str, str]:
+    return {record.name: record.state for record in default_registry().records()}
 
 
 def quantize(  # noqa: PLR0913  # one argument per wish

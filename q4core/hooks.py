@@ -13,7 +13,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from q4core.backend import Backend
-    from q4core.checkpoint import CheckpointReader
+    from q4core.checkpoint import CheckpointReader, CheckpointWriter
     from q4core.dialect import Dialect
     from q4core.formats import Format
     from q4core.memory import MemoryProvider
@@ -50,7 +50,11 @@ class HookSpecs:
 
     @hookspec
     def q4_checkpoint_readers(self) -> list[CheckpointReader]:  # type: ignore[empty-body]  # a specification
-        """Return readers of further file types."""
+        """Return readers of checkpoint files."""
+
+    @hookspec
+    def q4_checkpoint_writers(self) -> list[CheckpointWriter]:  # type: ignore[empty-body]  # a specification
+        """Return writers of checkpoint files."""
 
     @hookspec
     def q4_commands(self, app: Any) -> None:

@@ -3,6 +3,16 @@
 A plugin imports the names of ``q4core`` and of this module, and nothing else of the core.
 """
 
+from q4core.checkpoint.files import (
+    is_there,
+    open_regular,
+    parse_json,
+    read_config,
+    read_object,
+    require_regular,
+    unreadable,
+)
+from q4core.checkpoint.layers import find_layers
 from q4core.codec import decode_rows
 from q4core.dialect import find_dialect
 from q4core.discovery import plugin_of_command
@@ -10,9 +20,11 @@ from q4core.errors import PLUGIN_FAULTS, closest_name
 from q4core.events import emit
 from q4core.faults import said as describe_exception
 from q4core.floats import FLOATS
+from q4core.schema import MARKER as DIALECT_KEY
 from q4core.selecting import resolve_device
 
 __all__ = [
+    "DIALECT_KEY",
     "FLOATS",
     "PLUGIN_FAULTS",
     "closest_name",
@@ -20,6 +32,14 @@ __all__ = [
     "describe_exception",
     "emit",
     "find_dialect",
+    "find_layers",
+    "is_there",
+    "open_regular",
+    "parse_json",
     "plugin_of_command",
+    "read_config",
+    "read_object",
+    "require_regular",
     "resolve_device",
+    "unreadable",
 ]

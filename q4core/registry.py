@@ -176,8 +176,13 @@ class Registry:
         return tuple(found[name] for name in sorted(found))
 
     def checkpoint_readers(self) -> tuple[Any, ...]:
-        """Return the plugins' readers of further file types, in the order of their names."""
+        """Return the readers of checkpoint files, in the order of their names."""
         found = self._unique("q4_checkpoint_readers", self._typed("q4_checkpoint_readers", _complain_of_name))
+        return tuple(found[name] for name in sorted(found))
+
+    def checkpoint_writers(self) -> tuple[Any, ...]:
+        """Return the writers of checkpoint files, in the order of their names."""
+        found = self._unique("q4_checkpoint_writers", self._typed("q4_checkpoint_writers", _complain_of_name))
         return tuple(found[name] for name in sorted(found))
 
     def backends(self) -> dict[str, Backend]:

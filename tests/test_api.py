@@ -23,7 +23,7 @@ STAND_FOR: dict[str, Callable[..., Any]] = {
     "save_checkpoint": checkpoint.save_checkpoint,
     "validate": schema.validate,
 }
-PLUGINS = {"dialects", "readers", "registry"}
+PLUGINS = {"dialects", "plugins", "readers", "registry", "writers"}
 
 
 def _arguments(function: Callable[..., Any]) -> list[tuple[str, object, object]]:

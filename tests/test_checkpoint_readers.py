@@ -25,7 +25,7 @@ class FakeReader:
         self.name = name
         self.error = error
         self.knows = knows
-        self.seen: list[Mapping[str, Any]] = []
+        self.seen: list[q4.OpenRequest] = []
         self.closed = 0
 
     def recognises(self, path: Path) -> bool:
@@ -34,11 +34,11 @@ class FakeReader:
             raise self.knows
         return path.is_file() and path.read_bytes()[:4] == b"FAKE"
 
-    def open(self, path: Path, *, options: Mapping[str, Any]) -> FakeSource:
+    def open(self, path: Path, request: q4.OpenRequest) -> FakeSource:
         """Open, or fail as told."""
         if self.error is not None:
             raise self.error
-        self.seen.append(options)
+        self.seen.append(request)
         return FakeSource(path, self)
 
 
@@ -85,7 +85,8 @@ def test_reader_of_a_plugin_serves_its_files(fake_file: Path) -> None:
     """A reader gets the path and the options, and its source is what the checkpoint shows; numbers are checked."""
     reader = FakeReader()
     with open_checkpoint(fake_file, readers=[reader], options={"depth": 2}) as checkpoint:
-        assert reader.seen == [{"depth": 2}]
+        assert [request.options for request in reader.seen] == [{"depth": 2}]
+        assert checkpoint.reader == "fake"
         assert (list(checkpoint), list(checkpoint.dense), checkpoint.metadata) == (["a"], ["x"], {"kind": 7})
         assert checkpoint.dense["x"].tolist() == [1.0, 1.0]
         with pytest.raises(q4.CheckpointError, match=re.escape("a.q[")):
@@ -93,10 +94,60 @@ def test_reader_of_a_plugin_serves_its_files(fake_file: Path) -> None:
     assert reader.closed == 1
 
 
-def test_file_that_nobody_knows_is_refused(fake_file: Path) -> None:
-    """The error names the readers that were asked."""
-    with pytest.raises(q4.CheckpointError, match="none of safetensors"):
-        open_checkpoint(fake_file)
+def test_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    """The error names the readers that were asked, and no package: none would read the file."""
+    path = tmp_path / "x.other"
+    path.write_bytes(b"OTHER...")
+    with pytest.raises(q4.CheckpointError, match="none of fake") as caught:
+        open_checkpoint(path, readers=[FakeReader()])
+    assert caught.value.hint is None
+
+
+@pytest.mark.parametrize(("name", "plugin"), [("x.safetensors", "safetensors"), ("x", "safetensors"), ("y", "gguf")])
+@pytest.mark.parametrize("state", [None, "unknown", "disabled", "failed", "loaded"])
+def test_missing_reader_is_named_with_the_way_to_it(name: str, plugin: str, state: str | None, tmp_path: Path) -> None:
+    """A file of a kind that a plugin reads: install it, let it in, or see why it does not work, as is true."""
+    (tmp_path / name).write_bytes(b"GGUF...." if plugin == "gguf" else b"\2\0\0\0\0\0\0\0{}")
+    with pytest.raises(q4.CheckpointError) as caught:
+        open_checkpoint(tmp_path / name, plugins={} if state is None else {plugin: state})
+    assert caught.value.hint is not None
+    told = {
+        None: f'Install q4-{plugin}: pip install "q4core[io]"',
+        "unknown": f'Install q4-{plugin}: pip install "q4core[io]"',
+        "disabled": "is installed; Q4_PLUGINS or Q4_DISABLE_PLUGINS leaves it out",
+        "failed": "does not work; `q4 doctor` says why",
+        "loaded": "does not work; `q4 doctor` says why",
+    }
+    assert told[state] in caught.value.hint
+
+
+def test_allow_list_without_the_plugin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Q4_PLUGINS`` that leaves readers and writers out is what both errors blame."""
+    monkeypatch.setenv("Q4_PLUGINS", "dialects")
+    q4.reset_registry()
+    try:
+        (tmp_path / "x.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+        with pytest.raises(q4.CheckpointError, match="Q4_PLUGINS"):
+            q4.open(tmp_path / "x.safetensors")
+        with pytest.raises(q4.CheckpointError, match="Q4_PLUGINS"):
+            q4.save_checkpoint(tmp_path / "y.safetensors", {}, dialect="simple-nf4")
+    finally:
+        q4.reset_registry()
+
+
+def test_layer_that_memory_can_not_hold_is_a_checkpoint_error(fake_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch or the system raises as a layer or tensor is read gets the name of the layer and the file."""
+
+    def full(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(FakeSource, "read", full)
+    monkeypatch.setattr(FakeSource, "load", full)
+    checkpoint = open_checkpoint(fake_file, readers=[FakeReader()])
+    for ask, what in ((lambda: checkpoint["a"], "layer 'a'"), (lambda: checkpoint.dense["x"], "tensor 'x'")):
+        with pytest.raises(q4.CheckpointError, match="can't allocate memory") as caught:
+            ask()
+        assert (caught.value.what, caught.value.where) == (what, str(fake_file))
 
 
 def test_file_that_two_readers_know_is_refused(fake_file: Path) -> None:
@@ -107,7 +158,7 @@ def test_file_that_two_readers_know_is_refused(fake_file: Path) -> None:
 
 def test_reader_that_raises_does_not_lose_the_others(fake_file: Path) -> None:
     """A reader that fails to recognise is left out with a warning."""
-    with pytest.warns(q4.Q4PluginWarning, match="'bad' raised ZeroDivisionError"):
+    with pytest.warns(q4.Q4PluginWarning, match="'bad' is left out: it raised ZeroDivisionError"):
         checkpoint = open_checkpoint(fake_file, readers=[FakeReader("bad", knows=ZeroDivisionError()), FakeReader()])
     assert list(checkpoint) == ["a"]
 

@@ -1,19 +1,18 @@
-"""Checkpoint files: lazy, mapped reading, and atomic writing, of safetensors in one file or several.
+"""Checkpoint files: the contract of readers and writers, which plugins bring, and the open checkpoint."""
 
-Readers of other kinds of files come from plugins.
-"""
-
+from q4core.checkpoint.contract import CheckpointReader, CheckpointSource, CheckpointWriter, OpenRequest, SaveRequest
 from q4core.checkpoint.opened import Checkpoint, DenseTensors
-from q4core.checkpoint.reading import SafetensorsReader, open_checkpoint
-from q4core.checkpoint.source import CheckpointReader, CheckpointSource
-from q4core.checkpoint.writing import save_checkpoint
+from q4core.checkpoint.opening import open_by, open_checkpoint, save_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointReader",
     "CheckpointSource",
+    "CheckpointWriter",
     "DenseTensors",
-    "SafetensorsReader",
+    "OpenRequest",
+    "SaveRequest",
+    "open_by",
     "open_checkpoint",
     "save_checkpoint",
 ]

@@ -1,56 +1,112 @@
-"""Which files make up a checkpoint: one file, the shards of an index, or what a model's folder holds."""
+"""Files of checkpoints: regular ones alone, and JSON read strictly."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import attrs
-
-from q4core.checkpoint.access import is_there, open_regular, unreadable
-from q4core.checkpoint.header import parse_json
-from q4core.checkpoint.mapped import MappedFile
 from q4core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
+    from typing import BinaryIO
 
-    import torch
+__all__ = ["is_there", "open_regular", "parse_json", "read_config", "read_object", "require_regular", "unreadable"]
 
-    from q4core.dialect import TensorInfo
-
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "FileSet", "find_files", "read_config", "read_index"]
-
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a folder",
+}
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _MAX_JSON_BYTES = 200_000_000
-_DEFAULT = "model"
 
 
-@attrs.frozen
-class FileSet:
-    """The mapped files of one checkpoint, their tensors by name and their merged metadata."""
+def require_regular(path: Path, *, or_folder: bool = False) -> None:
+    """Check that a path leads to a regular file, without opening it: a pipe or a device would make a reader wait.
 
-    path: Path
-    files: tuple[MappedFile, ...]
-    homes: Mapping[str, MappedFile]
-    infos: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
+    Args:
+        path: The path; links are followed.
+        or_folder: Allow a folder too.
 
-    def load(self, name: str) -> torch.Tensor:
-        """Return one tensor as a view of its file."""
-        return self.homes[name].load(name)
+    Raises:
+        CheckpointError: It leads to something else, or nowhere.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(mode) and not (or_folder and stat.S_ISDIR(mode)):
+        raise CheckpointError(
+            "checkpoint",
+            name="path",
+            rule="a regular file or a folder" if or_folder else "a regular file",
+            value=_KINDS.get(stat.S_IFMT(mode), "something else"),
+            where=str(path),
+            hint="A checkpoint is mapped into memory, which works with files alone; save it to one first.",
+        )
 
-    def close(self) -> None:
-        """Let go of every file."""
-        for file in self.files:
-            file.close()
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading bytes.
+
+    Raises:
+        CheckpointError: It is not one, or the system won't give it.
+    """
+    require_regular(path)
+    try:
+        # Should it have become a pipe since: opened without waiting for a writer, it is found to be empty.
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
-def _fail(path: Path, name: str, rule: str, value: object, hint: str | None = None) -> NoReturn:
-    raise CheckpointError("checkpoint", name=name, rule=rule, value=value, where=str(path), hint=hint)
+def is_there(path: Path) -> bool:
+    """Return whether a path leads to anything.
+
+    Raises:
+        CheckpointError: The system won't tell.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file that the system won't give."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return CheckpointError("checkpoint", name="file", rule="readable", value=reason, where=str(path))
+
+
+def parse_json(text: bytes, *, what: str, where: str) -> Any:
+    """Return JSON, read strictly: no key twice in an object, no NaN, no endless nesting.
+
+    Raises:
+        CheckpointError: The text is not such JSON.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CheckpointError(what, name=f"key {twice!r}", rule="there once", value="a duplicate", where=where)
+        return found
+
+    def refuse(constant: str) -> NoReturn:
+        raise CheckpointError(what, name="JSON", rule="without NaN and Infinity", value=constant, where=where)
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(what, name="JSON", rule="valid UTF-8 JSON", value=str(error), where=where) from error
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -63,13 +119,15 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > _MAX_JSON_BYTES:
-                _fail(path, "size", f"at most {_MAX_JSON_BYTES} bytes for {what}", size)
+                rule = f"at most {_MAX_JSON_BYTES} bytes for {what}"
+                raise CheckpointError("checkpoint", name="size", rule=rule, value=size, where=str(path))
             text = file.read()
     except OSError as error:
         raise unreadable(path, error) from error
     found = parse_json(text, what=what, where=str(path))
     if not isinstance(found, dict):
-        _fail(path, "JSON", f"an object, as {what}", type(found).__name__)
+        rule = f"an object, as {what}"
+        raise CheckpointError("checkpoint", name="JSON", rule=rule, value=type(found).__name__, where=str(path))
     return found
 
 
@@ -90,123 +148,3 @@ def read_config(folder: Path) -> dict[str, Any]:
         if isinstance(inner, dict) and isinstance(name, str):
             config["quantization_config"] = {"quant_method": name, **inner}
     return config
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Return tensor → shard from an index, whose shards lie beside it.
-
-    Raises:
-        CheckpointError: The index is malformed, or names something other than a file beside it.
-    """
-    found = read_object(path, "index")
-    shards = found.get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        _fail(path, "weight_map", "an object of at least one tensor", shards)
-    for name, shard in shards.items():
-        if not isinstance(shard, str) or not _is_plain(shard):
-            _fail(path, f"weight_map[{name!r}]", "the name of a safetensors file in the index's own folder", shard)
-    return shards
-
-
-def _is_plain(shard: str) -> bool:
-    return shard.endswith(SUFFIX) and not set(shard) & set("/\\:\0") and shard == shard.strip()
-
-
-def find_files(path: Path) -> FileSet:
-    """Return the files of a checkpoint, with every header read.
-
-    Args:
-        path: A safetensors file, an index, or a folder that holds one or the other.
-
-    Raises:
-        CheckpointError: There is no checkpoint, there are several, or a file is malformed.
-    """
-    target = _in_folder(path) if path.is_dir() else path
-    if target.name.endswith(".json"):
-        return _sharded(target, read_index(target))
-    file = MappedFile(target)
-    return FileSet(target, (file,), dict.fromkeys(file.infos, file), file.infos, file.metadata)
-
-
-def _in_folder(folder: Path) -> Path:
-    """Return the one file or index of a folder; the usual names come before others."""
-    usual = [item for item in (folder / f"{_DEFAULT}{SUFFIX}", folder / f"{_DEFAULT}{INDEX_SUFFIX}") if is_there(item)]
-    try:
-        names = sorted(item.name for item in folder.iterdir())
-    except OSError as error:
-        raise unreadable(folder, error) from error
-    indices = [folder / name for name in names if name.endswith(INDEX_SUFFIX)]
-    found = usual or indices or [folder / name for name in names if name.endswith(SUFFIX)]
-    if len(found) != 1:
-        _fail(
-            folder,
-            "folder",
-            f"one with {_DEFAULT}{SUFFIX}, or an index, or a single safetensors file",
-            ", ".join(item.name for item in found) or "none of them",
-            "Open the file that you mean by its own path." if found else None,
-        )
-    return found[0]
-
-
-def _sharded(index: Path, shards: Mapping[str, str]) -> FileSet:
-    files: dict[str, MappedFile] = {}
-    for name, shard in shards.items():
-        if shard in files:
-            continue
-        path = index.parent / shard
-        if not is_there(path):
-            _fail(
-                index, f"weight_map[{name!r}]", "a file that is there", shard, "A shard of the checkpoint is missing."
-            )
-        files[shard] = MappedFile(path)
-    homes: dict[str, MappedFile] = {}
-    for shard, file in files.items():
-        for name in file.infos:
-            if shards.get(name, shard) != shard:
-                continue  # another shard's tensor, by the index
-            if name in homes:
-                _fail(index, f"tensor {name!r}", "in one shard, or in the index", f"{homes[name].path.name}, {shard}")
-            homes[name] = file
-    for name, shard in shards.items():
-        if name not in homes:
-            _fail(index, f"weight_map[{name!r}]", "the shard that holds the tensor", shard)
-    infos = {name: file.infos[name] for name, file in homes.items()}
-    return FileSet(index, tuple(files.values()), homes, infos, _merge(index, files))
-
-
-def _merge(index: Path, files: Mapping[str, MappedFile]) -> dict[str, str]:
-    """Return the shards' metadata as one: lists are joined, objects united."""
-    merged: dict[str, str] = {}
-    for shard, file in files.items():
-        for key, text in file.metadata.items():
-            if merged.get(key, text) == text:
-                merged[key] = text
-            else:
-                merged[key] = _join(merged[key], text, key, index, shard)
-    return merged
-
-
-def _join(first: str, second: str, key: str, index: Path, shard: str) -> str:
-    """Return two shards' texts as one; where they are not both JSON lists or objects, the first shard's."""
-    try:
-        one, two = json.loads(first), json.loads(second)
-    except (ValueError, RecursionError):
-        return first
-    if isinstance(one, list) and isinstance(two, list):
-        return json.dumps([*one, *(item for item in two if item not in one)])
-    if isinstance(one, dict) and isinstance(two, dict):
-        return json.dumps(_united(one, two, key, index, shard))
-    return first
-
-
-def _united(one: dict[str, Any], two: dict[str, Any], key: str, index: Path, shard: str) -> dict[str, Any]:
-    united = dict(one)
-    for name, value in two.items():
-        mine = united.get(name, value)
-        if isinstance(mine, dict) and isinstance(value, dict):
-            united[name] = _united(mine, value, f"{key}.{name}", index, shard)
-        elif mine != value:
-            _fail(index, f"metadata {key}.{name} of {shard}", f"{mine!r}, as in another shard", value)
-        else:
-            united[name] = value
-    return united

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from q4core.errors import CheckpointError, DialectError, FormatError, LifecycleError, Q4Error, WeightError
+from q4core.errors import (
+    CheckpointError,
+    DialectError,
+    FormatError,
+    LifecycleError,
+    Q4Error,
+    WeightError,
+    closest_name,
+)
+from q4core.faults import said
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -17,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4core.checkpoint.source import CheckpointSource
+    from q4core.checkpoint.contract import CheckpointSource
     from q4core.dialect import TensorInfo
     from q4core.schema import Schema
 
@@ -29,10 +37,15 @@ class Checkpoint(Mapping[str, PackedWeight]):
 
     A weight that is alive is given again instead of being read twice. After ``close`` the weights already given stay
     valid; asking for more is a ``LifecycleError``.
+
+    Args:
+        source: The reader's own object.
+        reader: Name of the reader.
     """
 
-    def __init__(self, source: CheckpointSource) -> None:
+    def __init__(self, source: CheckpointSource, reader: str) -> None:
         self._source: CheckpointSource | None = source
+        self._reader = reader
         self._path = source.path
         self._schema = source.schema
         self._metadata = dict(source.metadata)
@@ -44,6 +57,11 @@ class Checkpoint(Mapping[str, PackedWeight]):
     def path(self) -> Path:
         """What was opened."""
         return self._path
+
+    @property
+    def reader(self) -> str:
+        """Name of the reader that opened it, such as ``"safetensors"``."""
+        return self._reader
 
     @property
     def schema(self) -> Schema:
@@ -84,6 +102,10 @@ class Checkpoint(Mapping[str, PackedWeight]):
                 weight.check_values()
             except (WeightError, DialectError, FormatError) as error:
                 raise self._blame(module, error) from error
+            except Q4Error:
+                raise
+            except (MemoryError, OSError, RuntimeError) as error:
+                raise self._unread(f"layer {module!r}", self._schema.layers[module].nbytes, error) from error
             self._alive[module] = weight
         return weight
 
@@ -127,8 +149,15 @@ class Checkpoint(Mapping[str, PackedWeight]):
                 raise CheckpointError(
                     f"layer {module!r}", name=module, rule=problem.rule, value=problem.value, where=str(self._path)
                 )
-        close = difflib.get_close_matches(str(module), self._schema.layers, n=1)
-        raise KeyError(f"no layer {module!r} in {self._path}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        close = closest_name(module, self._schema.layers)
+        raise KeyError(f"no layer {module!r} in {self._path}" + (f"; did you mean {close!r}?" if close else ""))
+
+    def _unread(self, what: str, nbytes: int | None, error: BaseException) -> CheckpointError:
+        """Return the error for what torch or the system could not read, for want of memory as a rule."""
+        size = "" if nbytes is None else f"It takes {nbytes} bytes in the file."
+        return CheckpointError(
+            what, name="data", rule="readable here", value=said(error), where=str(self._path), hint=size or None
+        )
 
     def _blame(self, module: str, error: Q4Error) -> CheckpointError:
         """Say the same of the file: the field becomes the key under which the file has it."""
@@ -168,7 +197,12 @@ class DenseTensors(Mapping[str, "torch.Tensor"]):
         source = self._checkpoint.source
         if name not in self._infos:
             raise KeyError(f"no dense tensor {name!r} in {self._checkpoint.path}")
-        return source.load(name)
+        try:
+            return source.load(name)
+        except Q4Error:
+            raise
+        except (MemoryError, OSError, RuntimeError) as error:
+            raise self._checkpoint._unread(f"tensor {name!r}", self._infos[name].nbytes, error) from error  # noqa: SLF001  # its part
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a dense tensor of that name, without loading it."""

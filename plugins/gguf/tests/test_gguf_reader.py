@@ -114,7 +114,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 def test_there_are_no_options(small_gguf: Path) -> None:
     """An option is refused by name instead of being passed over."""
     with pytest.raises(q4.DialectError, match="nibble_order"):
-        GgufReader().open(small_gguf, options={"nibble_order": "low_first"})
+        GgufReader().open(small_gguf, q4.OpenRequest(options={"nibble_order": "low_first"}))
 
 
 def test_refused_shapes() -> None:

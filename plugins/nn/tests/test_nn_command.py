@@ -39,7 +39,7 @@ def invoke_json(path: Path, *arguments: str) -> Any:
 
 def test_text_and_table(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text comes first and whole, then speed, memory and the paths that ran."""
-    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn")
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn,safetensors")
     q4.reset_registry()
     text = invoke_json(tiny_llama, "--prompt", "the thing")["text"]
     result = invoke(tiny_llama, "--prompt", "the thing")

@@ -49,7 +49,7 @@ def doctor(
             "plugins": registry.records(),
             "formats": sorted(registry.formats()),
             "dialects": sorted(item.name for item in q4.dialects()),
-            "checkpoint_readers": sorted({"safetensors", *(reader.name for reader in registry.checkpoint_readers())}),
+            "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
             "memory": _memory(registry, devices),
             "backends": _backends(registry),

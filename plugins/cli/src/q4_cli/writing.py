@@ -178,9 +178,7 @@ def _companions(home: Path) -> list[Path]:
 
 def _own_metadata(source: q4.Checkpoint) -> dict[str, str]:
     """Return the header's texts but those that tell how a layer was stored: the new dialect writes its own."""
-    if not all(
-        isinstance(text, str) for text in source.metadata.values()
-    ):  # GGUF's, which says how that file is laid out
+    if source.reader != "safetensors":
         return {}
     layers = source.schema.layers.items()
     stems = {module.rpartition(".")[0] for module, layer in layers if "expert" in dict(layer.extras)}

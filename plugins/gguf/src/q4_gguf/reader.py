@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
 from q4_gguf.header import read_header
 from q4_gguf.views import dense_tensor, map_file, packed_weight
-from q4core import DialectError, LayerSchema, LifecycleError, Problem, Schema, TensorInfo
+from q4core import CheckpointError, DialectError, LayerSchema, LifecycleError, Problem, Schema, TensorInfo
+from q4core.plugin_api import open_regular
 
 if TYPE_CHECKING:
     import mmap
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4_gguf.header import TensorEntry
-    from q4core import PackedWeight
+    from q4core import OpenRequest, PackedWeight
 
 __all__ = ["GgufReader", "GgufSource"]
 
@@ -33,14 +34,15 @@ class GgufSource:
 
     Args:
         path: The file.
+        copy: Read the whole file into memory instead of mapping it.
 
     Raises:
         CheckpointError: It can't be read, or its header is malformed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, copy: bool = False) -> None:
         self._path = path
-        self._data: mmap.mmap | None = map_file(path)
+        self._data: mmap.mmap | None = map_file(path, copy=copy)
         self._header = read_header(self._data, str(path))
         layers: dict[str, LayerSchema] = {}
         dense: dict[str, TensorInfo] = {}
@@ -105,23 +107,21 @@ class GgufReader:
     def recognises(self, path: Path) -> bool:
         """Return whether the path is a file that starts with ``GGUF``."""
         try:
-            if not path.is_file():  # opening a pipe would wait for ever
-                return False
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 return file.read(4) == b"GGUF"
-        except OSError:
+        except (OSError, CheckpointError):
             return False
 
-    def open(self, path: Path, *, options: Mapping[str, Any]) -> GgufSource:
+    def open(self, path: Path, request: OpenRequest) -> GgufSource:
         """Open a file.
 
         Raises:
             CheckpointError: It is malformed; the message names file, key, rule and value.
             DialectError: An option was given; this reader has none.
         """
-        for option in options:
+        for option in request.options:
             raise DialectError("options", name="option", rule="none for a GGUF file", value=option, where=str(path))
-        return GgufSource(path)
+        return GgufSource(path, copy=request.copy)
 
 
 def refusal(entry: TensorEntry) -> Problem | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,11 @@ import torch
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
 from q4core import CheckpointError, PackedWeight, find_format
+from q4core.plugin_api import open_regular, unreadable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from q4_gguf.header import TensorEntry
 
 __all__ = ["dense_tensor", "map_file", "packed_weight"]
@@ -22,17 +24,18 @@ _SMALLEST_HEADER_BYTES = 24
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
+def map_file(path: Path, *, copy: bool = False) -> mmap.mmap:
     """Map a file privately: reading costs page cache alone, and writing into a view never reaches the file.
 
+    Args:
+        path: The file.
+        copy: Read the file into memory instead.
+
     Raises:
-        CheckpointError: The file can't be opened, or it is shorter than the shortest header.
+        CheckpointError: The file can't be read, or it is shorter than the shortest header.
     """
-    where = os.fspath(path)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # any path-like; opening a pipe would wait for ever
-            raise CheckpointError("GGUF file", name="path", rule="a regular file", value="something else", where=where)
-        with open(path, "rb") as file:  # noqa: PTH123  # any path-like
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < _SMALLEST_HEADER_BYTES:
                 raise CheckpointError(
@@ -40,9 +43,13 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
                     name="size",
                     rule=f"at least {_SMALLEST_HEADER_BYTES} bytes",
                     value=size,
-                    where=where,
+                    where=str(path),
                     hint="The file is truncated or not a GGUF file.",
                 )
+            if copy:
+                memory = mmap.mmap(-1, size)
+                file.readinto(memory)  # type: ignore[attr-defined]  # a buffered file has it
+                return memory
             if not hasattr(mmap, "MAP_PRIVATE"):
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # torch wants writable memory. Without MAP_NORESERVE a private writable mapping is counted as if all of it
@@ -50,9 +57,7 @@ def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
             flags = mmap.MAP_PRIVATE | _NO_RESERVE
             return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
-        raise CheckpointError(
-            "GGUF file", name="file", rule="readable", value=error.strerror or str(error), where=where
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _bytes(data: mmap.mmap, entry: TensorEntry, step: int) -> torch.Tensor:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from q4core.checkpoint.files import INDEX_SUFFIX, SUFFIX, read_index
-from q4core.errors import CheckpointError
+from q4_safetensors.files import INDEX_SUFFIX, SUFFIX, read_index
+from q4core import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["INDEX", "SINGLE", "Target"]
+__all__ = ["INDEX", "SINGLE", "Target", "is_target"]
 
 _STEM = "model"
 SINGLE = f"{_STEM}{SUFFIX}"
@@ -22,6 +22,13 @@ SINGLE = f"{_STEM}{SUFFIX}"
 INDEX = f"{_STEM}{INDEX_SUFFIX}"
 """Name of the index of a folder's shards."""
 _FILE_SUFFIXES = frozenset({".gguf", ".bin", ".pt", ".pth", ".json", ".st", ".npz"})
+
+
+def is_target(path: Path) -> bool:
+    """Return whether a path is a safetensors file's or a folder's, by its name or by what is there."""
+    if path.is_dir() or path.name.endswith(SUFFIX):
+        return True
+    return path.suffix not in _FILE_SUFFIXES and not path.exists()
 
 
 @attrs.frozen
@@ -46,12 +53,8 @@ class Target:
 
         if max_shard_bytes is not None and not (isinstance(max_shard_bytes, int) and max_shard_bytes > 0):
             fail("max_shard_bytes", "a positive integer", max_shard_bytes)
-        if path.is_dir() or (
-            not path.name.endswith(SUFFIX) and path.suffix not in _FILE_SUFFIXES and not path.exists()
-        ):
+        if path.is_dir() or not path.name.endswith(SUFFIX):
             return cls(path, None, config, max_shard_bytes)
-        if not path.name.endswith(SUFFIX):
-            fail("path", f"a folder, or a file that ends in {SUFFIX}", path.name)
         if config is not None or max_shard_bytes is not None:
             fail("path", "a folder, where config or max_shard_bytes is given", path.name)
         return cls(path.parent, path, None, None)

@@ -13,8 +13,7 @@ import torch
 from checkpoints import is_same, save, save_shards, tensors_of_two, trio
 
 import q4core as q4
-from q4core.checkpoint import open_checkpoint
-from q4core.checkpoint.mapped import MappedFile
+from q4_safetensors.mapped import MappedFile
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "index", "folder of shards", "lone file of a folder"])
@@ -28,7 +27,7 @@ def test_every_way_to_name_a_checkpoint(how: str, tmp_path: Path) -> None:
         save(tmp_path / "weights.safetensors", tensors)
     else:
         path = save_shards(tmp_path, tensors, 3)
-    with open_checkpoint(str(path) if how in {"file", "index"} else tmp_path) as checkpoint:
+    with q4.open(str(path) if how in {"file", "index"} else tmp_path) as checkpoint:
         assert sorted(checkpoint) == ["a", "b"]
         assert sorted(checkpoint.dense) == ["a.bias", "norm.weight"]
         for module in checkpoint:
@@ -41,7 +40,7 @@ def test_every_way_to_name_a_checkpoint(how: str, tmp_path: Path) -> None:
 
 def test_dense_checkpoint_opens_empty(tmp_path: Path) -> None:
     """A file without a 4-bit layer is a checkpoint without layers, whose tensors are all dense."""
-    checkpoint = open_checkpoint(save(tmp_path / "x.safetensors", {"a.weight": torch.ones(2, 2)}))
+    checkpoint = q4.open(save(tmp_path / "x.safetensors", {"a.weight": torch.ones(2, 2)}))
     assert len(checkpoint) == 0
     assert list(checkpoint.dense) == ["a.weight"]
 
@@ -56,7 +55,7 @@ def test_opening_reads_side_tensors_only(tmp_path: Path, monkeypatch: pytest.Mon
         return load(self, name)
 
     monkeypatch.setattr(MappedFile, "load", note)
-    checkpoint = open_checkpoint(save(tmp_path / "x.safetensors", tensors_of_two()))
+    checkpoint = q4.open(save(tmp_path / "x.safetensors", tensors_of_two()))
     assert "a" in checkpoint
     assert "c" not in checkpoint
     assert "norm.weight" in checkpoint.dense
@@ -72,7 +71,7 @@ def test_opening_reads_side_tensors_only(tmp_path: Path, monkeypatch: pytest.Mon
 def test_weights_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     """Codes, scales and dense tensors lie inside the mapping of the file: nothing is copied."""
     path = save(tmp_path / "mapped.safetensors", tensors_of_two())
-    checkpoint = open_checkpoint(path)
+    checkpoint = q4.open(path)
     pieces = [*(tensor for _, tensor in checkpoint["a"].tensors()), checkpoint.dense["norm.weight"]]
     lines = [line for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if str(path) in line]
     ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in lines]
@@ -84,9 +83,9 @@ def test_writing_into_a_view_does_not_reach_the_file(tmp_path: Path) -> None:
     """Views are private: whoever writes into one changes no file and no other view that is read later."""
     path = save(tmp_path / "x.safetensors", tensors_of_two())
     before = path.read_bytes()
-    open_checkpoint(path)["a"].qdata.zero_()
+    q4.open(path)["a"].qdata.zero_()
     assert path.read_bytes() == before
-    assert torch.equal(open_checkpoint(path)["a"].qdata, tensors_of_two()["a.weight"])
+    assert torch.equal(q4.open(path)["a"].qdata, tensors_of_two()["a.weight"])
 
 
 def test_misaligned_tensors_are_read(tmp_path: Path) -> None:
@@ -96,7 +95,7 @@ def test_misaligned_tensors_are_read(tmp_path: Path) -> None:
         "odd": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "x": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
     }
-    checkpoint = open_checkpoint(_raw(tmp_path / "x.safetensors", header, body))
+    checkpoint = q4.open(_raw(tmp_path / "x.safetensors", header, body))
     assert checkpoint.dense["x"].tolist() == [0.0, 1.0, 2.0]
 
 
@@ -119,7 +118,7 @@ def test_every_dtype_of_the_format_is_read_as_the_package_reads_it(tmp_path: Pat
     tensors |= {"empty": torch.zeros(0, 5), "scalar": torch.tensor(2.0)}
     tensors["fp4"] = torch.randint(0, 256, (3, 4), dtype=torch.uint8, generator=random).view(torch.float4_e2m1fn_x2)
     path = save(tmp_path / "x.safetensors", tensors)
-    dense = open_checkpoint(path).dense
+    dense = q4.open(path).dense
     for name, theirs in safetensors.torch.load_file(path).items():
         ours = dense[name]
         assert (ours.dtype, ours.shape, dense.infos[name].shape) == (theirs.dtype, theirs.shape, tuple(theirs.shape))
@@ -128,7 +127,7 @@ def test_every_dtype_of_the_format_is_read_as_the_package_reads_it(tmp_path: Pat
 
 def test_a_weight_that_is_alive_is_given_again(tmp_path: Path) -> None:
     """The same layer asked for twice is the same object while somebody holds it, so that it is prepared once."""
-    checkpoint = open_checkpoint(save(tmp_path / "x.safetensors", tensors_of_two()))
+    checkpoint = q4.open(save(tmp_path / "x.safetensors", tensors_of_two()))
     weight = checkpoint["a"]
     assert checkpoint["a"] is weight
     assert (weight.name, weight.dialect) == ("a", "simple-nf4")
@@ -136,7 +135,7 @@ def test_a_weight_that_is_alive_is_given_again(tmp_path: Path) -> None:
 
 def test_closing(tmp_path: Path) -> None:
     """After ``close`` nothing more is given, what was given stays valid, and closing twice is fine."""
-    with open_checkpoint(save(tmp_path / "x.safetensors", tensors_of_two())) as checkpoint:
+    with q4.open(save(tmp_path / "x.safetensors", tensors_of_two())) as checkpoint:
         weight, dense = checkpoint["a"], checkpoint.dense["norm.weight"]
     checkpoint.close()
     for ask in (lambda: checkpoint["a"], lambda: checkpoint["b"], lambda: checkpoint.dense["norm.weight"]):
@@ -149,7 +148,7 @@ def test_closing(tmp_path: Path) -> None:
 
 def test_missing_names_are_key_errors(tmp_path: Path) -> None:
     """An unknown layer or tensor is a KeyError, as of any mapping, that names the closest layer."""
-    checkpoint = open_checkpoint(save(tmp_path / "x.safetensors", {**trio("layers.0.up_proj")}))
+    checkpoint = q4.open(save(tmp_path / "x.safetensors", {**trio("layers.0.up_proj")}))
     with pytest.raises(KeyError, match=r"did you mean 'layers\.0\.up_proj'"):
         checkpoint["layers.0.up_prj"]
     with pytest.raises(KeyError):
@@ -163,8 +162,8 @@ def test_illegal_scale_is_named_by_file_key_rule_and_value(value: float, tmp_pat
     tensors = tensors_of_two()
     tensors["a.absmax"][5] = value
     path = save(tmp_path / "x.safetensors", tensors)
-    checkpoint = open_checkpoint(path)
-    assert is_same(checkpoint["b"], open_checkpoint(path)["b"])
+    checkpoint = q4.open(path)
+    assert is_same(checkpoint["b"], q4.open(path)["b"])
     with pytest.raises(q4.CheckpointError) as caught:
         checkpoint["a"]
     error = caught.value
@@ -183,7 +182,7 @@ def test_wrong_layers_are_all_reported_when_opening(tmp_path: Path) -> None:
     tensors["b.absmax"] = torch.zeros(3)
     path = save(tmp_path / "x.safetensors", tensors)
     with pytest.raises(q4.SchemaError) as caught:
-        open_checkpoint(path)
+        q4.open(path)
     assert {problem.key for problem in caught.value.problems} == {"a.absmax", "b.absmax"}
     assert caught.value.where == str(path)
 
@@ -192,21 +191,21 @@ def test_dialect_of_a_dense_file_is_refused(tmp_path: Path) -> None:
     """Asking for a dialect where there is no layer at all is an error, not an empty checkpoint."""
     path = save(tmp_path / "x.safetensors", {"a.weight": torch.ones(2, 2)})
     with pytest.raises(q4.SchemaError):
-        open_checkpoint(path, dialect="simple-nf4")
+        q4.open(path, dialect="simple-nf4")
 
 
 def test_metadata_is_given(tmp_path: Path) -> None:
     """The header's metadata is there as text by key."""
     path = save(tmp_path / "x.safetensors", tensors_of_two(), {"format": "pt", "x": "1"})
-    assert open_checkpoint(path).metadata == {"format": "pt", "x": "1"}
+    assert q4.open(path).metadata == {"format": "pt", "x": "1"}
 
 
 def test_config_is_found_beside_the_file_unless_given(tmp_path: Path) -> None:
     """config.json beside the file counts, and a config argument counts instead."""
     path = save(tmp_path / "x.safetensors", tensors_of_two())
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8")
-    assert open_checkpoint(path)["a"].dtype == torch.bfloat16
-    assert open_checkpoint(path, config={"dtype": "float16"})["a"].dtype == torch.float16
+    assert q4.open(path)["a"].dtype == torch.bfloat16
+    assert q4.open(path, config={"dtype": "float16"})["a"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "[" * 100_000, "\xff"])
@@ -217,5 +216,5 @@ def test_malformed_json_files_are_refused(name: str, text: str, tmp_path: Path) 
         save(tmp_path / "model.safetensors", tensors_of_two())
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(tmp_path)
+        q4.open(tmp_path)
     assert caught.value.where == str(tmp_path / name)

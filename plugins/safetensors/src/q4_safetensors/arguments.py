@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from q4core.errors import CheckpointError
-from q4core.weight import PackedWeight
+from q4core import CheckpointError, PackedWeight
 
-__all__ = ["checked_path", "checked_tensor", "checked_weight", "require_config", "require_names", "require_texts"]
+__all__ = ["checked_tensor", "checked_weight", "require_config", "require_names", "require_texts"]
 
 _NAMES = "keyed by names, each a text that is not empty and that UTF-8 has"
 
@@ -28,21 +25,6 @@ def _is_text(value: object) -> bool:
         return isinstance(value, str) and value.encode("utf-8") is not None
     except UnicodeEncodeError:
         return False
-
-
-def checked_path(path: object) -> Path:
-    """Return a path that the system can have.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
-    try:
-        text = os.fspath(path)  # type: ignore[call-overload]  # what it raises for other things is the question
-        if isinstance(text, str) and b"\0" not in os.fsencode(text):
-            return Path(text)
-    except (TypeError, UnicodeEncodeError):
-        pass
-    _fail("path", "a path", path)
 
 
 def require_names(argument: str, given: object) -> Mapping[str, Any]:

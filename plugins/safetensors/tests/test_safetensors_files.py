@@ -11,7 +11,6 @@ import torch
 from checkpoints import save, save_shards, tensors_of_two
 
 import q4core as q4
-from q4core.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +22,7 @@ def test_folder_without_one_checkpoint_is_refused(files: list[str], tmp_path: Pa
     for name in files:
         save(tmp_path / name, tensors_of_two())
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(tmp_path)
+        q4.open(tmp_path)
     assert caught.value.where == str(tmp_path)
 
 
@@ -32,14 +31,14 @@ def test_folder_with_a_file_and_an_index_is_refused(tmp_path: Path) -> None:
     index = save_shards(tmp_path, tensors_of_two())
     file = save(tmp_path / "model.safetensors", tensors_of_two())
     with pytest.raises(q4.CheckpointError, match=re.escape("model.safetensors, model.safetensors.index.json")):
-        open_checkpoint(tmp_path)
-    assert len(open_checkpoint(index)) == len(open_checkpoint(file)) == 2
+        q4.open(tmp_path)
+    assert len(q4.open(index)) == len(q4.open(file)) == 2
 
 
 def test_missing_path_is_refused(tmp_path: Path) -> None:
     """A path that is not there is a CheckpointError that names it."""
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(tmp_path / "none.safetensors")
+        q4.open(tmp_path / "none.safetensors")
     assert caught.value.where == str(tmp_path / "none.safetensors")
 
 
@@ -53,7 +52,7 @@ def test_shard_outside_the_folder_is_refused(shard: object, tmp_path: Path) -> N
     inside.mkdir()
     (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": shard}}))
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(inside)
+        q4.open(inside)
     assert (caught.value.name, caught.value.value) == ("weight_map['a.weight']", shard)
 
 
@@ -62,7 +61,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     index = save_shards(tmp_path, tensors_of_two())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(index)
+        q4.open(index)
     assert caught.value.value == "model-00002-of-00002.safetensors"
 
 
@@ -73,7 +72,7 @@ def test_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
     text["weight_map"]["ghost.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(text), encoding="utf-8")
     with pytest.raises(q4.CheckpointError) as caught:
-        open_checkpoint(index)
+        q4.open(index)
     assert caught.value.name == "weight_map['ghost.weight']"
 
 
@@ -85,10 +84,10 @@ def test_tensor_in_two_shards_needs_the_index(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     homes = {"p": "1.safetensors", "q": "2.safetensors"}
     index.write_text(json.dumps({"weight_map": {**homes, "x": "2.safetensors"}}), encoding="utf-8")
-    assert torch.equal(open_checkpoint(index).dense["x"], two)
+    assert torch.equal(q4.open(index).dense["x"], two)
     index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     with pytest.raises(q4.CheckpointError, match="tensor 'x'"):
-        open_checkpoint(index)
+        q4.open(index)
 
 
 def test_metadata_of_shards_is_united(tmp_path: Path) -> None:
@@ -99,10 +98,10 @@ def test_metadata_of_shards_is_united(tmp_path: Path) -> None:
     save(tmp_path / "1.safetensors", {"x": torch.ones(1)}, first)
     second = {"list": '["b", "a"]', "object": '{"k": {"b": 2}}', "text": "two", "same": "s", "own": "o"}
     save(tmp_path / "2.safetensors", {"y": torch.ones(1)}, second)
-    metadata = open_checkpoint(index).metadata
+    metadata = q4.open(index).metadata
     assert json.loads(metadata["list"]) == ["a", "b"]
     assert json.loads(metadata["object"]) == {"k": {"a": 1, "b": 2}}
     assert (metadata["text"], metadata["same"], metadata["own"]) == ("one", "s", "o")
     save(tmp_path / "2.safetensors", {"y": torch.ones(1)}, {"object": '{"k": {"a": 2}}'})
     with pytest.raises(q4.CheckpointError, match=r"object\.k\.a"):
-        open_checkpoint(index)
+        q4.open(index)

@@ -8,18 +8,19 @@ import sys
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
-from q4core.checkpoint.access import open_regular, unreadable
-from q4core.checkpoint.header import read_header
-from q4core.errors import CheckpointError
+from q4_safetensors.header import read_header
+from q4core import CheckpointError
+from q4core.plugin_api import open_regular, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from q4core.dialect import TensorInfo
+    from q4core import TensorInfo
 
-__all__ = ["MappedFile"]
+__all__ = ["MappedFile", "map_file"]
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -29,41 +30,49 @@ class MappedFile:
 
     Args:
         path: The file.
+        copy: Let the library read each tensor into memory, and map nothing.
 
     Raises:
         CheckpointError: The file can't be read, or its header is malformed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, copy: bool = False) -> None:
         self.path = path
-        try:
-            with open_regular(path) as file:
-                self._bytes = os.fstat(file.fileno()).st_size
-                header = read_header(file, self._bytes, str(path))
-        except OSError as error:
-            raise unreadable(path, error) from error
+        header = read_header(path)
         self.metadata: Mapping[str, str] = header.metadata
         self._tensors = header.tensors
         self.infos: dict[str, TensorInfo] = {name: tensor.info for name, tensor in header.tensors.items()}
+        self._file = header.file if copy else None
+        self._bytes = max((item.position + item.info.nbytes for item in header.tensors.values()), default=0)
         self._map: mmap.mmap | None = None
 
     def load(self, name: str) -> torch.Tensor:
         """Return one tensor as a view of the file; writing into it never reaches the file.
 
-        It is copied only where the file put it at an address that its dtype can't have.
+        It is copied where the file put it at an address that its dtype can't have.
+
+        Raises:
+            CheckpointError: The file can't be read any more.
         """
         tensor = self._tensors[name]
         info = tensor.info
         if not info.numel:
             return torch.empty(info.shape, dtype=info.dtype)
+        if self._file is not None:
+            try:
+                loaded: torch.Tensor = self._file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise unreadable(self.path, error) from error
+            return loaded
         flat = torch.frombuffer(self._mapping(), dtype=torch.uint8, count=info.nbytes, offset=tensor.position)
         if flat.data_ptr() % info.dtype.itemsize:
             flat = flat.clone()
         return flat.view(info.dtype).view(info.shape)
 
     def close(self) -> None:
-        """Let go of the mapping; it lives on while tensors look into it."""
+        """Let go of the file; a mapping lives on while tensors look into it."""
         self._map = None
+        self._file = None
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
@@ -78,15 +87,13 @@ class MappedFile:
                             value=size,
                             where=str(self.path),
                         )
-                    self._map = _map(file.fileno())
-            except (OSError, ValueError) as error:
-                if isinstance(error, CheckpointError):
-                    raise
+                    self._map = map_file(file.fileno())
+            except OSError as error:
                 raise unreadable(self.path, error) from error
         return self._map
 
 
-def _map(descriptor: int) -> mmap.mmap:
+def map_file(descriptor: int) -> mmap.mmap:
     """Map a file privately."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)

@@ -12,9 +12,8 @@ import safetensors.torch
 import torch
 
 import q4core as q4
-from q4core.checkpoint import open_checkpoint, save_checkpoint
-from q4core.checkpoint.mapped import MappedFile
-from q4core.schema import MARKER
+from q4_safetensors import SafetensorsReader, SafetensorsWriter
+from q4_safetensors.mapped import MappedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +26,10 @@ def test_saved_file_is_read_by_us_and_by_the_package(tmp_path: Path) -> None:
     """What is saved opens to the same weights, and the safetensors package reads the same tensors."""
     weights = packed()
     dense = {"norm.weight": torch.rand(5).to(torch.bfloat16), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)}
-    path = save_checkpoint(tmp_path / "x.safetensors", weights, dialect="simple-nf4", dense=dense, metadata={"k": "v"})
-    checkpoint = open_checkpoint(path)
+    path = q4.save_checkpoint(
+        tmp_path / "x.safetensors", weights, dialect="simple-nf4", dense=dense, metadata={"k": "v"}
+    )
+    checkpoint = q4.open(path)
     assert list(checkpoint) == list(weights)
     assert all(is_same(checkpoint[module], weights[module]) for module in weights)
     assert checkpoint.metadata == {"format": "pt", "k": "v"}
@@ -50,7 +51,7 @@ def test_saved_tensors_are_aligned(tmp_path: Path) -> None:
         f"{index}": torch.ones(2 * index + 1).to(dtype)
         for index, dtype in enumerate([torch.uint8, torch.float64, torch.float16, torch.float32, torch.uint8])
     }
-    path = save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense=dense)
+    path = q4.save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense=dense)
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -71,7 +72,7 @@ def test_every_dtype_is_saved_as_the_package_saves_it(tmp_path: Path) -> None:
     }
     dense["torch.bool"] = base % 2 == 0
     theirs = safetensors.torch.load_file(
-        save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense=dense)
+        q4.save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense=dense)
     )
     for name, tensor in dense.items():
         assert (theirs[name].dtype, theirs[name].shape) == (tensor.dtype, tensor.shape)
@@ -98,7 +99,7 @@ def test_layers_are_taken_one_at_a_time(tmp_path: Path) -> None:
             return weight
 
     names = [f"m.{index}" for index in range(5)]
-    save_checkpoint(tmp_path / "x.safetensors", Lazy.fromkeys(names), dialect="simple-nf4")  # type: ignore[arg-type]
+    q4.save_checkpoint(tmp_path / "x.safetensors", Lazy.fromkeys(names), dialect="simple-nf4")  # type: ignore[arg-type]
     assert asked == names
     assert most <= 2
 
@@ -106,10 +107,10 @@ def test_layers_are_taken_one_at_a_time(tmp_path: Path) -> None:
 def test_folder_gets_one_file_or_shards(tmp_path: Path) -> None:
     """A folder is made where it is missing; shards begin when a limit is reached, and a layer stays in one of them."""
     weights = packed(4)
-    single = save_checkpoint(tmp_path / "one", weights, dialect="simple-nf4")
+    single = q4.save_checkpoint(tmp_path / "one", weights, dialect="simple-nf4")
     assert visible(tmp_path / "one") == ["model.safetensors"]
     per_layer = sum(item.nbytes for item in MappedFile(single).infos.values()) // 4
-    index = save_checkpoint(tmp_path / "many", weights, dialect="simple-nf4", max_shard_bytes=2 * per_layer)
+    index = q4.save_checkpoint(tmp_path / "many", weights, dialect="simple-nf4", max_shard_bytes=2 * per_layer)
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     assert visible(tmp_path / "many") == [*names, "model.safetensors.index.json"]
     text = json.loads(index.read_text(encoding="utf-8"))
@@ -117,15 +118,15 @@ def test_folder_gets_one_file_or_shards(tmp_path: Path) -> None:
     for module in weights:
         assert len({shard for name, shard in text["weight_map"].items() if name.startswith(f"{module}.")}) == 1
     for path in (tmp_path / "one", tmp_path / "many", single, index):
-        checkpoint = open_checkpoint(path)
+        checkpoint = q4.open(path)
         assert all(is_same(checkpoint[module], weights[module]) for module in weights)
 
 
 def test_layer_larger_than_the_limit_has_a_shard_of_its_own(tmp_path: Path) -> None:
     """The limit bends for a single layer, as nothing can be cut."""
-    save_checkpoint(tmp_path / "x", packed(3), dialect="simple-nf4", max_shard_bytes=1)
+    q4.save_checkpoint(tmp_path / "x", packed(3), dialect="simple-nf4", max_shard_bytes=1)
     assert len(visible(tmp_path / "x")) == 4
-    assert len(open_checkpoint(tmp_path / "x")) == 3
+    assert len(q4.open(tmp_path / "x")) == 3
 
 
 @pytest.mark.parametrize("first", [None, 1])
@@ -133,11 +134,11 @@ def test_layer_larger_than_the_limit_has_a_shard_of_its_own(tmp_path: Path) -> N
 def test_saving_again_replaces_the_old_checkpoint(first: int | None, second: int | None, tmp_path: Path) -> None:
     """A folder that held one file or shards holds the new checkpoint alone afterwards; other files stay."""
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    save_checkpoint(tmp_path, packed(3), dialect="simple-nf4", max_shard_bytes=first)
+    q4.save_checkpoint(tmp_path, packed(3), dialect="simple-nf4", max_shard_bytes=first)
     old = set(visible(tmp_path))
     weights = packed(2, 4)
-    save_checkpoint(tmp_path, weights, dialect="simple-nf4", max_shard_bytes=second)
-    assert list(open_checkpoint(tmp_path)) == list(weights)
+    q4.save_checkpoint(tmp_path, weights, dialect="simple-nf4", max_shard_bytes=second)
+    assert list(q4.open(tmp_path)) == list(weights)
     left = old & set(visible(tmp_path)) - {"model.safetensors", "model.safetensors.index.json"}
     assert left == {"tokenizer.json"}
     assert len(visible(tmp_path)) == (2 if second is None else 4)
@@ -147,10 +148,10 @@ def test_saving_over_the_file_that_is_read(tmp_path: Path) -> None:
     """A checkpoint may be saved over itself while it is open: the old file lives until nobody looks at it."""
     path = tmp_path / "x.safetensors"
     weights = packed()
-    save_checkpoint(path, weights, dialect="simple-nf4")
-    with open_checkpoint(path) as checkpoint:
-        save_checkpoint(path, checkpoint, dialect="simple-nf4", dense=checkpoint.dense)
-    again = open_checkpoint(path)
+    q4.save_checkpoint(path, weights, dialect="simple-nf4")
+    with q4.open(path) as checkpoint:
+        q4.save_checkpoint(path, checkpoint, dialect="simple-nf4", dense=checkpoint.dense)
+    again = q4.open(path)
     assert all(is_same(again[module], weights[module]) for module in weights)
 
 
@@ -158,9 +159,9 @@ def test_config_keeps_what_is_there(tmp_path: Path) -> None:
     """config.json is kept but for quantisation, which is the new dialect's to say; a given config replaces it."""
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "quantization_config": {"quant_method": "old"}}', encoding="utf-8")
-    save_checkpoint(tmp_path, packed(1), dialect="simple-nf4")
+    q4.save_checkpoint(tmp_path, packed(1), dialect="simple-nf4")
     assert json.loads(path.read_text(encoding="utf-8")) == {"model_type": "llama"}
-    save_checkpoint(tmp_path, packed(1), dialect="simple-nf4", config={"model_type": "other"})
+    q4.save_checkpoint(tmp_path, packed(1), dialect="simple-nf4", config={"model_type": "other"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"model_type": "other"}
 
 
@@ -194,12 +195,14 @@ class Marked(q4.Dialect):
 
 def test_file_of_shared_keys_is_marked(tmp_path: Path) -> None:
     """A lone file in a dialect whose keys another one shares says which it is; without the mark it is ambiguous."""
-    dialects = [*(item for item in q4.dialects() if item.name == "simple-nf4"), Marked()]
-    path = save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="marked", dialects=dialects)
-    checkpoint = open_checkpoint(path, dialects=dialects)
-    assert checkpoint.metadata[MARKER] == "marked"
-    assert checkpoint.schema.dialects == ("marked",)
+    dialects = (*(item for item in q4.dialects() if item.name == "simple-nf4"), Marked())
+    request = q4.SaveRequest(dialect="marked", dialects=dialects)
+    path = SafetensorsWriter().write(tmp_path / "x.safetensors", packed(1), request)
+    reader = SafetensorsReader()
+    source = reader.open(path, q4.OpenRequest(dialects=dialects))
+    assert source.metadata["q4core.dialect"] == "marked"
+    assert source.schema.dialects == ("marked",)
     save(path, safetensors.torch.load_file(path))
     with pytest.raises(q4.SchemaError, match="ambiguous"):
-        open_checkpoint(path, dialects=dialects)
-    assert open_checkpoint(path, dialects=dialects, dialect="marked").schema.dialects == ("marked",)
+        reader.open(path, q4.OpenRequest(dialects=dialects))
+    assert reader.open(path, q4.OpenRequest(dialects=dialects, dialect="marked")).schema.dialects == ("marked",)

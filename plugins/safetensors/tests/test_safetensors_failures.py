@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from checkpoints import is_same, packed, trio, visible
 
 import q4core as q4
-from q4core.checkpoint import open_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from q4_safetensors.staging import Staging
 
 
-def _close_only(writer: Any) -> None:
-    """Close the files of a writer, as the end of the process does, and remove none."""
-    for shard, _, _ in writer._shards:
-        if shard._data is not None:
-            shard._data.close()
+def _unlock_only(staging: Staging) -> None:
+    """Let go of a writer's lock, as the end of the process does, and remove nothing."""
+    assert staging._lock is not None
+    os.close(staging._lock)
 
 
 class Crash(BaseException):
@@ -34,7 +36,7 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(
     seen: set[str] = set()
     for step in range(40):
         folder = tmp_path / str(step)
-        save_checkpoint(folder, first, dialect="simple-nf4", max_shard_bytes=old, config={"version": 1})
+        q4.save_checkpoint(folder, first, dialect="simple-nf4", max_shard_bytes=old, config={"version": 1})
         left = [step]
 
         def count(real: Any, *, left: list[int] = left) -> Any:
@@ -49,16 +51,15 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(
         with monkeypatch.context() as patch:
             for name in ("replace", "open", "unlink", "mkdir"):
                 patch.setattr(Path, name, count(getattr(Path, name)))
-            patch.setattr("q4core.checkpoint.writing._Writer.discard", _close_only)
-            patch.setattr("q4core.checkpoint.shard.StagedText.discard", lambda _: None)
+            patch.setattr("q4_safetensors.staging.Staging.discard", _unlock_only)
             try:
-                save_checkpoint(folder, second, dialect="simple-nf4", max_shard_bytes=new, config={"version": 2})
+                q4.save_checkpoint(folder, second, dialect="simple-nf4", max_shard_bytes=new, config={"version": 2})
             except Crash:
                 pass
             else:
                 break
         try:
-            checkpoint = open_checkpoint(folder)
+            checkpoint = q4.open(folder)
         except q4.CheckpointError:
             seen.add("refused")
             continue
@@ -78,7 +79,7 @@ def test_failure_changes_nothing_and_leaves_nothing(
     """A full disk, a bad layer or a failing rename leave the old checkpoint and no temporary file."""
     path = tmp_path / target
     weights = packed()
-    save_checkpoint(path, weights, dialect="simple-nf4")
+    q4.save_checkpoint(path, weights, dialect="simple-nf4")
     before = {item: item.read_bytes() for item in tmp_path.rglob("*.*") if item.is_file()}
     second = dict(packed(2, 4))
     if failing == "layer":
@@ -96,7 +97,7 @@ def test_failure_changes_nothing_and_leaves_nothing(
 
         monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises((q4.CheckpointError, q4.DialectError)) as caught:
-        save_checkpoint(path, second, dialect="simple-nf4")
+        q4.save_checkpoint(path, second, dialect="simple-nf4")
     if failing != "layer":
         assert isinstance(caught.value.__cause__, OSError)
     monkeypatch.undo()
@@ -106,7 +107,7 @@ def test_failure_changes_nothing_and_leaves_nothing(
 def test_failure_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
     """A folder that was made for a checkpoint which then fails is removed again."""
     with pytest.raises(q4.DialectError):
-        save_checkpoint(tmp_path / "x", {"a": q4.quantize(torch.ones(4, 64), "nvfp4")}, dialect="simple-nf4")
+        q4.save_checkpoint(tmp_path / "x", {"a": q4.quantize(torch.ones(4, 64), "nvfp4")}, dialect="simple-nf4")
     assert visible(tmp_path) == []
 
 
@@ -116,7 +117,7 @@ def test_illegal_scale_is_not_written(value: float, tmp_path: Path) -> None:
     weight = q4.quantize(torch.ones(4, 64), "nf4")
     weight.scale[1] = value
     with pytest.raises(q4.WeightError) as caught:
-        save_checkpoint(tmp_path / "x.safetensors", {"good": packed(1)["m.0"], "bad": weight}, dialect="simple-nf4")
+        q4.save_checkpoint(tmp_path / "x.safetensors", {"good": packed(1)["m.0"], "bad": weight}, dialect="simple-nf4")
     assert "'bad'" in caught.value.what
     assert caught.value.name is not None
     assert caught.value.name.startswith("scale")
@@ -127,7 +128,7 @@ def test_illegal_scale_is_not_written(value: float, tmp_path: Path) -> None:
 def test_name_that_is_taken_is_refused(name: str, tmp_path: Path) -> None:
     """A dense tensor may not have the name of a layer's tensor."""
     with pytest.raises(q4.CheckpointError) as caught:
-        save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense={name: torch.ones(1)})
+        q4.save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense={name: torch.ones(1)})
     assert caught.value.value == name
     assert visible(tmp_path) == []
 
@@ -140,7 +141,7 @@ def test_name_that_is_taken_is_refused(name: str, tmp_path: Path) -> None:
 def test_tensor_that_the_format_can_not_hold_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
     """No data, no name for the dtype, or no strides: an error that names the tensor."""
     with pytest.raises(q4.CheckpointError) as caught:
-        save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense={"x": tensor})
+        q4.save_checkpoint(tmp_path / "x.safetensors", {}, dialect="simple-nf4", dense={"x": tensor})
     assert caught.value.name == "x"
 
 
@@ -148,7 +149,7 @@ def test_tensors_that_would_change_a_layer_are_refused(tmp_path: Path) -> None:
     """Dense tensors that would be taken for a layer's scales, or for another layer, are refused."""
     for dense in ({"m.0.weight_scale": torch.ones(1)}, trio("other")):
         with pytest.raises(q4.CheckpointError, match="is read as simple-nf4 again"):
-            save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense=dense)
+            q4.save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect="simple-nf4", dense=dense)
     assert visible(tmp_path) == []
 
 
@@ -167,7 +168,7 @@ def test_targets_that_make_no_sense_are_refused(
 ) -> None:
     """Only safetensors files and folders are written; shards and config.json need a folder."""
     with pytest.raises(q4.CheckpointError) as caught:
-        save_checkpoint(tmp_path / path, {}, dialect="simple-nf4", **arguments)
+        q4.save_checkpoint(tmp_path / path, {}, dialect="simple-nf4", **arguments)
     assert caught.value.name == field
     assert visible(tmp_path) == []
 
@@ -175,7 +176,7 @@ def test_targets_that_make_no_sense_are_refused(
 def test_unknown_dialect_is_refused_when_saving(tmp_path: Path) -> None:
     """The names that there are, and the closest, stand in the error."""
     with pytest.raises(q4.DialectError, match="simple-nf4"):
-        save_checkpoint(tmp_path / "x", packed(1), dialect="simple-nf")
+        q4.save_checkpoint(tmp_path / "x", packed(1), dialect="simple-nf")
     assert visible(tmp_path) == []
 
 
@@ -211,7 +212,7 @@ def test_arguments_of_a_wrong_kind_are_named(case: str, tmp_path: Path) -> None:
     path = arguments.pop("path")
     weights = arguments.pop("weights")
     with pytest.raises(q4.CheckpointError) as caught:
-        save_checkpoint(tmp_path / path if isinstance(path, str) else path, weights, **arguments)
+        q4.save_checkpoint(tmp_path / path if isinstance(path, str) else path, weights, **arguments)
     assert caught.value.name == name
     assert caught.value.rule is not None
     assert caught.value.has_value
@@ -223,5 +224,5 @@ def test_arguments_of_a_wrong_kind_are_named(case: str, tmp_path: Path) -> None:
 def test_a_dialect_that_is_no_name_is_refused(dialect: Any, tmp_path: Path) -> None:
     """Something else than a text as the dialect is the error that lists the dialects."""
     with pytest.raises(q4.DialectError, match="simple-nf4"):
-        save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect=dialect)
+        q4.save_checkpoint(tmp_path / "x.safetensors", packed(1), dialect=dialect)
     assert visible(tmp_path) == []

@@ -6,113 +6,82 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from safetensors import SafetensorError
 
-from q4core.checkpoint.arguments import (
-    checked_path,
-    checked_tensor,
-    checked_weight,
-    require_config,
-    require_names,
-    require_texts,
-)
-from q4core.checkpoint.files import read_object
-from q4core.checkpoint.shard import Shard, StagedText, sync_folder
-from q4core.checkpoint.target import INDEX, SINGLE, Target
-from q4core.dialect import Catalogue, find_dialect
-from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.errors import CheckpointError, DialectError, WeightError
-from q4core.schema import MARKER, detect_in, validate_in
-from q4core.weight_spec import WeightSpec
+from q4_safetensors.arguments import checked_tensor, checked_weight, require_config, require_names, require_texts
+from q4_safetensors.shard import Shard
+from q4_safetensors.staging import Staging, sync
+from q4_safetensors.target import INDEX, SINGLE, Target, is_target
+from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec
+from q4core.plugin_api import DIALECT_KEY, find_dialect, find_layers, read_object
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
-    from q4core.dialect import Dialect, WrittenLayer
-    from q4core.weight import PackedWeight
+    from q4core import Dialect, PackedWeight, SaveRequest, TensorInfo, WrittenLayer
 
-__all__ = ["save_checkpoint"]
+__all__ = ["SafetensorsWriter"]
 
 _MATRIX = 2
 
 
-def save_checkpoint(  # noqa: PLR0913  # the contract's arguments
-    path: str | os.PathLike[str],
-    weights: Mapping[str, PackedWeight],
-    *,
-    dialect: str,
-    dense: Mapping[str, torch.Tensor] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int | None = None,
-    lossy: bool = False,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
-) -> Path:
-    """Write packed weights, and other tensors, as a safetensors checkpoint in one dialect.
+class SafetensorsWriter:
+    """Writes safetensors files, in one or in shards."""
 
-    Weights and tensors are taken from their mappings one at a time, so that lazy mappings never hold more than one.
-    Whatever was at ``path`` stays until the new checkpoint is on the disk as a whole, and then gives way to it.
+    name = "safetensors"
 
-    Args:
-        path: A file (``….safetensors``), or a folder, which also gets an entry in ``config.json`` where the dialect's
-            own readers look for one.
-        weights: Module → weight.
-        dialect: Name of the dialect.
-        dense: Name → tensor for everything else.
-        metadata: Further header metadata, text by key; the dialect's own entries come before it.
-        config: The model's ``config.json``, for a folder; None keeps the one that is there.
-        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder.
-        lossy: Allow what can't be expressed exactly to be rounded or left out.
-        dialects: The dialects to look among.
+    def accepts(self, path: Path) -> bool:
+        """Return whether a path is a safetensors file's or a folder's, by its name or by what is there."""
+        return is_target(path)
 
-    Returns:
-        The file, or the index of the shards.
+    def write(self, path: Path, weights: Mapping[str, PackedWeight], request: SaveRequest) -> Path:
+        """Write a checkpoint, all of it or nothing; see ``q4core.save_checkpoint``.
 
-    Raises:
-        DialectError: The dialect is unknown, or can't express a weight; the message names what.
-        WeightError: A weight holds illegal numbers.
-        CheckpointError: An argument is not what it must be, names collide, or the files can't be written. Nothing has
-            changed then.
-    """
-    known = tuple(dialects)
-    place = checked_path(path)
-    for argument, given in (("weights", weights), ("dense", dense or {})):
-        require_names(argument, given)
-    require_texts("metadata", metadata or {})
-    require_config(config or {})
-    target = Target.at(place, config=config, max_shard_bytes=max_shard_bytes)
-    writer = _Writer(target, find_dialect(dialect, known), dict(metadata or {}), lossy=lossy)
-    try:
-        for module in weights:
-            writer.add_layer(module, checked_weight(module, weights[module]))
-        for name in dense or {}:
-            writer.add_dense(name, checked_tensor(name, (dense or {})[name]))
-        writer.finish(known)
-        return writer.publish()
-    except OSError as error:
-        raise CheckpointError(
-            "save_checkpoint", name="file", rule="writable", value=error.strerror or str(error), where=str(path)
-        ) from error
-    finally:
-        writer.discard()
+        Raises:
+            DialectError: The dialect is unknown, or can't express a weight; the message names what.
+            WeightError: A weight holds illegal numbers.
+            CheckpointError: An argument is not what it must be, names collide, or the files can't be written.
+        """
+        dense = request.dense or {}
+        for argument, given in (("weights", weights), ("dense", dense)):
+            require_names(argument, given)
+        require_texts("metadata", request.metadata or {})
+        require_config(request.config or {})
+        writer: _Writer | None = None
+        try:
+            target = Target.at(path, config=request.config, max_shard_bytes=request.max_shard_bytes)
+            writer = _Writer(target, find_dialect(request.dialect, request.dialects), request)
+            for module in weights:
+                writer.add_layer(module, checked_weight(module, weights[module]))
+            for name in dense:
+                writer.add_dense(name, checked_tensor(name, dense[name]))
+            writer.finish()
+            return writer.publish()
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise CheckpointError(
+                "save_checkpoint", name="file", rule="writable", value=reason, where=str(path)
+            ) from error
+        finally:
+            if writer is not None:
+                writer.discard()
 
 
 class _Writer:
     """Collects the tensors of one checkpoint in shards, and publishes them together."""
 
-    def __init__(self, target: Target, dialect: Dialect, metadata: Mapping[str, str], *, lossy: bool) -> None:
+    def __init__(self, target: Target, dialect: Dialect, request: SaveRequest) -> None:
         self._target = target
         self._dialect = dialect
-        self._metadata = metadata
-        self._lossy = lossy
+        self._request = request
+        self._staging: Staging | None = None
         self._shards: list[tuple[Shard, dict[str, WrittenLayer], list[str]]] = []
         self._homes: dict[str, int] = {}
         self._specs: dict[str, WeightSpec] = {}
         self._config: dict[str, Any] | None = None
-        self._texts: list[StagedText] = []
         self._is_new_folder = not target.folder.exists()
 
     def add_layer(self, module: str, weight: PackedWeight) -> None:
@@ -130,7 +99,7 @@ class _Writer:
         try:
             layer = self._dialect.write(module, weight)
         except DialectError:
-            if not self._lossy:
+            if not self._request.lossy:
                 raise
             weight = self._dialect.approximate(weight)
             layer = self._dialect.write(module, weight)
@@ -157,9 +126,10 @@ class _Writer:
                 return self._shards[-1]
             if not self._dialect.metadata_spans_shards:
                 self._finish_shard(self._shards[-1])
-        else:
+        if self._staging is None:
             self._target.folder.mkdir(parents=True, exist_ok=True)
-        self._shards.append((Shard(self._target.folder), {}, []))
+            self._staging = Staging(self._target.folder)
+        self._shards.append((Shard(self._staging.path / f"{len(self._shards)}.safetensors"), {}, []))
         return self._shards[-1]
 
     def _claim(self, name: str) -> None:
@@ -179,24 +149,43 @@ class _Writer:
     def _header_of(self, layers: Mapping[str, WrittenLayer], dense: list[str]) -> dict[str, str]:
         own = self._dialect.merge_metadata(layers, dense)
         if self._target.file is not None and self._dialect.shares_keys:
-            own[MARKER] = self._dialect.name
-        return {"format": "pt", **self._metadata, **own}
+            own[DIALECT_KEY] = self._dialect.name
+        return {"format": "pt", **(self._request.metadata or {}), **own}
 
-    def finish(self, dialects: tuple[Dialect, ...]) -> None:
+    def finish(self) -> None:
         """Finish the last shard, and check that the whole will be read as it was meant."""
         if not self._shards:
             self._shard_for(0)
         for part in self._shards:
             self._finish_shard(part)  # those that are finished stay as they are
         self._config = self._new_config()
-        infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
+        self._check()
+
+    def _check(self) -> None:
+        """Check that each layer will be read in its dialect again.
+
+        Raises:
+            CheckpointError: One would not be, or another would be there too.
+        """
         layers, dense = self._contents()
-        catalogue = Catalogue(infos, metadata=self._header_of(layers, dense), config=self._config)
-        schema = detect_in(catalogue, dialects)
-        found = {} if schema is None else {module: layer.dialect for module, layer in schema.layers.items()}
-        problems = () if schema is None else (*validate_in(schema, catalogue, dialects), *schema.unsupported)
-        if found != dict.fromkeys(layers, self._dialect.name) or problems:
-            differing = sorted(set(found.items()) ^ set(dict.fromkeys(layers, self._dialect.name).items()))
+        wanted = dict.fromkeys(layers, self._dialect.name)
+        found: dict[str, str] = {}
+        problems: tuple[Any, ...] = ()
+        try:
+            schema = find_layers(
+                self._infos(),
+                OpenRequest(dialects=self._request.dialects),
+                metadata=self._header_of(layers, dense),
+                config=self._config,
+                load=None,
+                path=self._target.folder,
+            )
+            found = {module: layer.dialect for module, layer in schema.layers.items()}
+            problems = schema.unsupported
+        except SchemaError as error:
+            found, problems = wanted, error.problems
+        if found != wanted or problems:
+            differing = sorted(set(found.items()) ^ set(wanted.items()))
             raise CheckpointError(
                 "save_checkpoint",
                 name="names and metadata",
@@ -204,6 +193,9 @@ class _Writer:
                 value="; ".join([*(f"{module} as {name}" for module, name in differing), *map(str, problems)][:4]),
                 hint="Nothing was written. The tensors or metadata given beside the weights speak of other layers.",
             )
+
+    def _infos(self) -> dict[str, TensorInfo]:
+        return {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
 
     def _new_config(self) -> dict[str, Any] | None:
         """Return what ``config.json`` will hold, or None where there will be none."""
@@ -213,7 +205,7 @@ class _Writer:
         given = self._target.config
         base = dict(given) if given is not None else read_object(path, "config.json") if path.is_file() else {}
         base.pop("quantization_config", None)
-        infos = {name: info for shard, _, _ in self._shards for name, info in shard.infos.items()}
+        infos = self._infos()
         _, dense = self._contents()
         matrices = tuple(
             name.removesuffix(".weight")
@@ -227,34 +219,37 @@ class _Writer:
 
     def publish(self) -> Path:
         """Give every file its name, what makes them a checkpoint last; remove what they replace."""
-        folder = self._target.folder
-        if self._target.file is not None:
-            self._shards[0][0].publish(self._target.file)
-            sync_folder(folder)
-            return self._target.file
+        folder, staging = self._target.folder, self._staging
+        if self._target.file is not None or staging is None:
+            main = self._target.file or folder
+            self._shards[0][0].path.replace(main)
+            sync(folder)
+            return main
         old = set(self._target.members())
+        texts: list[tuple[Path, Path]] = []
         if self._config is not None:
-            self._texts.append(StagedText(folder / "config.json", json.dumps(self._config, indent=2) + "\n"))
+            text = json.dumps(self._config, indent=2) + "\n"
+            texts.append((staging.write_text("config.json", text), folder / "config.json"))
         count = len(self._shards)
         names = [SINGLE] if count == 1 else self._target.free_names(count)
         main = folder / names[0]
         if len(names) > 1:
             main = folder / INDEX
-            self._texts.append(StagedText(main, self._index(names)))
+            texts.append((staging.write_text("index.json", self._index(names)), main))
             self._publish_shards(names)
-        for text in self._texts:
-            text.publish()
+        for temporary, final in texts:
+            temporary.replace(final)
         if len(names) == 1:
             self._publish_shards(names)
-        sync_folder(folder)
+        sync(folder)
         for path in sorted(old - {main, *(folder / name for name in names)}):
             path.unlink(missing_ok=True)
         return main
 
     def _publish_shards(self, names: list[str]) -> None:
         for (shard, _, _), name in zip(self._shards, names, strict=True):
-            shard.publish(self._target.folder / name)
-        sync_folder(self._target.folder)
+            shard.path.replace(self._target.folder / name)
+        sync(self._target.folder)
 
     def _index(self, names: list[str]) -> str:
         total = sum(shard.nbytes for shard, _, _ in self._shards)
@@ -263,9 +258,9 @@ class _Writer:
 
     def discard(self) -> None:
         """Remove every temporary file; after ``publish`` there is none."""
-        for text in self._texts:
-            text.discard()
         for shard, _, _ in self._shards:
-            shard.discard()
+            shard.close()
+        if self._staging is not None:
+            self._staging.discard()
         if self._is_new_folder and self._target.folder.is_dir() and not any(self._target.folder.iterdir()):
             self._target.folder.rmdir()

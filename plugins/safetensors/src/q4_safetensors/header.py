@@ -1,0 +1,124 @@
+"""The header of a safetensors file: the library decides whether it is valid; names that are there twice are refused.
+
+Reference:
+    https://github.com/huggingface/safetensors (format), version 0.8.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from q4core import CheckpointError, TensorInfo
+from q4core.plugin_api import open_regular, parse_json, unreadable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["DTYPES", "Header", "StoredTensor", "read_header"]
+
+_LENGTH_BYTES = 8
+_MAX_RANK = 64
+_MAX_NUMEL = 2**56  # also of shapes that a size of 0 makes empty: torch multiplies the sizes into strides
+_HALF_BYTES = "F4"
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    _HALF_BYTES: torch.float4_e2m1fn_x2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of the dtypes that torch has."""
+
+
+@attrs.frozen
+class StoredTensor:
+    """dtype and shape as torch loads the tensor, and the first of its bytes counted from the start of the file."""
+
+    info: TensorInfo
+    position: int
+
+
+@attrs.frozen
+class Header:
+    """The tensors of a file, in the order of their bytes, and its metadata.
+
+    ``file`` is the library's open file, which reads tensors into memory without a mapping.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    file: Any
+
+
+def read_header(path: Path) -> Header:
+    """Return the header of a safetensors file.
+
+    Raises:
+        CheckpointError: The library refuses the file, a name is there twice, or torch can't have a tensor like that.
+    """
+    where = str(path)
+    try:
+        with open_regular(path) as file:
+            # "pread" reads the header alone. The library's mapping for torch is counted against memory, whole.
+            library = safe_open(path, "pt", backend="pread")
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            text = file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            "safetensors file",
+            name="header",
+            rule="valid for the safetensors library",
+            value=str(error),
+            where=where,
+            hint="The file is truncated or damaged, or it is not a safetensors file.",
+        ) from error
+    entries = parse_json(text, what="safetensors header", where=where)
+    metadata = entries.pop("__metadata__", None) or {}
+    start = _LENGTH_BYTES + length
+    found = [(name, *_entry(name, entry, where)) for name, entry in entries.items()]
+    found.sort(key=lambda item: item[2:])
+    return Header({name: StoredTensor(info, start + begin) for name, info, begin, _ in found}, metadata, library)
+
+
+def _fail(name: str, field: str, rule: str, value: object, where: str) -> NoReturn:
+    raise CheckpointError(f"tensor {name!r}", name=field, rule=rule, value=value, where=where)
+
+
+def _entry(name: str, entry: Any, where: str) -> tuple[TensorInfo, int, int]:
+    """Return dtype and shape, and the range of bytes counted from the end of the header."""
+    if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
+        _fail(name, "entry", "an object with dtype, shape and data_offsets", entry, where)
+    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if kind not in DTYPES:
+        _fail(name, "dtype", f"one that torch has ({', '.join(DTYPES)})", kind, where)
+    if len(shape) > _MAX_RANK or math.prod(size or 1 for size in shape) > _MAX_NUMEL:
+        _fail(name, "shape", f"a list of at most {_MAX_RANK} whole numbers, of product ≤ 2^56", shape, where)
+    if kind == _HALF_BYTES:
+        # The header counts values, two to a byte; torch loads a tensor half as wide.
+        if not shape or shape[-1] % 2:
+            _fail(name, "shape", "of an even last size for F4", shape, where)
+        shape = [*shape[:-1], shape[-1] // 2]
+    return TensorInfo(DTYPES[kind], shape), begin, end

@@ -1,0 +1,112 @@
+"""One safetensors file in the making: tensors come one at a time, and the library writes the file from them.
+
+The header stands before the data and needs every tensor's size. So the data are kept in a file until the last tensor
+is there; the library then writes from a mapping of it, and none of it is held in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from safetensors import TensorSpec, serialize_file
+
+from q4_safetensors.header import DTYPES
+from q4_safetensors.mapped import map_file
+from q4_safetensors.staging import sync
+from q4core import CheckpointError, TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import BinaryIO
+
+__all__ = ["Shard"]
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@attrs.frozen
+class _Kept:
+    info: TensorInfo
+    position: int
+
+
+class Shard:
+    """One file in the making.
+
+    Args:
+        path: A temporary name for the file.
+
+    Raises:
+        OSError: The folder can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data_path = path.with_suffix(".data")
+        self._kept: dict[str, _Kept] = {}
+        self.nbytes = 0
+        self._data: BinaryIO | None = self._data_path.open("xb+")
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """dtype and shape of the tensors so far."""
+        return {name: kept.info for name, kept in self._kept.items()}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor.
+
+        Raises:
+            CheckpointError: The name is taken or not legal, or the dtype has no name in the format.
+            OSError: The disk is full.
+        """
+        if tensor.dtype not in _NAMES or tensor.is_meta or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                "save_checkpoint",
+                name=name,
+                rule=f"a strided tensor with data, of a dtype of the format ({', '.join(DTYPES)})",
+                value=f"{tensor.dtype}, {tensor.layout}, {tensor.device}",
+            )
+        if name in self._kept or name in {"", "__metadata__"}:
+            raise CheckpointError("save_checkpoint", name="tensor name", rule="legal and there once", value=name)
+        if self._data is None:
+            raise CheckpointError("save_checkpoint", name="shard", rule="unfinished", value="finished")
+        whole = tensor.detach().to("cpu").contiguous()
+        self._kept[name] = _Kept(TensorInfo(whole.dtype, whole.shape), self.nbytes)
+        size = whole.numel() * whole.element_size()
+        if size:
+            # The bytes of the tensor as they lie in memory; torch offers no buffer.
+            self._data.write(memoryview((ctypes.c_char * size).from_address(whole.data_ptr())))
+        self.nbytes += size
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Let the library write the file, down to the disk."""
+        if self._data is None:
+            return
+        self._data.flush()
+        mapping = map_file(self._data.fileno()) if self.nbytes else bytearray(1)
+        base = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping, and tells where it lies
+        tensors = {
+            name: TensorSpec(
+                dtype=str(kept.info.dtype).removeprefix("torch."),
+                shape=kept.info.shape,
+                data_ptr=base.data_ptr() + kept.position,
+                data_len=kept.info.nbytes,
+            )
+            for name, kept in self._kept.items()
+        }
+        serialize_file(tensors, self.path, dict(metadata) or None)
+        del base, mapping
+        self.path.chmod(self._data_path.stat().st_mode & 0o777)  # the library's files are their owner's alone
+        sync(self.path)
+        self.close()
+        self._data_path.unlink()
+
+    def close(self) -> None:
+        """Let go of the temporary file."""
+        if self._data is not None:
+            self._data.close()
+            self._data = None

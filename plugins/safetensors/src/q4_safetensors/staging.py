@@ -1,0 +1,90 @@
+"""Temporary files of a writer: in a folder beside the target, which the next writer removes should this one be killed.
+
+The folder is locked while its writer lives, and a lock ends with its process. A folder is removed by others only when
+it is not locked and not empty: a writer locks its folder before it puts anything in.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+if sys.platform != "win32":  # there, what killed writers leave stays until somebody removes it
+    import fcntl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Staging", "sync"]
+
+
+class Staging:
+    """A folder of temporary files; making one removes those of killed writers in the same place.
+
+    Args:
+        folder: Where the files will be published.
+
+    Raises:
+        OSError: The folder can't be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _remove_abandoned(folder)
+        self.path = folder / f".q4core-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+        self.path.mkdir()
+        self._lock = _lock(self.path, wait=True)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write a text file, down to the disk, and return its path."""
+        path = self.path / name
+        path.write_text(text, encoding="utf-8")
+        sync(path)
+        return path
+
+    def discard(self) -> None:
+        """Remove the folder with whatever is left in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the folders of writers that live no longer."""
+    for path in folder.glob(".q4core-*.tmp"):
+        lock = _lock(path, wait=False) if path.is_dir() and not path.is_symlink() else None
+        if lock is None:
+            continue
+        if any(path.iterdir()):
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool) -> int | None:
+    """Lock a folder; None where another process has it, or where the system has no such locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, down to the disk, where the system can."""
+    if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
