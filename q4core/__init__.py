@@ -8,16 +8,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from q4core import errors, memory
-from q4core.api import (
-    detect,
-    detect_all,
-    detect_or_fail,
-    dialects,
-    open,  # noqa: A004  # the contract's name: q4.open(path)
-    quantize,
-    save_checkpoint,
-    validate,
-)
 from q4core.backend import (
     API_VERSION,
     EVERY_FORMAT,
@@ -46,9 +36,6 @@ from q4core.checkpoint import (
     SaveRequest,
 )
 from q4core.codec import dequantize
-from q4core.diagnostics import Diagnostics, Report
-from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, TensorInfo, WrittenLayer
-from q4core.error_bound import error_bound
 from q4core.errors import (
     BackendError,
     BackendUnavailableError,
@@ -73,11 +60,26 @@ from q4core.errors import (
     WeightError,
     WriteConflictError,
 )
-from q4core.formats import BUILTIN_FORMATS, BlockOrder, Form, Format, ScaleKind, find_format, resolve_levels
-from q4core.hooks import hookimpl
-from q4core.linear import Q4Linear
+from q4core.formats import (
+    BUILTIN_FORMATS,
+    BlockOrder,
+    Form,
+    Format,
+    NibbleOrder,
+    Packing,
+    ScaleKind,
+    find_format,
+    pack_codes,
+    resolve_levels,
+    unpack_codes,
+)
+from q4core.layers.diagnosis import Diagnostics, Report
+from q4core.layers.linear import Q4Linear
+from q4core.layers.weight_info import WeightInfo
+from q4core.machine import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
-from q4core.packing import NibbleOrder, Packing, pack_codes, unpack_codes
+from q4core.plugins.hooks import hookimpl
+from q4core.plugins.registry import PluginRecord, Registry, default_registry, reset_registry
 from q4core.policy import (
     ActivationPrecision,
     ComputePath,
@@ -87,16 +89,23 @@ from q4core.policy import (
     resolve_config,
     using,
 )
-from q4core.probe import grid_activations
-from q4core.probe_book import ProbeResult
-from q4core.registry import PluginRecord, Registry, default_registry, reset_registry
-from q4core.runtime import MachineFacts, machine_facts
-from q4core.schema import Schema
-from q4core.selection import Rejection, Selection
-from q4core.session import Session, default_session, explain, linear, select
-from q4core.weight import Feature, PackedWeight, cat
-from q4core.weight_info import WeightInfo
-from q4core.weight_spec import WeightSpec
+from q4core.probes.error_bound import error_bound
+from q4core.probes.linear import grid_activations
+from q4core.schema import Catalogue, Dialect, LayerSchema, Problem, Schema, TensorInfo, WrittenLayer
+from q4core.selection.probe_results import ProbeResult
+from q4core.selection.result import Rejection, Selection
+from q4core.session.functions import (
+    detect,
+    detect_all,
+    detect_or_fail,
+    dialects,
+    open,  # noqa: A004  # the contract's name: q4.open(path)
+    quantize,
+    save_checkpoint,
+    validate,
+)
+from q4core.session.session import Session, default_session, explain, linear, select
+from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 
 __version__ = "0.1.0.dev0"
 

@@ -20,17 +20,13 @@ import q4core as q4
 from q4_conformance.checks import endurance
 from q4_conformance.zoo.mutables import MUTABLE_FAULTS, Unguarded
 from q4_nn.training import straight_through
-from q4core import (
-    assessment,
-    diagnostics,
-    dispatch,
-    memory,
-    ops,
-    preparation,
-    registry,
-)
+from q4core import memory
+from q4core.layers import diagnosis, preparation
 from q4core.memory import decision
+from q4core.ops import registration
+from q4core.plugins import registry
 from q4core.schema import detection, validation
+from q4core.selection import candidates, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,8 +112,8 @@ def _first_of_namesakes(backends: Any) -> Any:
 
 
 def _counted_backwards(diagnose: Any) -> Any:
-    def told(*args: Any, calls: Any, **facts: Any) -> diagnostics.Diagnostics:
-        record: diagnostics.Diagnostics = diagnose(*args, calls=calls[::-1], **facts)
+    def told(*args: Any, calls: Any, **facts: Any) -> diagnosis.Diagnostics:
+        record: diagnosis.Diagnostics = diagnose(*args, calls=calls[::-1], **facts)
         return record
 
     return told
@@ -228,7 +224,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "falls-back-without-the-reason",
-            _replaced(dispatch, "_fall_back", lambda found: lambda *args: (found(*args)[0], "no kernel path")),
+            _replaced(select, "_fall_back", lambda found: lambda *args: (found(*args)[0], "no kernel path")),
             f"TC-05/unavailable/{_NF4}",
             "^reason 'no kernel path'$",
         ),
@@ -290,13 +286,13 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "makes-up-the-native-state",
-            _replaced(dispatch, "Selection", lambda kind: lambda **facts: kind(**facts | {"native_state": "loaded"})),
+            _replaced(select, "Selection", lambda kind: lambda **facts: kind(**facts | {"native_state": "loaded"})),
             f"TC-12/mix/{_NF4}",
             "the native state is 'loaded', the backend says 'numpy'",
         ),
         (
             "makes-up-a-losers-native-state",
-            _replaced(assessment, "Rejection", _always_fine),
+            _replaced(candidates, "Rejection", _always_fine),
             f"TC-12/mix/{_NF4}",
             "'toy' is rejected with the native state 'fine'",
         ),
@@ -358,7 +354,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "fakes-one-row-more",
-            _replaced(ops, "plan_by_key", _one_row_more),
+            _replaced(registration, "plan_by_key", _one_row_more),
             f"EX-07/opcheck/{_NF4}",
             r"^opcheck of q4core\.linear\.default",
         ),

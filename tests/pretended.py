@@ -18,9 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from q4core import fast_path, ops
 from q4core.codec import decode
-from q4core.torch_modes import dispatch_modes
+from q4core.layers import fast_path
+from q4core.machine import dispatch_modes
+from q4core.ops import registration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,10 +44,10 @@ _WAITING = {
 _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::index_put_"}
 _INDEXING = {"aten::index", "aten::index_put_"}
 _OPS: dict[str, Any] = {
-    "q4core::linear": ops._linear,
-    "q4core::linear_out": ops._linear_out,
-    "q4core::linear_input_grad": ops._linear_input_grad,
-    "q4core::linear_exact": ops._linear_exact,
+    "q4core::linear": registration._linear,
+    "q4core::linear_out": registration._linear_out,
+    "q4core::linear_input_grad": registration._linear_input_grad,
+    "q4core::linear_exact": registration._linear_exact,
 }
 
 

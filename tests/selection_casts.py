@@ -13,7 +13,7 @@ from selection_model import Fact, Offer, State, Told, Wish
 
 import q4core as q4
 from q4core.memory import Availability
-from q4core.selection import ProbeHistory
+from q4core.selection.result import ProbeHistory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ import torch
 from fakes import FakeBackend, registry
 
 import q4core as q4
-from q4core.events import forget_warnings
+from q4core.diagnostics.events import forget_warnings
 
 SCALES = (2.0**-100, 2.0**-20, 2.0**-14, 0.0173, 1.0, 37.5, 2.0**100)
 PATH = q4.KernelPath("static", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A4, 30)

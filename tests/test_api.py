@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import q4core as q4
-from q4core import checkpoint, quantizer, schema
+from q4core import checkpoint, schema
+from q4core.session import quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import q4core as q4
-from q4core.dispatch import select_backend
-from q4core.selection import ProbeHistory
+from q4core.selection.result import ProbeHistory
+from q4core.selection.select import select_backend
 
 REQUEST = q4.Request(
     format=q4.BUILTIN_FORMATS["nf4"],

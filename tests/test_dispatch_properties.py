@@ -34,8 +34,8 @@ from selection_casts import (
 from selection_model import Fact, Offer, State, Told, Wish, answer, kernel_reasons, reasons_against, unmatched
 
 import q4core as q4
-from q4core.dispatch import select_backend
-from q4core.events import forget_warnings, observe, unobserve
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.selection.select import select_backend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ import torch
 from fakes import FakeBackend, registry
 
 import q4core as q4
-from q4core import events
+from q4core.diagnostics import events
 
 CODE = """
 import torch, q4core as q4

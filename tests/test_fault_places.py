@@ -16,9 +16,9 @@ import torch
 from fakes import FakeBackend, registry
 
 import q4core as q4
-from q4core import quantizer
-from q4core.events import forget_warnings, observe, unobserve
-from q4core.faults import said
+from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.session import quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

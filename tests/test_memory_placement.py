@@ -10,7 +10,8 @@ from managed import DISABLED, PREFER, REQUIRE, Broken, FakeProvider
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4core import memory, preparation
+from q4core import memory
+from q4core.layers import preparation
 from q4core.memory import (
     apply_input_policy,
     apply_mutable_policy,

@@ -104,7 +104,7 @@ def test_installed_providers_are_asked_unless_told(what: str, monkeypatch: pytes
     """Without ``providers`` those of the installed plugins serve; an empty list means nobody."""
     fake = FakeProvider()
     mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake]))])
-    monkeypatch.setattr("q4core.registry._default", mine)
+    monkeypatch.setattr("q4core.plugins.registry._default", mine)
     placed, decision = APPLY[what](torch.ones(3), REQUIRE, device="cpu", environment={})
     assert (decision.action, decision.provider) == ("promoted", "fake")
     if what == "input":
@@ -117,7 +117,7 @@ def test_installed_providers_are_asked_unless_told(what: str, monkeypatch: pytes
 def test_no_plugin_is_loaded_where_nothing_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, nobody looks for plugins."""
     mine = q4.Registry([])
-    monkeypatch.setattr("q4core.registry._default", mine)
+    monkeypatch.setattr("q4core.plugins.registry._default", mine)
     for apply in APPLY.values():
         apply(torch.ones(3), "disabled", device="cpu", environment={})
         apply(torch.ones(3), PREFER, device="cpu", environment={"Q4_DISABLE_UM": "1"})

@@ -10,7 +10,7 @@ from fakes import FakeBackend, registry
 from torch.library import opcheck
 
 import q4core as q4
-from q4core.plan import plan_by_key
+from q4core.ops.plan import plan_by_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

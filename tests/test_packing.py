@@ -14,7 +14,7 @@ import torch
 from samples import PACKINGS, pack
 
 import q4core as q4
-from q4core.packing import pack_codes, unpack_codes
+from q4core.formats import pack_codes, unpack_codes
 
 VECTORS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "conformance/src/q4_conformance/golden/packing.json").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from fakes import FakeBackend, plugin, registry
 
 import q4core as q4
-from q4core.events import emit, forget_warnings
+from q4core.diagnostics.events import emit, forget_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import torch
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
-from q4core.probe_book import row_counts
+from q4core.selection.probe_results import row_counts
 
 SMALL = attrs.evolve(KERNEL_PATH, name="small", m=(1, 100))
 BIG = attrs.evolve(KERNEL_PATH, name="big", m=(5, None), tier=30)

@@ -11,7 +11,7 @@ import torch
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
-from q4core.events import forget_warnings, observe, unobserve
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,9 +12,9 @@ import torch
 from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
-from q4core.error_bound import error_bound
-from q4core.events import forget_warnings
-from q4core.probe import grid_activations, probe_path
+from q4core.diagnostics.events import forget_warnings
+from q4core.probes.error_bound import error_bound
+from q4core.probes.linear import grid_activations, probe_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

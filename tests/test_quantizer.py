@@ -13,10 +13,11 @@ from fakes import FakeBackend, registry
 from pretended import DEVICE, pretended_cuda
 
 import q4core as q4
-from q4core import codec, quantizer
-from q4core.events import forget_warnings, observe, unobserve
-from q4core.proving import probe_book
-from q4core.quantizer_probe import probe_quantizer
+from q4core import codec
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.probes.quantizer import probe_quantizer
+from q4core.selection.probe_results import probe_book
+from q4core.session import quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import pytest
 from fakes import FakeBackend, plugin
 
 import q4core as q4
-from q4core.events import emit, forget_warnings
+from q4core.diagnostics.events import emit, forget_warnings
 
 
 @pytest.fixture(autouse=True)

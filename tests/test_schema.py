@@ -12,8 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import q4core as q4
-from q4core.dialects_simple import SIMPLE_DIALECTS
-from q4core.schema import MARKER, Schema, detect, detect_all, detect_or_fail, validate
+from q4core.schema import MARKER, SIMPLE_DIALECTS, Schema, detect, detect_all, detect_or_fail, validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

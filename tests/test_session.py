@@ -13,7 +13,7 @@ import torch
 from fakes import FakeBackend, registry
 
 import q4core as q4
-from q4core.events import forget_warnings
+from q4core.diagnostics.events import forget_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

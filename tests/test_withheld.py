@@ -13,7 +13,7 @@ from fakes import KERNEL_PATH, FakeBackend, registry
 
 import q4core as q4
 from q4_cli.doctor_report import survey_backends
-from q4core.dispatch import select_backend
+from q4core.selection.select import select_backend
 
 CODE = q4.ReasonCode
 TOO_OLD = q4.Reason(CODE.ARCH, "the device is too old")

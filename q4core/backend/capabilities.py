@@ -9,8 +9,7 @@ import attrs
 
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.errors import ConfigError
-from q4core.floats import FLOATS
-from q4core.formats import ScaleKind
+from q4core.formats import FLOATS, ScaleKind
 from q4core.policy import Rounding
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from q4core.policy import ActivationPrecision
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
-    from q4core.formats import Format, ScaleKind
-    from q4core.packing import Packing
+    from q4core.formats import Format, Packing, ScaleKind
 
 __all__ = ["Features", "Request"]
 

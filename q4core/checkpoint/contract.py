@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4core.dialect import Dialect, TensorInfo
-    from q4core.schema import Schema
+    from q4core.schema import Dialect, Schema, TensorInfo
     from q4core.weight import PackedWeight
 
 __all__ = ["CheckpointReader", "CheckpointSource", "CheckpointWriter", "OpenRequest", "SaveRequest"]

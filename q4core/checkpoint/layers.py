@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4core.dialect import Problem
-from q4core.schema import Schema, detect_in, make_catalogue, problems_error, validate_in
+from q4core.schema import Problem, Schema, detect_in, make_catalogue, problems_error, validate_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint.contract import OpenRequest
-    from q4core.dialect import TensorInfo
+    from q4core.schema import TensorInfo
 
 __all__ = ["find_layers"]
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from q4core.diagnostics.describe_exception import said
 from q4core.errors import (
     CheckpointError,
     DialectError,
@@ -15,7 +16,6 @@ from q4core.errors import (
     WeightError,
     closest_name,
 )
-from q4core.faults import said
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint.contract import CheckpointSource
-    from q4core.dialect import TensorInfo
-    from q4core.schema import Schema
+    from q4core.schema import Schema, TensorInfo
 
 __all__ = ["Checkpoint", "DenseTensors"]
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from q4core.checkpoint.contract import OpenRequest, SaveRequest
 from q4core.checkpoint.files import open_regular, require_regular, unreadable
 from q4core.checkpoint.opened import Checkpoint
-from q4core.dialect import require_arguments
-from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.diagnostics.describe_exception import said
 from q4core.errors import PLUGIN_FAULTS, CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
-from q4core.faults import said
+from q4core.schema import SIMPLE_DIALECTS, require_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint.contract import CheckpointReader, CheckpointWriter
-    from q4core.dialect import Dialect
+    from q4core.schema import Dialect
     from q4core.weight import PackedWeight
 
 __all__ = ["open_by", "open_checkpoint", "save_checkpoint"]

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.errors import FormatError, InputError
-from q4core.floats import FLOATS
-from q4core.formats import BlockOrder, Form, Format, ScaleKind
-from q4core.packing import NibbleOrder, Packing
+from q4core.formats import FLOATS, BlockOrder, Form, Format, NibbleOrder, Packing, ScaleKind
 
 if TYPE_CHECKING:
     from q4core.codec.rule import Coded

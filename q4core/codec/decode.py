@@ -13,10 +13,8 @@ import attrs
 import torch
 
 from q4core.errors import InputError
-from q4core.floats import FLOATS
-from q4core.formats import BlockOrder, Form, Format
-from q4core.packing import unpack_codes
-from q4core.torch_modes import dispatch_modes, is_transformed
+from q4core.formats import FLOATS, BlockOrder, Form, Format, unpack_codes
+from q4core.machine import dispatch_modes, is_transformed
 from q4core.weight import PackedWeight
 from q4core.weight.invariants import check_permutation
 

@@ -13,8 +13,7 @@ from q4core.codec.ggml import q4_0_rule, q4_1_rule, q8_0_rule
 from q4core.codec.integer import int4_rule
 from q4core.codec.rule import Coded
 from q4core.errors import FormatError
-from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, ScaleKind, find_format
-from q4core.packing import Packing, pack_codes
+from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, Packing, ScaleKind, find_format, pack_codes
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4core.dialect import Catalogue, Dialect, LayerSchema, Problem, find_dialect
-from q4core.dialects_simple import SIMPLE_DIALECTS
+from q4core.diagnostics.describe_exception import where
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
-from q4core.faults import where
+from q4core.schema.catalogue import Catalogue, LayerSchema, Problem
+from q4core.schema.dialect import Dialect, find_dialect
+from q4core.schema.simple_dialects import SIMPLE_DIALECTS
 from q4core.schema.unread import find_unread
 
 if TYPE_CHECKING:

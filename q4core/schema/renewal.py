@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from q4core.dialect import Problem, find_dialect
+from q4core.schema.catalogue import Problem
 from q4core.schema.detection import AMBIGUOUS, MARKER, Schema, choose, readings
+from q4core.schema.dialect import find_dialect
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from q4core.dialect import Catalogue, Dialect, LayerSchema
+    from q4core.schema.catalogue import Catalogue, LayerSchema
+    from q4core.schema.dialect import Dialect
 
 __all__ = ["renewed"]
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.dialect import Problem
 from q4core.errors import CheckpointError, SchemaError
+from q4core.schema.catalogue import Problem
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-    from q4core.dialect import Catalogue, Dialect
+    from q4core.schema.catalogue import Catalogue
+    from q4core.schema.dialect import Dialect
 
 __all__ = ["describe_path", "find_unread", "require_layers"]
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4core.dialect import Problem, find_dialect, number_problems, weight_problems
-from q4core.dialects_simple import SIMPLE_DIALECTS
 from q4core.errors import SchemaError
+from q4core.schema.catalogue import Problem
 from q4core.schema.detection import Schema, detect_in, make_catalogue
+from q4core.schema.dialect import find_dialect
 from q4core.schema.renewal import renewed
+from q4core.schema.simple_dialects import SIMPLE_DIALECTS
+from q4core.schema.values import number_problems, weight_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
-    from q4core.dialect import Catalogue, Dialect, LayerSchema
+    from q4core.schema.catalogue import Catalogue, LayerSchema
+    from q4core.schema.dialect import Dialect
 
 __all__ = ["detect_or_fail", "problems_error", "validate", "validate_in"]
 

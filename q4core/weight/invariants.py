@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.errors import WeightError
-from q4core.floats import FLOATS
-from q4core.formats import BlockOrder, Form, ScaleKind
-from q4core.packing import NibbleOrder
+from q4core.formats import FLOATS, BlockOrder, Form, NibbleOrder, ScaleKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.formats import BlockOrder, Format, ScaleKind
-from q4core.packing import Packing, pack_codes, unpack_codes
-from q4core.weight import cutting, invariants
+from q4core.formats import BlockOrder, Format, Packing, ScaleKind, pack_codes, unpack_codes
+from q4core.weight import invariants, slicing
 from q4core.weight.feature import Feature, features_of
-from q4core.weight.levels import resolved_rows
+from q4core.weight.scales import resolved_rows
 from q4core.weight.sending import Temporary, unwrapped
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class PackedWeight:
         Raises:
             WeightError: The range is outside the weight, or cuts a block or a packed group.
         """
-        return cutting.narrow(self, dim, start, length)
+        return slicing.narrow(self, dim, start, length)
 
     def take_rows(self, rows: torch.Tensor) -> PackedWeight:
         """Return the weight of some rows, copied, in the order asked for; the values stay exactly the same.
@@ -202,7 +201,7 @@ class PackedWeight:
         Raises:
             WeightError: Blocks are FLAT, or ``rows`` is not such a vector.
         """
-        return cutting.take_rows(self, rows)
+        return slicing.take_rows(self, rows)
 
     def check_values(self) -> None:
         """Check that scales and side tensors hold legal numbers.

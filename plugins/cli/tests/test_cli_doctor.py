@@ -124,7 +124,7 @@ def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("q4core.cli.app.PLUGIN_LIMIT_S", 1.0)
     waiting = plugin(q4_dialects=lambda: threading.Event().wait(600))
     mine = q4.Registry([("stuck", waiting), ("good", plugin(FakeBackend("good")))])
-    monkeypatch.setattr("q4core.registry._default", mine)
+    monkeypatch.setattr("q4core.plugins.registry._default", mine)
     record = answer(capsys, "doctor")
     (error,) = record["plugin_errors"]
     assert "plugin 'stuck': hook q4_dialects did not end within 1 s" in error

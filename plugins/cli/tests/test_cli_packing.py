@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import q4core as q4
 from q4_cli.packing_plan import make_recipe, split_tensors
-from q4core.dialect import TensorInfo
+from q4core.schema import TensorInfo
 
 if TYPE_CHECKING:
     from pathlib import Path

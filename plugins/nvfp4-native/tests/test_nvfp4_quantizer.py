@@ -24,8 +24,8 @@ from q4core import (
     ScaleKind,
     dequantize,
     quantize,
-    quantizer,
 )
+from q4core.session import quantizer
 
 pytestmark = [
     pytest.mark.interpreted,

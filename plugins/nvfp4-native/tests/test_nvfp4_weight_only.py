@@ -11,7 +11,8 @@ from q4_conformance.subject import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
 from q4_nvfp4_native.scaled_dot import product
-from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, Standing, WeightSpec, error_bound, quantize
+from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, Standing, WeightSpec, quantize
+from q4core.probes import error_bound
 
 pytestmark = [
     pytest.mark.interpreted,

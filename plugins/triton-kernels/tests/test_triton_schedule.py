@@ -18,7 +18,7 @@ from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
 from q4_triton_kernels.schedule import gemm_tile, gradient_schedule_for, schedule_for
 from q4core import Feature, KernelPath, Request, ScaleKind
-from q4core.probe_book import ProbeBook, row_counts
+from q4core.selection.probe_results import ProbeBook, row_counts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator

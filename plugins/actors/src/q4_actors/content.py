@@ -13,8 +13,8 @@ import torch
 from q4_actors.blocks import ReadView
 from q4_actors.rwlock import HERE, Exclusion
 from q4_actors.snapshot import Snapshot
+from q4core.diagnostics.describe_exception import said_briefly
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
-from q4core.faults import said_briefly
 from q4core.memory import copy_beside, detached_copy, provider_of
 
 if TYPE_CHECKING:

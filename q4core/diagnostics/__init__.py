@@ -1,0 +1,1 @@
+"""Events, and what other code raised, in words."""

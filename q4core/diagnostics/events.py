@@ -1,0 +1,208 @@
+"""Structured events: every decision as a name with fields, to the ``logging`` tree and to observers.
+
+structlog is wrapped round the standard library's logger ``"q4core"``, never configured globally, and nothing goes to
+stdout. Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json`` or ``console``, and a
+level, separated by commas), in which case they go to stderr. Decisions are told at ``info``, what goes wrong at
+``warning`` and ``error``, details at ``debug``. Names bound with structlog's contextvars join each line; q4core binds
+``session`` and ``layer`` while it prepares a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import datetime as dt
+import functools
+import itertools
+import logging
+import os
+import sys
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from q4core.diagnostics.describe_exception import said
+from q4core.errors import PLUGIN_FAULTS, ConfigError, Q4PluginWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
+
+    from q4core.errors import Q4Warning
+
+__all__ = ["LOGGER_NAME", "bound", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
+
+LOGGER_NAME = "q4core"
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FORMATS = {"json", "console"}
+
+Observer = "Callable[[str, dict[str, Any]], None]"
+_observers: tuple[tuple[int, Callable[[str, dict[str, Any]], None]], ...] = ()
+_numbers = itertools.count()
+_lock = threading.Lock()
+_muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
+_warned: set[tuple[type[Warning], object]] = set()
+
+
+def observe(observer: Callable[[str, dict[str, Any]], None]) -> None:
+    """Call ``observer(event, fields)`` for every event from now on, each time with fields of its own.
+
+    What it raises is told once for each kind of error, as a ``Q4PluginWarning``; it is called again all the same.
+    """
+    global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
+    with _lock:
+        _observers = (*_observers, (next(_numbers), observer))
+
+
+def unobserve(observer: Callable[[str, dict[str, Any]], None]) -> None:
+    """Stop calling ``observer``; unknown ones are ignored."""
+    global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
+    with _lock:
+        _observers = tuple(item for item in _observers if item[1] != observer)
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Send no event from this context inside the ``with`` block; warnings are given all the same."""
+    token = _muted.set(True)
+    try:
+        yield
+    finally:
+        _muted.reset(token)
+
+
+@contextlib.contextmanager
+def bound(**names: str | None) -> Iterator[None]:
+    """Name a session or a layer in every line logged from this context inside the ``with`` block; skip None."""
+    import structlog  # noqa: PLC0415  # slow to import, and needed by no one who only reads weights
+
+    with structlog.contextvars.bound_contextvars(**{key: name for key, name in names.items() if name is not None}):
+        yield
+
+
+def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
+    """Send one event, such as ``"q4.select"``, with its fields."""
+    if _muted.get():
+        return
+    faults: list[tuple[int, object, BaseException]] = []
+    for number, observer in _observers:
+        try:
+            observer(event, dict(fields))
+        except PLUGIN_FAULTS as error:
+            faults.append((number, observer, error))
+    if _standard_logger().isEnabledFor(level):
+        _logger().log(level, event, **fields)
+    # Last, when everybody has heard the event: where the application makes warnings errors, this raises.
+    for number, broken, fault in faults:
+        if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
+            raise fault
+        message = f"event observer {broken!r} raised {said(fault)}"
+        warn_once((number, type(fault)), Q4PluginWarning, message)
+
+
+def warn_once(key: object, category: type[Q4Warning], message: str) -> None:
+    """Give a ``warnings`` warning once per process for each (category, key), at the first line outside q4core."""
+    with _lock:
+        if (category, key) in _warned:
+            return
+        _warned.add((category, key))
+    warnings.warn(message, category, stacklevel=_depth_of_caller())
+
+
+def _depth_of_caller() -> int:
+    """Return the stack level, seen from ``warn_once``, of the first frame that is not q4core's own."""
+    frame, depth = sys._getframe(1), 1  # noqa: SLF001  # the documented way to look up the stack
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
+def forget_warnings() -> None:
+    """Let every warning be given again (for tests)."""
+    with _lock:
+        _warned.clear()
+
+
+def set_up_logging(wish: str) -> None:
+    """Send q4core's events to stderr as ``Q4_LOG`` asks.
+
+    Args:
+        wish: ``json`` or ``console``, and a level (``debug``, ``info``, ``warning``, ``error``), in any order. Unless
+            told ``console`` and ``info``.
+
+    Raises:
+        ConfigError: A word is neither.
+    """
+    level, style = logging.INFO, "console"
+    for word in filter(None, (part.strip().lower() for part in wish.split(","))):
+        if word in _LEVELS:
+            level = _LEVELS[word]
+        elif word in _FORMATS:
+            style = word
+        else:
+            legal = ", ".join(sorted(_FORMATS | set(_LEVELS)))
+            raise ConfigError("environment variable Q4_LOG", name="Q4_LOG", rule=f"words among {legal}", value=wish)
+    logger = logging.getLogger(LOGGER_NAME)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_EventFormatter(style))
+    for old in [item for item in logger.handlers if isinstance(item.formatter, _EventFormatter)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+class _EventFormatter(logging.Formatter):
+    """Renders one line per event, for people or as JSON."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self._as_json = style == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
+
+        fields: dict[str, Any] = {
+            "timestamp": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "q4_event", record.getMessage()),
+            **getattr(record, "q4_fields", {}),
+        }
+        text: str | bytes
+        if self._as_json:
+            text = structlog.processors.JSONRenderer(default=str)(None, "", fields)
+        else:
+            order = ["timestamp", "level", "event"]
+            text = structlog.processors.KeyValueRenderer(key_order=order, repr_native_str=False)(None, "", fields)
+        return text if isinstance(text, str) else text.decode()
+
+
+def _timestamp(seconds: float) -> str:
+    """Return a time since the epoch as ISO 8601 in UTC, to the millisecond."""
+    moment = dt.datetime.fromtimestamp(seconds, tz=dt.timezone.utc).replace(tzinfo=None)
+    return f"{moment.isoformat(timespec='milliseconds')}Z"
+
+
+@functools.cache
+def _standard_logger() -> logging.Logger:
+    wish = os.environ.get("Q4_LOG")
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where nobody set it up
+    if wish:
+        set_up_logging(wish)
+    return logger
+
+
+@functools.cache
+def _logger() -> Any:
+    import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
+
+    processors: list[Any] = [structlog.contextvars.merge_contextvars, _to_standard_logging]
+    return structlog.wrap_logger(_standard_logger(), processors=processors, wrapper_class=structlog.stdlib.BoundLogger)
+
+
+def _to_standard_logging(
+    _logger: Any, _method: str, event: MutableMapping[str, Any]
+) -> tuple[tuple[str], Mapping[str, Any]]:
+    name = event.pop("event")
+    text = " ".join([name, *(f"{key}={value}" for key, value in event.items())])
+    return (text,), {"extra": {"q4_event": name, "q4_fields": dict(event)}}

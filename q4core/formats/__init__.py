@@ -1,0 +1,45 @@
+"""4-bit formats: codebooks, scale kinds, nibble packing, dtypes."""
+
+from q4core.formats.dtypes import (
+    FLOATS,
+)
+from q4core.formats.packing import (
+    NibbleOrder,
+    Packing,
+    as_bytes,
+    pack_codes,
+    same_bytes,
+    unpack_codes,
+)
+from q4core.formats.table import (
+    BUILTIN_FORMATS,
+    BlockOrder,
+    Form,
+    Format,
+    ScaleKind,
+    as_e4m3,
+    as_e8m0,
+    dynamic_map,
+    find_format,
+    resolve_levels,
+)
+
+__all__ = [
+    "BUILTIN_FORMATS",
+    "FLOATS",
+    "BlockOrder",
+    "Form",
+    "Format",
+    "NibbleOrder",
+    "Packing",
+    "ScaleKind",
+    "as_bytes",
+    "as_e4m3",
+    "as_e8m0",
+    "dynamic_map",
+    "find_format",
+    "pack_codes",
+    "resolve_levels",
+    "same_bytes",
+    "unpack_codes",
+]

@@ -1,0 +1,329 @@
+"""The 4-bit formats, their codebooks, and the scale kinds with their resolvers.
+
+Every format is one of two forms, for out-feature n, in-feature k and block b = k // block_size::
+
+    CODEBOOK:  w[n, k] = scale[n, b] * codebook[q[n, k]] + offset[n, b]
+    INTEGER:   w[n, k] = (q[n, k] - zero[n, b]) * scale[n, b]
+
+This module is the one place in the repository that defines codebooks; ``packing.py`` is the one for nibble order.
+
+Reference:
+    OCP Microscaling Formats (MX) v1.0 (E2M1, E8M0); OCP OFP8 (E4M3); Dettmers et al., QLoRA (NF4); ggml (Q4_0, Q4_1,
+    Q8_0).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import struct
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.errors import FormatError, closest_name
+from q4core.formats.packing import Packing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = [
+    "BUILTIN_FORMATS",
+    "BlockOrder",
+    "Form",
+    "Format",
+    "ScaleKind",
+    "as_e4m3",
+    "as_e8m0",
+    "dynamic_map",
+    "find_format",
+    "resolve_levels",
+]
+
+
+class BlockOrder(enum.Enum):
+    """Along what the blocks run."""
+
+    ROW = "row"
+    """Along a row of in-features; every row starts a block."""
+    FLAT = "flat"
+    """Over the flattened weight; a block may straddle rows (bitsandbytes with K not a multiple of the block)."""
+
+
+class ScaleKind(enum.Enum):
+    """How block scales are stored; ``resolve_levels`` gives each its meaning."""
+
+    PLAIN = "plain"
+    """float32, float16 or bfloat16 as it stands."""
+    E8M0 = "e8m0"
+    """A power of two, 2^(byte - 127); byte 255 is NaN."""
+    E4M3 = "e4m3"
+    """A float8 e4m3 value without a second level."""
+    E4M3_MUL = "e4m3_mul"
+    """e4m3 × global (torchao, ModelOpt, ComfyUI)."""
+    E4M3_DIV = "e4m3_div"
+    """e4m3 ÷ global (compressed-tensors)."""
+    DOUBLE_QUANT = "double_quant"
+    """table[u8] × second absmax + mean (bitsandbytes)."""
+
+
+class Form(enum.Enum):
+    """Which of the two formulas a format follows."""
+
+    CODEBOOK = "codebook"
+    INTEGER = "integer"
+
+
+def _in_order(items: frozenset[Any]) -> str:
+    """Return the same text in every process, which a set's own is not: the names of plans are made of it."""
+    return f"{{{', '.join(sorted(map(str, items)))}}}"
+
+
+@attrs.frozen(cache_hash=True)
+class Format:
+    """A weight format: what its codes mean.
+
+    Args:
+        name: Lower-case name, such as ``"nf4"``.
+        form: Which formula applies.
+        bits: 4 or 8.
+        block_size: Default number of in-features per scale.
+        codebook: Value of each code for CODEBOOK: 2**bits float32 numbers. Empty for INTEGER.
+        scale_kinds: The scale kinds that the format is stored with.
+        block_sizes: Legal block sizes; empty allows every positive one.
+        has_offset: Whether the format stores an offset for each block.
+    """
+
+    name: str
+    form: Form
+    bits: int
+    block_size: int
+    codebook: tuple[float, ...] = attrs.field(default=(), repr=False)
+    scale_kinds: frozenset[ScaleKind] = attrs.field(default=frozenset({ScaleKind.PLAIN}), repr=_in_order)
+    block_sizes: frozenset[int] = attrs.field(default=frozenset(), repr=_in_order)
+    has_offset: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Check the codebook's length."""
+        wanted = 2**self.bits if self.form is Form.CODEBOOK else 0
+        if len(self.codebook) != wanted:
+            raise FormatError(
+                f"format {self.name!r}", name="codebook", rule=f"{wanted} values long", value=len(self.codebook)
+            )
+
+    def codebook_tensor(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a fresh tensor [2**bits] of the codebook."""
+        return torch.tensor(self.codebook, dtype=dtype, device=device)
+
+    def default_packing(self) -> Packing:
+        """Return the packing in which the reference codec writes this format."""
+        if self.bits == 8:  # noqa: PLR2004  # 8-bit codes fill a byte
+            return Packing.BYTES
+        return _DEFAULT_PACKINGS.get(self.name, Packing.LOW_FIRST)
+
+    def __str__(self) -> str:
+        """Return the name."""
+        return self.name
+
+
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_FP4_HALF = (
+    0.0,
+    0.0052083334885537624,
+    0.6666666865348816,
+    1.0,
+    0.3333333432674408,
+    0.5,
+    0.1666666716337204,
+    0.25,
+)
+_FP4 = (*_FP4_HALF, 0.0, *(-value for value in _FP4_HALF[1:]))  # code 8 is +0 in bitsandbytes
+_E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = (*_E2M1_HALF, *(-value for value in _E2M1_HALF))  # code 8 is -0
+_BNB_BLOCKS = frozenset({32, 64, 128, 256, 512, 1024, 2048, 4096})
+_BNB_SCALES = frozenset({ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT})
+
+BUILTIN_FORMATS: dict[str, Format] = {
+    item.name: item
+    for item in (
+        Format("nf4", Form.CODEBOOK, 4, 64, _NF4, _BNB_SCALES, _BNB_BLOCKS),
+        Format("fp4", Form.CODEBOOK, 4, 64, _FP4, _BNB_SCALES, _BNB_BLOCKS),
+        Format(
+            "nvfp4",
+            Form.CODEBOOK,
+            4,
+            16,
+            _E2M1,
+            frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV, ScaleKind.PLAIN}),
+            frozenset({16}),
+        ),
+        Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, frozenset({ScaleKind.E8M0}), frozenset({32})),
+        Format("q4_0", Form.CODEBOOK, 4, 32, tuple(float(q - 8) for q in range(16)), block_sizes=frozenset({32})),
+        Format(
+            "q4_1",
+            Form.CODEBOOK,
+            4,
+            32,
+            tuple(float(q) for q in range(16)),
+            block_sizes=frozenset({32}),
+            has_offset=True,
+        ),
+        Format("int4", Form.INTEGER, 4, 128),
+        Format(
+            "q8_0",
+            Form.CODEBOOK,
+            8,
+            32,
+            tuple(float(b - 256 if b > 127 else b) for b in range(256)),  # noqa: PLR2004  # two's complement
+            block_sizes=frozenset({32}),
+        ),
+    )
+}
+_DEFAULT_PACKINGS = {
+    "nf4": Packing.HIGH_FIRST,
+    "fp4": Packing.HIGH_FIRST,
+    "q4_0": Packing.half_split(32),
+    "q4_1": Packing.half_split(32),
+}
+
+_DYNAMIC_DECADES = 7
+
+
+@functools.cache
+def dynamic_map() -> tuple[float, ...]:
+    """Return the 256 ascending float32 levels of bitsandbytes' signed dynamic 8-bit type, -0.99297 … 1.
+
+    Decade e (10^-6 … 1) holds 2^e levels of each sign, each the middle of one of as many equal parts of [0.1, 1]; with
+    0 and 1. The float32 roundings are those of a fused multiply-add, as torch computes them on CPUs that have one.
+    """
+    start, end = _round32(0.1), 1.0
+    levels = [0.0, 1.0]
+    for decade in range(_DYNAMIC_DECADES):
+        parts = 2**decade
+        step = _round32(_round32(end - start) / parts)
+        half = (parts + 1) // 2
+        edges = [_round32(start + step * i if i < half else end - step * (parts - i)) for i in range(parts + 1)]
+        middles = [_round32(_round32(low + high) / 2) for low, high in itertools.pairwise(edges)]
+        power = _round32(10.0 ** (decade - _DYNAMIC_DECADES + 1))
+        levels += [sign * _round32(power * middle) for sign in (1, -1) for middle in middles]
+    return tuple(sorted(levels))
+
+
+def _round32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+
+
+def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:
+    """Return a format by name.
+
+    Args:
+        name: The name, or a ``Format``, which is returned as it is.
+        extra: Further formats (from plugins) to look among.
+
+    Raises:
+        FormatError: No such format; the message lists the ones there are.
+    """
+    if isinstance(name, Format):
+        return name
+    known = {**{item.name: item for item in extra}, **BUILTIN_FORMATS}
+    if isinstance(name, str) and name.lower() in known:
+        return known[name.lower()]
+    close = closest_name(name, known)
+    hint = f"Did you mean {close!r}?" if close else None
+    raise FormatError("format", name="format", rule=f"one of {', '.join(sorted(known))}", value=name, hint=hint)
+
+
+def as_e4m3(scale: torch.Tensor) -> torch.Tensor:
+    """Return float32 values of e4m3 bytes (dtype uint8 or float8_e4m3fn, any shape)."""
+    return scale.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def as_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """Return float32 values of e8m0 bytes (dtype uint8 or float8_e8m0fnu, any shape); byte 255 is NaN."""
+    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def _broadcast_global(global_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    value = global_scale.to(torch.float32)
+    return value.reshape(-1, *([1] * (scale.dim() - 1))) if value.numel() > 1 else value.reshape(())
+
+
+def _double_quant(
+    scale: torch.Tensor,
+    table: torch.Tensor | None,
+    second: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    block: int,
+) -> torch.Tensor:
+    if table is None or second is None or mean is None:
+        raise FormatError("scale kind double_quant", name="nested scales", rule="present")
+    flat = scale.reshape(-1)
+    index = torch.arange(flat.numel(), device=flat.device) // block
+    # Multiply, then add, each rounded to float32: bitsandbytes' order, without a fused multiply-add.
+    product = table.to(torch.float32)[flat.to(torch.int64)] * second.to(torch.float32)[index]
+    return (product + mean.to(torch.float32)).reshape(scale.shape)
+
+
+def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
+    kind: ScaleKind,
+    scale: torch.Tensor,
+    *,
+    global_scale: torch.Tensor | None = None,
+    nested_codebook: torch.Tensor | None = None,
+    nested_scale: torch.Tensor | None = None,
+    nested_offset: torch.Tensor | None = None,
+    nested_block_size: int = 256,
+) -> torch.Tensor:
+    """Return the float32 block scales that a dialect's own library computes from the levels as stored.
+
+    Args:
+        kind: The scale kind.
+        scale: Stored scales, any shape; the first axis is out-features where ``global_scale`` is [N].
+        global_scale: Scalar or [N] float, for E4M3_MUL and E4M3_DIV.
+        nested_codebook: [256] float, for DOUBLE_QUANT.
+        nested_scale: [ceil(numel / nested_block_size)] float, for DOUBLE_QUANT; blocks run over the flattened scales.
+        nested_offset: Scalar float, for DOUBLE_QUANT.
+        nested_block_size: Number of scales that share one entry of ``nested_scale``.
+
+    Returns:
+        float32, the shape of ``scale``. Each operation is rounded to float32 once, in the library's order.
+
+    Raises:
+        FormatError: A level that the kind needs is missing.
+    """
+    if kind is ScaleKind.DOUBLE_QUANT:
+        return _double_quant(scale, nested_codebook, nested_scale, nested_offset, nested_block_size)
+    resolver = _RESOLVERS[kind]
+    if kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV}:
+        if global_scale is None:
+            raise FormatError(f"scale kind {kind.value}", name="global_scale", rule="present")
+        return resolver(scale, _broadcast_global(global_scale, scale))
+    return resolver(scale, scale)
+
+
+_RESOLVERS: dict[ScaleKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ScaleKind.PLAIN: lambda scale, _: scale.to(torch.float32),
+    ScaleKind.E8M0: lambda scale, _: as_e8m0(scale),
+    ScaleKind.E4M3: lambda scale, _: as_e4m3(scale),
+    ScaleKind.E4M3_MUL: lambda scale, g: g * as_e4m3(scale),
+    ScaleKind.E4M3_DIV: lambda scale, g: as_e4m3(scale) / g,
+}

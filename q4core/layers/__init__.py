@@ -1,0 +1,1 @@
+"""``Q4Linear``: its fast path, its state, and the preparation of its weight."""

@@ -1,0 +1,212 @@
+"""``Diagnostics`` and ``Report``: which backend and path ran, and why each other one did not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4core.selection.result import plain_reasons, plain_segment, plain_withheld
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from q4core.backend import Reason, Segment, Withheld
+    from q4core.layers.preparation import PreparedLayer
+    from q4core.selection.result import Rejection
+
+__all__ = ["Diagnostics", "Report", "diagnose"]
+
+_SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
+
+
+@attrs.frozen(kw_only=True)
+class Diagnostics:
+    """The record of one layer: in five facts (``summary``), and whole.
+
+    Args:
+        layer: Its name.
+        format: Name of the format.
+        backend: Who serves.
+        compute_path: The policy under which it was chosen.
+        path_name: The path that ran most often; before any call, the one chosen for the lowest M.
+        fallback_reason: Why the reference serves although a kernel was wanted, or None.
+        native_load_state: What the backend said of its native part.
+        rejections: Every other backend, with all its reasons; also when all went well.
+        disqualified: Why paths that the backend itself offers may not run; empty when all may.
+        withheld: Kernels that the backend can't offer here, and why, whatever was asked for.
+        proven: Whether every path has passed its self-probe in this process.
+        segments: Which path serves which range of M.
+        gradients: Which of the backend's input gradients serves which range of M; empty where the core computes them.
+        gradients_refused: Why input gradients of the backend may not run, or all are left to the core.
+        calls: How often each segment ran. Replayed CUDA graphs don't tick.
+        shape: (N, K).
+        device: Where it runs.
+        dtype: dtype of x.
+        prepared_bytes: Bytes of the buffers.
+        source_bytes: Those of them that are the source, kept because the backend can't export.
+        notes: What was assumed while the weight was read.
+        memory: What became of the buffers under the unified-memory policy, one line each; then where the bias lies.
+        input_memory: What became of x under it, with how many calls; empty under DISABLED.
+    """
+
+    layer: str
+    format: str
+    backend: str
+    compute_path: str
+    path_name: str
+    fallback_reason: str | None
+    native_load_state: str
+    rejections: tuple[Rejection, ...]
+    disqualified: tuple[Reason, ...]
+    withheld: tuple[Withheld, ...]
+    proven: bool
+    segments: tuple[Segment, ...]
+    calls: tuple[int, ...]
+    shape: tuple[int, int]
+    device: str
+    dtype: str
+    prepared_bytes: int
+    source_bytes: int
+    notes: tuple[str, ...] = ()
+    memory: tuple[str, ...] = ()
+    input_memory: Mapping[str, int] = attrs.field(factory=dict)
+    gradients: tuple[Segment, ...] = ()
+    gradients_refused: tuple[Reason, ...] = ()
+
+    def summary(self) -> dict[str, str | None]:
+        """Return ``format``, ``backend``, ``compute_path``, ``fallback_reason`` and ``native_load_state`` alone."""
+        return {name: getattr(self, name) for name in _SUMMARY}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, texts and numbers, ready for JSON."""
+        record = attrs.asdict(self, recurse=False)
+        record["rejections"] = [item.to_dict() for item in self.rejections]
+        record["disqualified"] = plain_reasons(self.disqualified)
+        record["withheld"] = plain_withheld(self.withheld)
+        record["paths"] = [
+            plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
+        ]
+        record["gradients"] = [plain_segment(segment) for segment in self.gradients]
+        record["gradients_refused"] = plain_reasons(self.gradients_refused)
+        del record["segments"], record["calls"]
+        return record
+
+    def __str__(self) -> str:
+        """Return the record as a few lines."""
+        size = f"{self.shape[0]}×{self.shape[1]}"
+        proven = "proven" if self.proven else "not proven yet"
+        lines = [
+            f"{self.layer}: {self.format} {size} on {self.device}, {self.backend} ({self.native_load_state}; {proven})"
+        ]
+        for segment, calls in zip(self.segments, self.calls, strict=True):
+            end = "∞" if segment.high is None else segment.high
+            path = segment.path
+            facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
+            lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
+        for segment in self.gradients:
+            end = "∞" if segment.high is None else segment.high
+            lines.append(f"  gradient, M {segment.low}…{end}: {segment.path.name}")
+        lines.extend(f"  gradient refused: {reason}" for reason in self.gradients_refused)
+        if self.fallback_reason:
+            lines.append(f"  fallback: {self.fallback_reason}")
+        lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
+        lines.extend(f"  withheld: {item}" for item in self.withheld)
+        lines.extend(f"  not {rejection}" for rejection in self.rejections)
+        lines.extend(f"  note: {note}" for note in self.notes)
+        lines.extend(f"  memory: {line}" for line in self.memory)
+        lines.extend(f"  memory of x: {line} ({count} ×)" for line, count in self.input_memory.items())
+        return "\n".join(lines)
+
+
+def diagnose(
+    prepared: PreparedLayer,
+    *,
+    layer: str,
+    calls: Sequence[int],
+    notes: tuple[str, ...] = (),
+    input_memory: Mapping[str, int] | None = None,
+) -> Diagnostics:
+    """Return the record of a prepared layer."""
+    selection = prepared.selection
+    most = max(range(len(calls)), key=lambda index: (calls[index], -index))
+    request = selection.request
+    return Diagnostics(
+        layer=layer,
+        format=request.format.name,
+        backend=selection.backend,
+        compute_path=selection.compute_path.value,
+        path_name=selection.segments[most].path.name,
+        fallback_reason=selection.fallback_reason,
+        native_load_state=selection.native_state,
+        rejections=selection.rejections,
+        disqualified=selection.disqualified,
+        withheld=selection.withheld,
+        proven=selection.proven,
+        segments=selection.segments,
+        calls=tuple(calls),
+        shape=(request.out_features, request.in_features),
+        device=str(request.device),
+        dtype=str(request.dtype).removeprefix("torch."),
+        prepared_bytes=sum(buffer.numel() for buffer in prepared.buffers),
+        source_bytes=prepared.source_bytes,
+        notes=notes,
+        memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
+        input_memory=dict(input_memory or {}),
+        gradients=selection.gradients,
+        gradients_refused=selection.gradients_refused,
+    )
+
+
+def _records(items: Iterable[Diagnostics]) -> tuple[Diagnostics, ...]:
+    return tuple(items)
+
+
+@attrs.frozen
+class Report:
+    """The records of many layers."""
+
+    layers: tuple[Diagnostics, ...] = attrs.field(converter=_records)
+
+    @property
+    def path_calls(self) -> dict[str, int]:
+        """(backend/path) → how often it ran, over all layers, most often first."""
+        total: dict[str, int] = {}
+        for record in self.layers:
+            for segment, calls in zip(record.segments, record.calls, strict=True):
+                name = f"{record.backend}/{segment.path.name}"
+                total[name] = total.get(name, 0) + calls
+        return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(record.prepared_bytes for record in self.layers)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of sources kept alive."""
+        return sum(record.source_bytes for record in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, texts and numbers, ready for JSON."""
+        return {
+            "layers": [record.to_dict() for record in self.layers],
+            "path_calls": self.path_calls,
+            "prepared_bytes": self.prepared_bytes,
+            "source_bytes": self.source_bytes,
+            "note": "calls replayed from CUDA graphs are not counted",
+        }
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return the report as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        if not self.layers:
+            return "no 4-bit layers"
+        total = f"{len(self.layers)} layers, {self.prepared_bytes:,} bytes prepared"
+        kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
+        return "\n".join([*(str(record) for record in self.layers), f"{total}{kept}"])

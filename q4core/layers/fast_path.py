@@ -1,0 +1,157 @@
+"""The eager fast path of ``Q4Linear``: straight to the backend when nothing is out of the ordinary.
+
+A call through the registered op costs four to seven times what this one adds to the kernel (see
+``benchmarks/results/overhead*.json``), and a layer of a small model runs for 10-20 µs in all. So plain
+eager calls (no gradients, no dispatch modes, no transforms, nothing that records,
+the layer's own buffers) skip it. Everything is bound once,
+when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+
+from q4core.errors import PLUGIN_FAULTS
+from q4core.machine import (
+    casts,
+    dispatch_modes,
+    function_modes,
+    graph_recorder,
+    innermost_transform,
+    is_profiled,
+)
+from q4core.ops.plan import raise_broken_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4core.layers.preparation import PreparedLayer
+    from q4core.layers.prepared_module import WeightOwner
+
+    FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
+
+__all__ = ["PLAIN", "make_fast_path"]
+
+PLAIN: type[torch.Tensor] = torch.Tensor
+"""The one class of tensors that is taken; of another one torch might ask anything."""
+
+
+def make_fast_path(layer: WeightOwner, ready: PreparedLayer) -> FastPath | None:
+    """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
+
+    None is returned instead of a function where no call can be plain (neither on CPU nor on CUDA, another out dtype).
+    """
+    device = ready.buffers[0].device
+    if device.type not in {"cpu", "cuda"} or ready.plan.out_dtype is not ready.plan.dtype:
+        return None
+    if device.type == "cpu":
+        return _make_anywhere(layer, ready, torch.empty, is_cpu=True)
+    anywhere = _make_anywhere(layer, ready, functools.partial(torch.empty, device=device), is_cpu=False)
+    return _only_on_cuda(layer, device.index, anywhere)
+
+
+def _only_on_cuda(layer: WeightOwner, index: int, anywhere: FastPath) -> FastPath:
+    """Return the fast path for calls whose tensors are on one CUDA device, which must be the current one."""
+    parameters, plain, current = layer._parameters, PLAIN, torch.cuda.current_device  # noqa: SLF001  # its own fast path
+
+    def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        if type(x) is not plain or not x.is_cuda or x.get_device() != index or current() != index:
+            return None
+        bias = parameters["bias"]
+        if bias is not None and (not bias.is_cuda or bias.get_device() != index):
+            return None
+        if out is not None and (type(out) is not plain or not out.is_cuda or out.get_device() != index):
+            return None
+        return anywhere(x, out)
+
+    return fast
+
+
+def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
+    layer: WeightOwner, ready: PreparedLayer, empty: Callable[..., torch.Tensor], *, is_cpu: bool
+) -> FastPath:
+    """Return the fast path for tensors on the CPU, or for those that are known to be on the layer's other device."""
+    plan = ready.plan
+    prepared, linear = ready.prepared, plan.backend.linear
+    features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
+    counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
+    own = tuple((name, buffers[name]) for name in layer._buffer_names)  # noqa: SLF001  # its own fast path
+    bias_shape = (outputs,)
+    in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
+    names = [segment.path.name for segment in plan.segments]
+    serves_one = plan.segments[0].low == 1
+    segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
+    modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
+    recorder, profiled = graph_recorder, is_profiled
+
+    def fast(  # noqa: C901, PLR0911, PLR0912  # as above
+        x: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if (
+            type(x) is not plain
+            or x.dtype is not dtype
+            or x.is_cpu is not is_cpu
+            or modes()
+            or overrides()
+            or transform() is not None
+            or autocast()
+            or recorder() is not None
+            or profiled()
+            or x.is_neg()
+            or forward_ad._current_level >= 0  # noqa: SLF001  # is_forward_mode, without the call
+            or not x.is_contiguous()
+        ):
+            return None
+        for name, buffer in own:  # a functional call may have swapped any of them
+            if buffers.get(name) is not buffer:
+                return None
+        bias: Any = parameters["bias"]
+        if bias is not None and (
+            bias.dtype is not dtype
+            or bias.shape != bias_shape
+            or bias.is_cpu is not is_cpu
+            or not bias.is_contiguous()
+            or bias.is_neg()
+        ):  # replaced since; the slow way says what is wrong
+            return None
+        shape = x.shape
+        if not shape or shape[-1] != features:
+            return None
+        if grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
+        ):
+            return None
+        two = len(shape) == 2  # noqa: PLR2004  # [M, K] needs no view
+        rows = shape[0] if two else x.numel() // features
+        index = 0 if rows == 1 and serves_one else segment_index(rows) if rows else None
+        if index is None:
+            return None
+        if out is None:
+            out = empty(rows, outputs, dtype=dtype) if two else empty((*shape[:-1], outputs), dtype=dtype)
+        else:
+            gap = out.data_ptr() - x.data_ptr()
+            if (
+                type(out) is not plain
+                or out.dtype is not dtype
+                or out.shape != ((rows, outputs) if two else (*shape[:-1], outputs))
+                or out.is_cpu is not is_cpu
+                or not out.is_contiguous()
+                or out.is_neg()
+                or -rows * out_bytes < gap < rows * in_bytes  # they overlap
+            ):
+                return None
+        try:
+            if two:
+                linear(prepared, x, out, bias=bias, path=names[index])
+            else:
+                linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+        except PLUGIN_FAULTS as error:
+            raise_broken_call(error, plan.backend, names[index])
+        counts[index] += 1
+        return out
+
+    return fast

@@ -1,0 +1,272 @@
+"""``Q4Linear``: a linear layer over a packed weight."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.codec import dequantize
+from q4core.errors import InputError
+from q4core.formats import FLOATS, BlockOrder
+from q4core.layers.diagnosis import Diagnostics, diagnose
+from q4core.layers.input_checks import check_index, refuse_bias
+from q4core.layers.packed_module import PackedModule
+from q4core.layers.preparation import tell_memory
+from q4core.layers.weight_info import WeightInfo
+from q4core.machine import graph_recorder, is_forward_mode, is_transformed
+from q4core.memory import apply_input_policy, provider_of
+from q4core.ops.autograd import linear_function
+from q4core.ops.call_check import check_linear_call
+from q4core.ops.plan import UNTRACEABLE_PLAN
+from q4core.plugins.registry import default_registry
+from q4core.policy import UnifiedMemoryPolicy
+
+if TYPE_CHECKING:
+    from q4core.ops.plan import Plan
+
+__all__ = ["Q4Linear"]
+
+_is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
+_STRIDED = torch.strided
+_LINEAR = torch.ops.q4core.linear.default
+_LINEAR_OUT = torch.ops.q4core.linear_out.default
+
+
+class Q4Linear(PackedModule):
+    """``y = x @ wᵀ + bias`` with a 4-bit w, prepared and proven.
+
+    ``Session.linear`` makes one that the session reports and closes; ``Q4Linear(weight)`` makes one that belongs to no
+    session. ``with`` closes either.
+
+    ``state_dict`` holds, strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``), one
+    ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend
+    prepared stands in non-persistent uint8 buffers ``packed_0 …``.
+
+    Args:
+        weight: The packed weight; on the meta device the layer waits for ``load_state_dict``.
+        bias: [N] or None. A Parameter is taken as it is; a tensor becomes one without gradients.
+        config: What to ask for; unset fields ask the context, the environment and the default.
+        registry: The plugins to choose among; the process's unless told.
+        name: The layer's name, for messages and reports.
+        m: Rows of x that must be served.
+
+    Raises:
+        InputError: ``weight`` is no ``PackedWeight``, or the bias does not fit.
+        ConfigError: ``config`` is no ``SessionConfig``, or a ``Q4_*`` variable is not legal.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
+            ``prepare_layer``.
+    """
+
+    # -- what it is
+
+    @property
+    def weight(self) -> WeightInfo:
+        """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
+        size = sum(buffer.numel() for buffer in self._own_buffers())
+        shape = torch.Size((self.out_features, self.in_features))
+        return WeightInfo(
+            shape, self._dtype, self.device, self._spec.format.name, size, spec=self._spec, read=self.packed_weight
+        )
+
+    def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return dequantised rows of the weight (embedding look-up in a tied head).
+
+        Args:
+            index: int64, any shape, values in 0 … N - 1.
+            dtype: dtype of the result; the layer's own unless told.
+
+        Returns:
+            [*index.shape, K].
+
+        Raises:
+            InputError: An index is out of range or not int64.
+        """
+        ready = self._require_ready()
+        flat = check_index(self, index)
+        wanted = dtype or self._dtype
+        if not flat.numel():
+            return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
+        flat = flat.to(self.device, torch.int64)
+        with torch.no_grad():
+            # Blocks that straddle rows can't be exported by rows.
+            if ready.plan.source is None and self._spec.blocks is BlockOrder.ROW:
+                dense = dequantize(ready.plan.weight(self._own_buffers(), flat), wanted)
+            else:
+                dense = dequantize(ready.plan.weight(self._own_buffers()), wanted, rows=flat)
+        return dense.reshape(*index.shape, self.in_features)
+
+    def diagnostics(self) -> Diagnostics:
+        """Return which backend and paths serve, what ran how often, and why not the others."""
+        told = diagnose(
+            self._require_ready(),
+            layer=self.name,
+            calls=self._counts,
+            notes=self._origin[2],
+            input_memory=self._input_memory,
+        )
+        return attrs.evolve(told, memory=(*told.memory, *self._memory_of_bias()))
+
+    def _memory_of_bias(self) -> tuple[str, ...]:
+        """Return what a report says of the bias under a unified-memory policy."""
+        bias = self._own_bias()
+        if bias is None or not self._managed:
+            return ()
+        provider = provider_of(bias)
+        where = "ordinary memory" if provider is None else f"memory of {provider.name}"
+        return (f"left: the bias is its owner's parameter, in {where}",)
+
+    def extra_repr(self) -> str:
+        """Return the facts that ``print(model)`` shows."""
+        state = "closed" if self._closed else "not prepared"
+        if self._ready is not None:
+            state = f"{self._ready.selection.backend}/{self._ready.selection.path.name}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self._spec.format.name}, dtype={self._dtype}, backend={state}"
+        )
+
+    # -- running
+
+    def forward(
+        self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``.
+
+        Args:
+            x: [..., K] of the layer's dtype, on its device.
+            out_dtype: dtype to convert the result to, which is rounded to the layer's own first.
+            out: [..., N] to write to; no gradient flows through it.
+
+        Returns:
+            [..., N]; ``out`` where given.
+
+        Raises:
+            InputError: x or out has the wrong shape, dtype or device.
+            LifecycleError: The layer is closed, or waits for its state.
+            AttributeError: The bias was deleted, as in ``nn.Linear``.
+        """
+        if not _is_tracing():
+            fast = self._fast
+            if fast is not None and out_dtype is None:
+                try:
+                    y = fast(x, out)
+                except KeyError:  # the bias is no parameter: parametrized, pruned or deleted
+                    y = None
+                if y is not None:
+                    return y
+        parameters = self._parameters
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401  # self.bias costs 0.5 µs
+        return self._forward(x, bias, out_dtype, out)
+
+    def with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias`` for a bias that is not the layer's own; errors as in ``forward``."""
+        return self._forward(x, bias, None, None)
+
+    def _forward(  # the checks of one call, in the order of their cost
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Call the registered op, which checks its arguments; what it refuses is told of the layer by its name."""
+        given: object = x
+        if not isinstance(given, torch.Tensor):
+            value, hint = type(given).__name__, "Use torch.as_tensor(x)."
+            raise InputError(f"layer {self.name!r}", name="x", rule="a tensor", value=value, hint=hint)
+        if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+            x = x.to(self._dtype)
+        if out_dtype is not None or out is not None:
+            self._check_options(out, out_dtype)
+        if _is_tracing() or graph_recorder() is not None:
+            return self._call(x, bias, out_dtype, out, tracing=True)
+        ready = self._ready or self._require_ready()
+        own: object = bias
+        if own is not None and not isinstance(own, torch.Tensor):
+            refuse_bias(self, own)
+        if self._managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
+            self._check_call(ready.plan, x, bias, out, out_dtype)  # because something is done before the op is called
+        try:
+            if self._managed:
+                return self._forward_managed(x, bias, out_dtype, out)
+            return self._call(x, bias, out_dtype, out, tracing=False)
+        except InputError as error:
+            fault = error
+        self._check_call(ready.plan, x, bias, out, out_dtype)
+        raise fault
+
+    def _check_call(
+        self,
+        plan: Plan,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> None:
+        label = f"layer {self.name!r}"
+        check_linear_call(plan, self._device, x, bias, out, out_dtype=out_dtype, label=label)
+
+    def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+        label = f"layer {self.name!r}"
+        if out_dtype is not None and out_dtype not in FLOATS:
+            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
+        if out is not None and out.dtype is not (out_dtype or self._dtype):
+            raise InputError(label, name="out", rule=f"of dtype {out_dtype or self._dtype}", value=out.dtype)
+        if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
+            rule = "a tensor that does not require gradients"
+            raise InputError(label, name="out", rule=rule, value="requires_grad=True")
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        out: torch.Tensor | None,
+        *,
+        tracing: bool,
+    ) -> torch.Tensor:
+        buffers = self._own_buffers()
+        plan = self._traced_plan() if tracing else self._plan_key
+        by_function = not tracing and is_transformed()
+        if out is None:
+            call = linear_function if by_function else _LINEAR
+            y: torch.Tensor = call(x, buffers, bias, plan)
+            return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
+        if not tracing and (by_function or is_forward_mode()):
+            raise InputError(
+                f"layer {self.name!r}", name="out", rule="None under torch.func and in forward mode", value="a tensor"
+            )
+        if out.dtype is not self._dtype or tracing:
+            out.copy_(_LINEAR(x, buffers, bias, plan))
+            return out
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            raise InputError(
+                f"layer {self.name!r}",
+                name="out",
+                rule="None where gradients are recorded",
+                value="a tensor",
+                hint="Call under torch.no_grad(), or leave out= away.",
+            )
+        _LINEAR_OUT(x, buffers, bias, self._plan_key, out)
+        return out
+
+    def _forward_managed(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Place x as the unified-memory policy says, and call."""
+        providers = (self._registry or default_registry()).memory_providers()
+        policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
+        placed, decision = apply_input_policy(x, policy, device=self.device, providers=providers)
+        line = f"{decision.action}: {decision.reason}"
+        self._input_memory[line] = self._input_memory.get(line, 0) + 1
+        level = logging.INFO if self._input_memory[line] == 1 else logging.DEBUG  # not a line for each call
+        tell_memory(decision, "activation", self._config, self.name, level=level)
+        return self._call(placed, bias, out_dtype, out, tracing=False)  # a temporary goes with its last reference
+
+    def _traced_plan(self) -> str:
+        """Name the plan for a graph, which leaves x where it is, as PREFER_UNIFIED says; under REQUIRE it can't."""
+        is_required = self._config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED
+        return UNTRACEABLE_PLAN if is_required else self._plan_key

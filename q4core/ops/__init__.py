@@ -1,0 +1,1 @@
+"""Registered torch operations, their derivatives, and the plan of a call."""

@@ -1,0 +1,161 @@
+"""``check_linear_call``: the one rule for what a layer may be called with, in real and fake kernels and the layer.
+
+Native kernels read and write as many bytes as the plan says, so that whatever passes here must have them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from q4core.errors import InputError, LifecycleError
+from q4core.ops.plan import plan_by_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.ops.plan import Plan
+
+__all__ = ["check_buffers", "check_linear_call", "check_operand"]
+
+_OP = "q4core::linear"
+_STRIDED = torch.strided
+
+
+def check_linear_call(  # noqa: PLR0913  # the arguments of one call
+    plan: Plan,
+    device: torch.device,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    is_fake: bool = False,
+    label: str | None = None,
+) -> None:
+    """Refuse an x, bias or out that does not fit a plan and its buffers' device.
+
+    Args:
+        plan: How the layer is called.
+        device: Where its buffers are.
+        x: Must be [..., K] of the plan's dtype, strided.
+        bias: None, or [N] of the plan's out dtype.
+        out: None, or [..., N] of ``out_dtype``, with a place of its own in memory for each element.
+        out_dtype: dtype of ``out``; the plan's unless told.
+        is_fake: Whether the tensors hold no memory, so that whether they overlap can't be asked.
+        label: Who is called, for messages: the op unless told.
+
+    Raises:
+        InputError: One does not fit.
+    """
+    if (
+        x.dtype is not plan.dtype
+        or x.layout is not _STRIDED
+        or x.dim() < 1
+        or x.shape[-1] != plan.in_features
+        or x.device != device
+    ):
+        _refuse_x(plan, device, x, label or _OP)
+    if bias is not None and (
+        bias.dtype is not plan.out_dtype
+        or bias.layout is not _STRIDED
+        or bias.dim() != 1
+        or bias.shape[0] != plan.out_features
+        or bias.device != device
+    ):
+        raise InputError(
+            label or _OP,
+            name="bias",
+            rule=f"None or {plan.out_dtype} [{plan.out_features}] on {device}",
+            value=f"{bias.dtype} {list(bias.shape)} on {bias.device}",
+            hint=f"Give a vector of {plan.out_features} numbers, one for each out-feature.",
+        )
+    if out is not None:
+        _check_out(plan, x, out, out_dtype or plan.out_dtype, label or _OP)
+        if not is_fake and _overlap(x, out):
+            hint = "Give out= memory of its own, or leave it away."
+            rule = "apart from x in memory"
+            raise InputError(label or _OP, name="out", rule=rule, value="overlapping memory", hint=hint)
+
+
+def _refuse_x(plan: Plan, device: torch.device, x: torch.Tensor, label: str) -> NoReturn:
+    """Say what is wrong with an x; called only for one that does not fit."""
+    if x.layout is not _STRIDED:
+        raise InputError(label, name="x", rule="a strided tensor", value=x.layout, hint="Use x.to_dense().")
+    if x.dim() < 1 or x.shape[-1] != plan.in_features:
+        rule, hint = f"of shape [..., {plan.in_features}]", f"The layer has {plan.in_features} in-features."
+        raise InputError(label, name="x", rule=rule, value=list(x.shape), hint=hint)
+    if x.dtype is not plan.dtype:
+        hint = f"Use x.to({plan.dtype}), or layer.to(dtype) with float32, bfloat16 or float16."
+        raise InputError(label, name="x", rule=f"of dtype {plan.dtype}", value=x.dtype, hint=hint)
+    hint = f'Use x.to("{device}") or layer.to("{x.device}").'
+    raise InputError(label, name="x", rule=f"on device {device}", value=str(x.device), hint=hint)
+
+
+def _check_out(plan: Plan, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, label: str) -> None:
+    expected = (*x.shape[:-1], plan.out_features)
+    is_fit = out.dtype is dtype and out.layout is _STRIDED and out.device == x.device
+    if not is_fit or tuple(out.shape) != expected:
+        raise InputError(
+            label,
+            name="out",
+            rule=f"{dtype} {list(expected)} on {x.device}",
+            value=f"{out.dtype} {list(out.shape)} on {out.device}",
+            hint="Give such a tensor, or leave out= away.",
+        )
+    if any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
+        raise InputError(label, name="out", rule="one place in memory for each element", value="an expanded tensor")
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    spans = []
+    for tensor in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def check_operand(name: str, tensor: torch.Tensor, width: int, device: torch.device, op: str) -> None:
+    """Refuse a tensor that is not floating-point [..., width] on the buffers' device.
+
+    Raises:
+        InputError: It does not fit.
+    """
+    is_fit = tensor.is_floating_point() and tensor.layout is _STRIDED and tensor.device == device
+    if not is_fit or tensor.dim() < 1 or tensor.shape[-1] != width:
+        rule = f"floating-point [..., {width}] on {device}"
+        value = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise InputError(op, name=name, rule=rule, value=value)
+
+
+def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torch.device]:
+    """Return the plan of that name and where a layer's buffers are, once these have the sizes that the plan reads.
+
+    Raises:
+        LifecycleError: There are no buffers, because the layer was closed; or there is no such plan.
+        InputError: They are those of another kind of layer, cut, or spread over devices.
+    """
+    if not buffers:
+        hint = "Make it again from its weight, and compile that."
+        raise LifecycleError(_OP, name="layer", rule="open", value=f"closed ({key})", hint=hint)
+    plan = plan_by_key(key)
+    if len(buffers) != len(plan.layouts):
+        raise InputError(_OP, name="buffers", rule=f"{len(plan.layouts)} tensors", value=len(buffers))
+    device = buffers[-1].device
+    for index, (buffer, (shape, stride)) in enumerate(zip(buffers, plan.layouts, strict=True)):
+        is_fit = buffer.dtype is torch.uint8 and buffer.layout is _STRIDED and buffer.device == device
+        if not is_fit or tuple(buffer.shape) != shape or not (buffer.is_contiguous() or buffer.stride() == stride):
+            layout = "" if buffer.layout is not _STRIDED or buffer.is_contiguous() else ", not contiguous"
+            raise InputError(
+                _OP,
+                name=f"buffers[{index}]",
+                rule=f"torch.uint8 {list(shape)} on {device}, contiguous",
+                value=f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}{layout}",
+                hint="Give the buffers of a layer of the same plan.",
+            )
+    return plan, device

@@ -1,0 +1,238 @@
+"""``Plan``: how one kind of prepared layer is called, told apart from its tensors.
+
+A plan is named by a text that depends on what it says only, never on the order in which plans were made, so that a
+compiled graph that carries the name means the same in another process, and layers of one shape share one graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+
+from q4core.backend import Prepared
+from q4core.diagnostics.describe_exception import said
+from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
+from q4core.formats import as_bytes
+from q4core.machine import on_device
+from q4core.weight import PackedWeight, WeightSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.backend import Backend, Segment
+    from q4core.selection.result import Selection
+
+__all__ = ["UNTRACEABLE_PLAN", "Plan", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
+
+
+def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.uint8:
+        return tensor
+    return tensor.view(dtype) if dtype.itemsize == 1 else tensor.view(dtype).squeeze(-1)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Plan:
+    """One way of calling one backend.
+
+    Args:
+        key: Its name; see ``make_plan``.
+        backend: Who computes.
+        meta: ``Prepared.meta``.
+        dtypes: dtype behind each byte buffer: the prepared tensors, then the source's, then the layer's tag (uint8).
+        layouts: Shape and strides of each byte buffer, which is what the backend may read.
+        prepared_count: How many of the buffers are the backend's.
+        source: Spec of the source weight, whose tensors follow, for a backend without ``export``; else None.
+        segments: Which path serves which M.
+        gradients: Which of the backend's input gradients serves which M; empty where the core computes them.
+        out_features: N.
+        in_features: K.
+        dtype: dtype of x.
+        out_dtype: dtype of y.
+    """
+
+    key: str
+    backend: Backend
+    meta: Any
+    dtypes: tuple[torch.dtype, ...]
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    prepared_count: int
+    source: WeightSpec | None
+    segments: tuple[Segment, ...]
+    gradients: tuple[Segment, ...]
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+
+    def segment_index(self, rows: int) -> int | None:
+        """Return which segment serves ``rows`` rows of x, or None outside the range asked for."""
+        for index, segment in enumerate(self.segments):
+            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+                return index
+        return None
+
+    def gradient_path(self, rows: int) -> str | None:
+        """Return which of the backend's input gradients serves ``rows`` rows; None where the core computes it."""
+        for segment in self.gradients:
+            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+                return segment.path.name
+        return None
+
+    def typed(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the buffers (without the tag) in their own dtypes."""
+        return [_from_bytes(tensor, dtype) for tensor, dtype in zip(buffers, self.dtypes, strict=False)]
+
+    def prepared(self, buffers: Sequence[torch.Tensor]) -> Prepared:
+        """Return the backend's own view of the buffers."""
+        count = self.prepared_count
+        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count)]
+        return Prepared(tuple(typed), self.meta)
+
+    def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
+        """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
+        if self.source is None:
+            count = self.out_features if rows is None else rows.numel()
+            return exported_weight(self.backend, self.prepared(buffers), rows, (count, self.in_features))
+        count = self.prepared_count
+        stop = count + len(self.source.fields)
+        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count, stop)]
+        return self.source.build(typed)
+
+
+def exported_weight(
+    backend: Backend, prepared: Prepared, rows: torch.Tensor | None, shape: tuple[int, int]
+) -> PackedWeight:
+    """Return what a backend exports, once it is known to be a weight of that shape.
+
+    Raises:
+        BackendError: It raised, or gave something else.
+    """
+    export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
+    try:
+        with on_device(prepared.tensors[0].device):
+            weight: object = export(prepared, rows)
+    except PLUGIN_FAULTS as error:
+        raise BackendError(f"export of backend {backend.name!r} raised {said(error)}") from error
+    if not isinstance(weight, PackedWeight) or weight.shape != shape:
+        got = f"one of {weight.shape}" if isinstance(weight, PackedWeight) else type(weight).__name__
+        rule = f"a PackedWeight of {shape}"
+        raise BackendError(f"export of backend {backend.name!r}", name="result", rule=rule, value=got)
+    return weight
+
+
+def raise_broken_call(error: BaseException, backend: Backend, path: str, method: str = "linear") -> NoReturn:
+    """Tell the caller what a method of a backend raised in a live layer.
+
+    Running out of memory is the caller's to handle, and q4core's own errors say enough: they come through as they are.
+
+    Raises:
+        BackendError: For anything else.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, Q4Error)):
+        raise error
+    raise BackendError(
+        f"{method} of backend {backend.name!r}, path {path!r}, raised {said(error)}",
+        hint="A fault of the backend; backend= or Q4_BACKEND names another one, Q4_DISABLE_PLUGINS leaves it out.",
+    ) from error
+
+
+UNTRACEABLE_PLAN = "require_unified"
+"""Named by a layer that can't be traced, because an error of our own can be raised below a trace and not in it."""
+_plans: dict[str, Plan] = {}
+"""Every plan made so far, one per kind of layer; kept, because a compiled graph or a pending backward may name it."""
+_lock = threading.Lock()
+
+
+def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source: PackedWeight | None) -> Plan:
+    """Return the plan for a prepared weight, the same object for equal facts.
+
+    Args:
+        selection: What was chosen.
+        backend: The winner.
+        prepared: What it prepared.
+        source: The source weight, for a backend without ``export``; else None.
+    """
+    spec = WeightSpec.of(source) if source is not None else None
+    tensors = [*prepared.tensors, *([tensor for _, tensor in source.tensors()] if source is not None else [])]
+    dtypes = (*(tensor.dtype for tensor in tensors), torch.uint8)
+    as_kept = [as_bytes(tensor.detach()) for tensor in tensors]
+    layouts = (*((tuple(tensor.shape), tensor.stride()) for tensor in as_kept), ((1,), (1,)))
+    request = selection.backend_request
+    kind = type(backend)
+    facts = repr(
+        (
+            f"{kind.__module__}.{kind.__qualname__}",
+            backend.api_version,
+            prepared.meta,
+            dtypes,
+            layouts,
+            len(prepared.tensors),
+            spec,
+            selection.segments,
+            selection.gradients,
+            request.format.name,
+            request.out_features,
+            request.in_features,
+            request.dtype,
+            request.out_dtype,
+        )
+    )
+    stem = f"{backend.name}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    with _lock:
+        number = 1
+        while True:
+            key = stem if number == 1 else f"{stem}#{number}"
+            known = _plans.get(key)
+            if known is None:
+                break
+            if known.backend is backend and known.meta == prepared.meta:
+                return known
+            number += 1  # an equal plan over another instance of the backend (another registry)
+        plan = Plan(
+            key=key,
+            backend=backend,
+            meta=prepared.meta,
+            dtypes=dtypes,
+            layouts=layouts,
+            prepared_count=len(prepared.tensors),
+            source=spec,
+            segments=selection.segments,
+            gradients=selection.gradients,
+            out_features=request.out_features,
+            in_features=request.in_features,
+            dtype=request.dtype,
+            out_dtype=request.out_dtype,
+        )
+        _plans[key] = plan
+        return plan
+
+
+def plan_by_key(key: str) -> Plan:
+    """Return a plan by its name.
+
+    Raises:
+        LifecycleError: No layer of this process was prepared under that plan.
+    """
+    if key == UNTRACEABLE_PLAN:
+        raise LifecycleError(
+            "q4core::linear",
+            name="unified_memory",
+            rule="other than REQUIRE_UNIFIED in a compiled graph, which can't place activations",
+            value="require_unified",
+            hint="Ask for PREFER_UNIFIED, and give the graph activations in managed memory.",
+        )
+    try:
+        return _plans[key]
+    except KeyError:
+        raise LifecycleError(
+            "q4core::linear",
+            name="plan",
+            rule="that of a layer prepared in this process",
+            value=key,
+            hint="Prepare the layer first (session.linear, or load its state dict), then compile or call it.",
+        ) from None

@@ -1,0 +1,295 @@
+"""The registered torch ops and their fake kernels: written once, here, for every backend.
+
+``q4core::linear(x, buffers, bias, plan)`` and ``q4core::linear_out`` compute y; ``q4core::linear_input_grad`` is their
+exact gradient to x, and ``q4core::linear_exact`` that one's own gradient. ``buffers`` are the layer's uint8 buffers:
+the backend's, then the source's where the backend has no export, then the layer's tag, whose address tells the counters
+which layer ran.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.codec import dequantize
+from q4core.errors import PLUGIN_FAULTS, InputError
+from q4core.machine import on_device, without_casts
+from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
+from q4core.ops.plan import raise_broken_call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from q4core.backend import Prepared
+    from q4core.ops.plan import Plan
+
+__all__ = ["LIBRARY", "LiveLayer", "forget_layer", "input_gradient", "register_layer", "run_op", "run_plan"]
+
+_GRADIENT_ROWS_BYTES = 16 << 20
+
+
+@attrs.define(eq=False)
+class LiveLayer:
+    """What the op finds by the address of a layer's tag: its counters, and its own view of its buffers.
+
+    Args:
+        plan: The layer's plan.
+        prepared: The backend's view of the layer's buffers.
+        buffers: Its buffers with the tag; others are somebody else's (a functional call's).
+        counts: Calls by segment of M.
+    """
+
+    plan: Plan
+    prepared: Prepared
+    buffers: tuple[torch.Tensor, ...]
+    counts: list[int]
+    device: torch.device = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Ask the buffers once where they are."""
+        self.device = self.buffers[-1].device
+
+
+_LIVE: dict[int, LiveLayer] = {}
+
+
+def register_layer(tag: torch.Tensor, layer: LiveLayer) -> None:
+    """Let the op find a layer by its tag."""
+    _LIVE[tag.data_ptr()] = layer
+
+
+def forget_layer(address: int, layer: LiveLayer) -> None:
+    """Undo ``register_layer``, unless the address has a new owner."""
+    if _LIVE.get(address) is layer:
+        del _LIVE[address]
+
+
+def _range_error(plan: Plan, rows: int) -> InputError:
+    first, last = plan.segments[0].low, plan.segments[-1].high
+    return InputError(
+        "q4.linear",
+        name="rows of x",
+        rule=f"between {first} and {'∞' if last is None else last}, the range that was asked for",
+        value=rows,
+        hint="Ask for a wider range of M when the layer is made.",
+    )
+
+
+def run_plan(
+    plan: Plan, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+) -> int | None:
+    """Run a checked call: x [..., K] and out [..., N] of the plan's dtypes, on one device.
+
+    Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device,
+    and treats M = 0.
+
+    Returns:
+        Index of the segment of M that ran; None where M = 0 and nothing had to.
+    """
+    rows = x.numel() // plan.in_features
+    if rows == 0:
+        return None
+    index = plan.segment_index(rows)
+    if index is None:
+        raise _range_error(plan, rows)
+    path = plan.segments[index].path.name
+    flat = x if x.dim() == 2 else x.reshape(rows, plan.in_features)  # noqa: PLR2004  # [M, K] as it is
+    if flat.is_neg():
+        flat = flat.resolve_neg()
+    if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) < plan.in_features):
+        flat = flat.contiguous()
+    if bias is not None:
+        bias = bias.resolve_neg().contiguous()
+    if out.is_contiguous() and not out.is_neg():
+        target = out if out.dim() == 2 else out.view(rows, plan.out_features)  # noqa: PLR2004  # [M, N] as it is
+    else:
+        target = torch.empty((rows, plan.out_features), dtype=out.dtype, device=out.device)
+    try:
+        with without_casts(x.device.type):
+            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+            else:
+                plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+    except PLUGIN_FAULTS as error:
+        raise_broken_call(error, plan.backend, path)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target.view(out.shape))
+    return index
+
+
+def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad @ w`` with exact weights, accumulated in float32.
+
+    The backend computes it where its input gradient is proven for so many rows; else the core does, chunk by chunk of
+    dequantised out-features.
+
+    Args:
+        plan: The layer's plan.
+        buffers: The layer's buffers.
+        grad: [..., N].
+
+    Returns:
+        [..., K] of the plan's x dtype.
+    """
+    flat = grad.reshape(-1, plan.out_features)
+    path = plan.gradient_path(flat.shape[0])
+    if path is not None and grad.dtype is plan.out_dtype:
+        return _backend_gradient(plan, buffers, flat.contiguous(), path).reshape(*grad.shape[:-1], plan.in_features)
+    weight = plan.weight(buffers)
+    total = torch.zeros((flat.shape[0], plan.in_features), dtype=torch.float32, device=grad.device)
+    with without_casts(grad.device.type):
+        for start, stop in _row_chunks(plan):
+            dense = dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True)
+            total.addmm_(flat[:, start:stop].to(torch.float32), dense)
+    return total.to(plan.dtype).reshape(*grad.shape[:-1], plan.in_features)
+
+
+def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor, path: str) -> torch.Tensor:
+    """Return the backend's own gradient [M, K] of contiguous rows [M, N]."""
+    out = torch.empty((grad.shape[0], plan.in_features), dtype=plan.dtype, device=grad.device)
+    backend: Any = plan.backend  # ``input_gradient`` is declared by its op
+    try:
+        with on_device(grad.device), without_casts(grad.device.type):
+            backend.input_gradient(plan.prepared(buffers), grad, out, path=path)
+    except PLUGIN_FAULTS as error:
+        raise_broken_call(error, plan.backend, path, "input_gradient")
+    return out
+
+
+def exact_product(plan: Plan, buffers: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ wᵀ`` with exactly dequantised weights, as ``input_gradient`` is computed; its own gradient.
+
+    Args:
+        plan: The layer's plan.
+        buffers: The layer's buffers.
+        x: [..., K].
+
+    Returns:
+        [..., N] of the plan's y dtype.
+    """
+    weight = plan.weight(buffers)
+    flat = x.reshape(-1, plan.in_features).to(torch.float32)
+    y = torch.empty((flat.shape[0], plan.out_features), dtype=torch.float32, device=x.device)
+    with without_casts(x.device.type):
+        for start, stop in _row_chunks(plan):
+            y[:, start:stop] = flat @ dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True).T
+    return y.to(plan.out_dtype).reshape(*x.shape[:-1], plan.out_features)
+
+
+def _row_chunks(plan: Plan) -> Iterator[tuple[int, int]]:
+    step = max(1, _GRADIENT_ROWS_BYTES // (4 * plan.in_features))
+    for start in range(0, plan.out_features, step):
+        yield start, min(start + step, plan.out_features)
+
+
+# -- registration
+
+LIBRARY = torch.library.Library("q4core", "DEF")
+LIBRARY.define("linear(Tensor x, Tensor[] buffers, Tensor? bias, str plan) -> Tensor")
+LIBRARY.define("linear_out(Tensor x, Tensor[] buffers, Tensor? bias, str plan, Tensor(a!) out) -> ()")
+LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Tensor")
+LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
+
+
+def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared | None, LiveLayer | None]:
+    """Return the plan of a call, where its buffers are, the backend's view of them, and the layer with their tag.
+
+    The view is None where the buffers are not that layer's own, which are checked here.
+    """
+    live = _LIVE.get(buffers[-1].data_ptr()) if buffers else None
+    if live is not None and live.plan.key == key:
+        if len(buffers) == len(live.buffers) and all(map(operator.is_, buffers, live.buffers)):
+            return live.plan, live.device, live.prepared, live
+    else:
+        live = None
+    plan, device = check_buffers(key, buffers)
+    return plan, device, None, live
+
+
+def run_op(
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Run the op's own kernel: find the plan, allocate y where there is no ``out``, call the backend, count."""
+    plan, device, prepared, live = _find(buffers, key)
+    check_linear_call(plan, device, x, bias, out)
+    if prepared is None:
+        prepared = plan.prepared(buffers)
+    if out is None:
+        if x.dim() == 2:  # noqa: PLR2004  # [M, K]; sizes one by one are 1 µs faster than a tuple of them
+            out = torch.empty(x.shape[0], plan.out_features, dtype=plan.out_dtype, device=x.device)
+        else:
+            out = torch.empty((*x.shape[:-1], plan.out_features), dtype=plan.out_dtype, device=x.device)
+    segment = run_plan(plan, prepared, x, out, bias)
+    if live is not None and segment is not None:
+        live.counts[segment] += 1
+    return out
+
+
+def _linear(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
+    return run_op(x, buffers, bias, plan, None)
+
+
+def _linear_out(
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
+) -> None:
+    run_op(x, buffers, bias, plan, out)
+
+
+def _linear_input_grad(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    call, device, *_ = _find(buffers, plan)
+    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
+    return input_gradient(call, buffers, grad)
+
+
+def _linear_exact(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    call, device, *_ = _find(buffers, plan)
+    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
+    return exact_product(call, buffers, x)
+
+
+for _name, _function in (
+    ("linear", _linear),
+    ("linear_out", _linear_out),
+    ("linear_input_grad", _linear_input_grad),
+    ("linear_exact", _linear_exact),
+):
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _function, _key)
+
+# torch's own kernel for tensors with the negative bit expects an op to return what it writes to; ours turns the signs.
+LIBRARY.impl("linear_out", torch.library.fallthrough_kernel, "Negative")
+
+
+def _linear_fake(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
+    call, device = check_buffers(plan, buffers)
+    check_linear_call(call, device, x, bias, is_fake=True)
+    return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
+
+
+def _linear_out_fake(
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
+) -> None:
+    call, device = check_buffers(plan, buffers)
+    check_linear_call(call, device, x, bias, out, is_fake=True)
+
+
+def _linear_input_grad_fake(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    call, device = check_buffers(plan, buffers)
+    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
+    return torch.empty((*grad.shape[:-1], call.in_features), dtype=call.dtype, device=grad.device)
+
+
+def _linear_exact_fake(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+    call, device = check_buffers(plan, buffers)
+    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
+    return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
+
+
+torch.library.register_fake("q4core::linear", _linear_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_exact", _linear_exact_fake, lib=LIBRARY)

@@ -1,0 +1,45 @@
+"""Helpers for authors of plugins, beside the names of ``q4core`` itself.
+
+A plugin imports the names of ``q4core`` and of this module, and nothing else of the core.
+"""
+
+from q4core.checkpoint.files import (
+    is_there,
+    open_regular,
+    parse_json,
+    read_config,
+    read_object,
+    require_regular,
+    unreadable,
+)
+from q4core.checkpoint.layers import find_layers
+from q4core.codec import decode_rows
+from q4core.diagnostics.describe_exception import said as describe_exception
+from q4core.diagnostics.events import emit
+from q4core.errors import PLUGIN_FAULTS, closest_name
+from q4core.formats import FLOATS
+from q4core.plugins.discovery import plugin_of_command
+from q4core.schema import MARKER as DIALECT_KEY
+from q4core.schema import find_dialect
+from q4core.selection.cache import resolve_device
+
+__all__ = [
+    "DIALECT_KEY",
+    "FLOATS",
+    "PLUGIN_FAULTS",
+    "closest_name",
+    "decode_rows",
+    "describe_exception",
+    "emit",
+    "find_dialect",
+    "find_layers",
+    "is_there",
+    "open_regular",
+    "parse_json",
+    "plugin_of_command",
+    "read_config",
+    "read_object",
+    "require_regular",
+    "resolve_device",
+    "unreadable",
+]

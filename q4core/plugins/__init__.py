@@ -1,0 +1,1 @@
+"""Hook specifications, discovery and the registry of plugins."""

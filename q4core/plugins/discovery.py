@@ -1,0 +1,225 @@
+"""Finds and loads plugins: entry points, named modules, or objects given by a test; each in its own try."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pluggy
+
+from q4core.diagnostics.describe_exception import said, where_thread_is
+from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "call_plugin", "discover", "plugin_of_command"]
+
+REFERENCE_PLUGIN = "dequant-fallback"
+"""Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
+_HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
+
+
+@attrs.define
+class PluginRecord:
+    """What became of one plugin.
+
+    Args:
+        name: Entry-point name, or module name for ``Q4_PLUGIN_MODULES``.
+        source: Distribution and version, or where else it came from.
+        state: ``loaded``, ``failed``, ``disabled``, or ``unknown``: a variable names it, but there is none.
+        errors: Everything that went wrong, in the order in which it was found.
+    """
+
+    name: str
+    source: str
+    state: str
+    errors: list[str] = attrs.field(factory=list)
+
+
+@attrs.frozen
+class _Found:
+    name: str
+    source: str
+    load: Callable[[], object]
+
+
+@attrs.frozen
+class Discovered:
+    """The plugins that were found.
+
+    Args:
+        manager: pluggy's, with every plugin that loaded.
+        records: What became of each, by name.
+        faults: What is wrong, plugin by plugin, not recorded or told yet.
+    """
+
+    manager: pluggy.PluginManager
+    records: dict[str, PluginRecord]
+    faults: tuple[tuple[PluginRecord, str], ...]
+
+
+def call_plugin(
+    record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any, limit_s: float | None = None
+) -> tuple[Any, str | None]:
+    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through.
+
+    Args:
+        record: Whose code it is; ``failed`` once it hangs.
+        what: What is called, for the message.
+        call: The code.
+        arguments: What it is called with.
+        limit_s: Seconds after which a call is given up, in a thread that goes on alone. None waits, in this thread.
+    """
+    told: list[tuple[Any, str | None]] = []
+
+    def attempt() -> None:
+        try:
+            told.append((call(*arguments), None))
+        except KeyboardInterrupt:
+            if limit_s is None:
+                raise
+            told.append((None, f"{what} raised KeyboardInterrupt"))  # the user's own goes to the main thread
+        except BaseException as error:  # noqa: BLE001  # pytest's outcomes and CancelledError are no Exception
+            told.append((None, f"{what} raised {said(error)}"))
+
+    if limit_s is None:
+        attempt()
+        return told[0]
+    thread = threading.Thread(target=attempt, name=f"q4core plugin {record.name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if told:
+        return told[0]
+    record.state = "failed"
+    way_out = f"Q4_DISABLE_PLUGINS={record.name} shuts it out"
+    return None, f"{what} did not end within {limit_s:g} s{where_thread_is(thread)}; {way_out}"
+
+
+def discover(
+    given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
+) -> Discovered:
+    """Find and load plugins; nothing is told and nothing is raised.
+
+    Args:
+        given: (name, plugin object) pairs to use instead of the installed entry points, or None.
+        environment: The ``Q4_PLUGIN*`` variables.
+        limit_s: Seconds that one plugin's import may take; None waits.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(HookSpecs)
+    records: dict[str, PluginRecord] = {}
+    faults: list[tuple[PluginRecord, str]] = []
+    for found in _candidates(given, environment):
+        faults.extend(_register(manager, records, found, environment, limit_s))
+    if given is None or environment is not os.environ:  # the process's own variables name installed plugins
+        faults.extend(_strangers(records, environment))
+    return Discovered(manager, records, tuple(faults))
+
+
+def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, object] | None:
+    """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
+
+    It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
+    plugin's own entry point.
+
+    Args:
+        word: The command.
+        environment: The ``Q4_PLUGIN*`` variables.
+
+    Returns:
+        None where no plugin announces it, where two do, and where the plugin is shut out or does not load, of which
+        whoever loads all plugins will tell.
+    """
+    values = {point.value for point in importlib.metadata.entry_points(group=COMMAND_GROUP, name=word)}
+    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]
+    if len(points) != 1 or not _allowed(points[0].name, environment, by_module=False):
+        return None
+    record = PluginRecord(points[0].name, "", "loaded")
+    plugin, fault = call_plugin(record, "import", points[0].load)
+    return None if fault is not None else (record.name, plugin)
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
+def _candidates(given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]) -> Iterator[_Found]:
+    if given is not None:
+        for name, plugin in given:
+            yield _Found(name, "given", lambda plugin=plugin: plugin)  # type: ignore[misc]
+        return
+    modules = _names(environment.get("Q4_PLUGIN_MODULES"))
+    entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for point in sorted(entry_points, key=lambda item: (item.name, item.value)):
+        if point.value in modules:
+            continue  # named by Q4_PLUGIN_MODULES: that copy is meant
+        dist = point.dist
+        source = f"{dist.name} {dist.version}" if dist is not None else point.value
+        yield _Found(point.name, source, point.load)
+    for module in modules:
+        yield _Found(module, "Q4_PLUGIN_MODULES", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+
+
+def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> bool:
+    if name in _names(environment.get("Q4_DISABLE_PLUGINS")):
+        return False
+    wanted = _names(environment.get("Q4_PLUGINS"))
+    return not wanted or by_module or name == REFERENCE_PLUGIN or name in wanted
+
+
+def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str]) -> Iterator[tuple[PluginRecord, str]]:
+    """Record the names in the environment that are no plugin's, and yield what is wrong with each."""
+    known = sorted(records)
+    for variable in ("Q4_PLUGINS", "Q4_DISABLE_PLUGINS"):
+        for name in dict.fromkeys(_names(environment.get(variable))):
+            if name in known:
+                continue
+            record = records.setdefault(name, PluginRecord(name, variable, "unknown"))
+            close = difflib.get_close_matches(name, known, n=1)
+            there = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+            yield record, f"{variable} names {name!r}, and there is no such plugin; {there}"
+
+
+def _register(
+    manager: pluggy.PluginManager,
+    records: dict[str, PluginRecord],
+    found: _Found,
+    environment: Mapping[str, str],
+    limit_s: float | None,
+) -> list[tuple[PluginRecord, str]]:
+    """Register one plugin, and return what is wrong with it."""
+    if found.name in records:
+        return [(records[found.name], f"a second plugin of the name {found.name!r} ({found.source}) was left out")]
+    record = records[found.name] = PluginRecord(found.name, found.source, "loaded")
+    if not _allowed(found.name, environment, by_module=found.source == "Q4_PLUGIN_MODULES"):
+        record.state = "disabled"
+        return []
+    plugin, fault = call_plugin(record, "import", found.load, limit_s=limit_s)
+    if fault is None:
+        names, fault = call_plugin(record, "registration", _register_hooks, manager, plugin, found.name)
+    if fault is not None:
+        record.state = "failed"
+        return [(record, fault)]
+    marked, bare = names
+    known = ", ".join(_HOOKS)
+    told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in _HOOKS]
+    if bare:
+        told.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
+    elif not marked:
+        told.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
+    return [(record, error) for error in told]
+
+
+def _register_hooks(manager: pluggy.PluginManager, plugin: object, name: str) -> tuple[list[str], list[str]]:
+    """Register a plugin, and return the names of the hooks that it marks, and of those that it forgot to mark."""
+    manager.register(plugin, name=name)
+    named = [item for item in dir(plugin) if item.startswith("q4_")]
+    marked = [item for item in named if manager.parse_hookimpl_opts(plugin, item) is not None]
+    bare = [item for item in named if item in _HOOKS and item not in marked and callable(getattr(plugin, item))]
+    return marked, bare

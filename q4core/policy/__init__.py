@@ -1,0 +1,23 @@
+"""Policies, and the configuration of a session."""
+
+from q4core.policy.config import (
+    ActivationPrecision,
+    ComputePath,
+    Rounding,
+    SessionConfig,
+    UnifiedMemoryPolicy,
+    active_config,
+    resolve_config,
+    using,
+)
+
+__all__ = [
+    "ActivationPrecision",
+    "ComputePath",
+    "Rounding",
+    "SessionConfig",
+    "UnifiedMemoryPolicy",
+    "active_config",
+    "resolve_config",
+    "using",
+]

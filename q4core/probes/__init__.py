@@ -1,0 +1,1 @@
+"""Self-probes: each path is compared with float64 before it may serve."""

@@ -1,0 +1,79 @@
+"""The self-probe of a backend's ``export``: it gives the source's values back, whole and by rows."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core.backend import Reason, ReasonCode
+from q4core.codec import decode_rows
+from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.errors import PLUGIN_FAULTS
+from q4core.formats import BlockOrder
+from q4core.probes.linear import CHUNK_ELEMENTS, sampled
+from q4core.selection.probe_results import ProbeResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4core.backend import Request
+    from q4core.weight import PackedWeight
+
+__all__ = ["probe_export"]
+
+
+def probe_export(
+    backend: str, export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
+) -> ProbeResult:
+    """Compare what a backend exports, whole and by rows, with the source, value by value.
+
+    Args:
+        backend: Who exports, by name.
+        export: ``export(rows)`` of the prepared weight; checked already to be a weight of the format and shape.
+        source: The weight that was prepared.
+        request: The request as the backend sees it.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    rows = sampled(request.out_features)
+    some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
+    lent = some.clone()
+    message = None
+    try:
+        difference = _difference(export(None), rows, source, rows)
+        if difference is not None:
+            message = f"export is not the inverse of prepare: {difference}"
+        elif source.blocks is BlockOrder.ROW:
+            difference = _difference(export(lent), torch.arange(2), source, some)
+            if not torch.equal(lent, some):
+                message = "export wrote to rows"
+            elif difference is not None:
+                message = f"export of rows {some.tolist()} gives other values than those rows have: {difference}"
+    except PLUGIN_FAULTS as error:
+        message = f"export raised {note_fault(backend, error)}"
+    fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
+    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
+
+
+def _difference(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> str | None:
+    """Say where rows of a weight differ from rows of the source, or None."""
+    if weight.format != source.format:
+        return f"its format is {weight.format.name!r}, the source's {source.format.name!r}"
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
+    for mine, theirs in zip(rows.split(step), its_rows.split(step), strict=True):
+        values, exact = (
+            decode_rows(item, part, dtype=torch.float64) for item, part in ((weight, mine), (source, theirs))
+        )
+        if not torch.equal(values, exact):
+            row, column = (values != exact).nonzero()[0].tolist()
+            value, right = float(values[row, column]), float(exact[row, column])
+            return f"w[{int(mine[row])}, {column}] = {value:.9g}, the source's is {right:.9g}"
+    for field in ("input_channel_scale", "input_permutation", "activation_scale"):
+        own, given = getattr(weight, field), getattr(source, field)
+        if (own is None) != (given is None) or (own is not None and not torch.equal(own, given)):
+            return f"its {field} is not the source's"
+    return None

@@ -1,0 +1,257 @@
+"""The numeric self-probe: a path may run only after it has computed right numbers on this machine.
+
+Each path runs at the ends of the ranges of M that it serves, on activations that lie exactly on its precision's grid,
+and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares; from the 128th
+row on they repeat. Every output element is compared with float64 from the *source* weight through the reference codec,
+within ``error_bound``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import Precision, Reason, ReasonCode
+from q4core.codec import decode_rows
+from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.errors import PLUGIN_FAULTS, ConfigError
+from q4core.formats import same_bytes
+from q4core.machine import on_device
+from q4core.probes.error_bound import error_bound, worst_ratio
+from q4core.probes.output import blank_output, describe_wrong
+from q4core.selection.probe_results import ProbeResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from q4core.backend import Backend, KernelPath, Prepared, Request
+    from q4core.weight import PackedWeight
+
+__all__ = ["CHUNK_ELEMENTS", "DIFFERENT_ROWS", "grid_activations", "probe_path", "sampled"]
+
+_ALL_ROWS = 1024
+"""Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
+_END_ROWS = 128
+_STRIDED_ROWS = 256
+DIFFERENT_ROWS = 127
+"""Of more rows of x the others repeat these, which bounds the work in float64; a prime number, so that no two rows that
+lie alike in tiles are equal. Every row of y is compared."""
+CHUNK_ELEMENTS = 1 << 20
+"""Weights decoded to float64 at a time (8 MB)."""
+_FP4_UNIT = -6
+"""FP4 activations are E2M1 values times this power of two, where no static scale wants another."""
+_BLOCK_SCALES = (-6, 8)
+"""Powers of two that are normal e4m3 numbers."""
+_POWERS = (-126, 126)
+
+
+def _fp4_unit(activation_scale: float | None) -> float:
+    """Return the power of two that E2M1 values are drawn under: one that block scales over a static scale reach."""
+    if activation_scale is None or not (math.isfinite(activation_scale) and activation_scale > 0):
+        return 2.0**_FP4_UNIT
+    mantissa, exponent = math.frexp(activation_scale)
+    above = exponent - 1 if mantissa == 0.5 else exponent  # noqa: PLR2004  # a power of two is the next one itself
+    above = min(max(above, _POWERS[0]), _POWERS[1])
+    return math.ldexp(1.0, above + min(max(_FP4_UNIT - above, _BLOCK_SCALES[0]), _BLOCK_SCALES[1]))
+
+
+def grid_activations(  # noqa: PLR0913  # the facts of one draw
+    rows: int,
+    columns: int,
+    precision: Precision,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    activation_scale: float | None = None,
+) -> torch.Tensor:
+    """Return activations that ``precision`` holds without loss, and no coarser one does.
+
+    | precision | values | in every block |
+    |---|---|---|
+    | W4A4 | E2M1 values / 64; under a static scale that can't reach these, the nearest power of two it can | ±6 in 16 |
+    | W4A8 | integers up to 127, / 64 | ±127 in 32 |
+    | W4A16 | integers up to 255, / 256: exact in bfloat16 and float16 | ±255 in 32 |
+    | W4A32 | integers up to 65535, / 256, where ``dtype`` is float32; else as W4A16 | ±65535 in 32 |
+
+    Args:
+        rows: M.
+        columns: K.
+        precision: The path's precision.
+        dtype: dtype of x.
+        seed: Equal seeds give equal draws.
+        activation_scale: The checkpoint's static scale, where the weight has one; only W4A4 heeds it. A path takes its
+            next power of two for what lies under the block scales.
+
+    Returns:
+        [rows, columns] of ``dtype`` on the CPU.
+
+    Raises:
+        ConfigError: ``dtype`` does not hold the values on the grid of ``activation_scale``.
+    """
+    generator = torch.Generator().manual_seed(0x51 + 7919 * seed + rows)
+    if precision is Precision.W4A4:
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
+        values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
+        block, peak, unit = 16, 6.0, _fp4_unit(activation_scale)
+    else:
+        is_wide = precision is Precision.W4A32 and dtype is torch.float32
+        peak = 127.0 if precision is Precision.W4A8 else 65535.0 if is_wide else 255.0
+        block, unit = 32, 2.0**-6 if precision is Precision.W4A8 else 2.0**-8
+        values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
+    starts = torch.arange(0, columns, block)
+    lengths = torch.clamp(columns - starts, max=block)
+    shifts = (torch.rand((rows, starts.numel()), dtype=torch.float32, generator=generator) * lengths).to(torch.int64)
+    values.scatter_(1, starts + shifts, peak)
+    signs = torch.randint(0, 2, (rows, columns), generator=generator).to(torch.float32) * 2 - 1
+    scaled: torch.Tensor = values * signs * unit
+    drawn = scaled.to(dtype)
+    if activation_scale is not None and not torch.equal(drawn.to(torch.float32), scaled):
+        rule = f"one under which {dtype} holds FP4 values"
+        raise ConfigError("grid_activations", name="activation_scale", rule=rule, value=activation_scale)
+    return drawn
+
+
+def sampled(total: int) -> torch.Tensor:
+    """Return which of ``total`` rows or columns are compared."""
+    if total <= _ALL_ROWS:
+        return torch.arange(total)
+    middle = torch.linspace(_END_ROWS, total - _END_ROWS - 1, _STRIDED_ROWS, dtype=torch.float64).to(torch.int64)
+    ends = (torch.arange(_END_ROWS), torch.arange(total - _END_ROWS, total))
+    chosen: torch.Tensor = torch.unique(torch.cat((ends[0], middle, ends[1])))
+    return chosen
+
+
+def probe_path(  # noqa: PLR0913  # the facts of one probe
+    backend: Backend,
+    prepared: Prepared,
+    source: PackedWeight,
+    request: Request,
+    path: KernelPath,
+    counts: Sequence[int],
+) -> ProbeResult:
+    """Run one path with some numbers of rows and compare every (sampled) element with float64.
+
+    Args:
+        backend: Who computes.
+        prepared: The weight in the backend's layout.
+        source: The weight that it was prepared from, on any device.
+        request: The request as the backend sees it.
+        path: Which path.
+        counts: Numbers of rows of x to run it with.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    rows = sampled(request.out_features)
+    runs: list[_Run] = []
+    fault: Reason | None = None
+    for draw, count in enumerate(counts):
+        try:
+            different = _activations(min(count, DIFFERENT_ROWS), source, request, path, draw)
+        except ConfigError as error:
+            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
+            break
+        x = different[torch.arange(count) % DIFFERENT_ROWS].to(request.device)
+        lent = x.clone()
+        out = blank_output(count, request.out_features, request.out_dtype, request.device)
+        try:
+            with on_device(request.device):
+                backend.linear(prepared, lent, out, bias=None, path=path.name)
+        except PLUGIN_FAULTS as error:
+            message = f"path {path.name} raised {note_fault(backend.name, error)} at M = {count}"
+            fault = Reason(ReasonCode.PROBE_FAILED, message)
+            break
+        if not same_bytes(lent, x):
+            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} wrote to x at M = {count}")
+            break
+        compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
+        runs.append(_Run(different.to(torch.float64), compared, compared.to("cpu", torch.float64)))
+    weight = source
+    if path.codebook is not None:
+        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
+    _compare(runs, weight, rows)
+    worst = 0.0
+    for run in runs:
+        worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # NaN is what differs
+        if not run.worst <= 1.0:
+            wrong = _describe(run, weight, rows)
+            message = f"path {path.name} computed wrong numbers at M = {len(run.out)}: {wrong}"
+            fault = Reason(ReasonCode.PROBE_FAILED, message)
+            break
+    return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
+
+
+def _activations(count: int, source: PackedWeight, request: Request, path: KernelPath, draw: int) -> torch.Tensor:
+    """Return activations that a path rounds without loss, also where it permutes or scales them first.
+
+    Once scaled by channel, a block of several values is on no grid any more; a block of one value always is, so one
+    value of each block stays.
+    """
+    scale = None if source.activation_scale is None else float(source.activation_scale)
+    precision, dtype = path.precision, request.dtype
+    x = grid_activations(count, request.in_features, precision, dtype=dtype, seed=draw, activation_scale=scale)
+    if path.precision.is_exact:
+        return x
+    if source.input_channel_scale is not None:
+        block = 16 if path.precision is Precision.W4A4 else 32
+        columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
+        kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
+        x = torch.where(columns == kept, torch.where(x == 0, x.abs().max(), x), 0)
+    if source.input_permutation is not None:
+        x = torch.empty_like(x).index_copy_(1, source.input_permutation.to("cpu"), x)
+    return x
+
+
+@attrs.define(eq=False)
+class _Run:
+    """One call: x [D, K] in float64, of which row m % D is the m-th, and the sampled outputs [M, R].
+
+    ``out`` holds them as the backend wrote them, ``computed`` in float64. ``worst`` is the worst error over its bound
+    so far.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    computed: torch.Tensor
+    worst: float = 0.0
+
+    def exact(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results [D, R] that exact dense rows [R, K] give, and the largest error allowed in each."""
+        reference = self.x @ dense.T
+        return reference, error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out.dtype)
+
+    def judge(self, dense: torch.Tensor, computed: torch.Tensor) -> None:
+        """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
+        reference, bound = self.exact(dense)
+        for part in computed.split(len(self.x)):
+            m = len(part)
+            ratio = worst_ratio(part, reference[:m], bound[:m], self.out.dtype)
+            self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
+
+
+def _dense_chunks(weight: PackedWeight, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the sampled rows of a weight in float64 on the CPU, chunk by chunk, each with its place among them."""
+    step = max(1, CHUNK_ELEMENTS // weight.in_features)
+    for start in range(0, rows.numel(), step):
+        chunk = slice(start, start + step)
+        yield chunk, decode_rows(weight, rows[chunk], dtype=torch.float64).to("cpu")
+
+
+def _compare(runs: list[_Run], weight: PackedWeight, rows: torch.Tensor) -> None:
+    """Decode the sampled rows once and judge every run with them."""
+    for chunk, dense in _dense_chunks(weight, rows):
+        for run in runs:
+            if run.worst == run.worst:  # NaN is final
+                run.judge(dense, run.computed[:, chunk])
+
+
+def _describe(run: _Run, weight: PackedWeight, rows: torch.Tensor) -> str:
+    """Say what is wrong with a run: everything is computed again, because only a failure is told element by element."""
+    parts = [run.exact(dense) for _, dense in _dense_chunks(weight, rows)]
+    reference, bound = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return describe_wrong(run.out, reference, bound, rows, "y")

@@ -1,0 +1,174 @@
+"""The self-probe of a native quantiser: it may run only after it has written right codes on this machine.
+
+Rounded to nearest, the bytes are the reference codec's, computed on the CPU. Rounded by chance, equal seeds give equal
+bytes and other seeds others; each value is one of the two neighbours that its own scales allow; and over the sample the
+errors have the mean 0 and the spread that such rounding has. Seeds are fixed, so that the answer is always the same.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core import codec
+from q4core.backend import Reason, ReasonCode
+from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.errors import PLUGIN_FAULTS
+from q4core.formats import NibbleOrder
+from q4core.machine import on_device
+from q4core.policy import Rounding
+from q4core.selection.probe_results import ProbeResult
+from q4core.weight import PackedWeight, WeightSpec
+
+if TYPE_CHECKING:
+    from q4core.backend import Backend, Request
+
+__all__ = ["call_quantizer", "probe_quantizer"]
+
+_ROWS, _COLUMNS = 16, 256
+_SEEDS = (1, 1, 2)
+_CLOSE = 2.0**-20
+"""Of a step: values this close to a level count as that level."""
+_MOST_SCORE = 5.0
+"""A fair quantiser's mean error is that many standard deviations off once in two million samples."""
+_SPREAD = (0.75, 1.25)
+"""Of the expected square error; rounding to nearest has half of it."""
+
+
+def call_quantizer(
+    backend: Backend, dense: torch.Tensor, request: Request, rounding: Rounding, seed: int
+) -> PackedWeight:
+    """Call a backend's quantiser, with its device current; to nearest by the two arguments that every one has."""
+    native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+    wishes = {} if rounding is Rounding.NEAREST else {"rounding": rounding, "seed": seed}
+    with torch.no_grad(), on_device(dense.device):
+        packed: PackedWeight = native(dense, request, **wishes)
+    return packed
+
+
+def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> ProbeResult:
+    """Run a quantiser on a sample with zeros, ties and small values, and judge what it writes.
+
+    Args:
+        backend: Who quantises.
+        request: What it is asked; the sample has its device, dtype and classes of N and K.
+        rounding: How it is to round.
+
+    Returns:
+        The result; its ``fault`` says what was wrong first.
+    """
+    started = time.perf_counter()
+    message: str | None
+    sample = _sample(request)
+    asked = attrs.evolve(request, out_features=sample.shape[0], in_features=sample.shape[1])
+    try:
+        # The CPU's bytes are the reference: torch's operations may round otherwise on another device.
+        wanted = codec.quantize(
+            sample, request.format, block_size=request.block_size, scale_kind=request.scale_kind,
+            packing=request.packing, symmetric=_is_symmetric(request),
+        )  # fmt: skip
+        dense = sample.to(request.device, copy=True)
+        seeds = _SEEDS if rounding is Rounding.STOCHASTIC else (0,)
+        got = [call_quantizer(backend, dense, asked, rounding, seed) for seed in seeds]
+        misfits = [_misfit(wanted, item, request.device) for item in got]
+        message = next((item for item in misfits if item is not None), None)
+        if not torch.equal(dense.to("cpu"), sample):
+            message = "it wrote to dense"
+        if message is None:
+            given = [item.to("cpu") for item in got]
+            chance = rounding is Rounding.STOCHASTIC
+            message = _unfairness(sample, given) if chance else _difference(wanted, given[0])
+    except PLUGIN_FAULTS as error:
+        message = f"it raised {note_fault(backend.name, error)}"
+    fault = None
+    if message is not None:
+        what = f"the native quantiser, rounding {rounding.value}"
+        fault = Reason(ReasonCode.PROBE_FAILED, f"{what}: {message}")
+    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
+
+
+def _is_symmetric(request: Request) -> bool:
+    return request.format.name == "int4" and not {item.value for item in request.features} & {
+        "zero_point", "float_zero_point",
+    }  # fmt: skip
+
+
+def _sample(request: Request) -> torch.Tensor:
+    block = request.block_size
+    round_ = max(1, _COLUMNS // block)
+    columns = block * (round_ + request.in_features // block % round_) + request.in_features % block
+    rows = _ROWS + request.out_features % 32
+    generator = torch.Generator().manual_seed(4)
+    sample = torch.randn((rows, columns), dtype=torch.float32, generator=generator)
+    sample[0] = 0.0
+    sample[1] = torch.randint(-24, 25, (columns,), generator=generator) / 4
+    sample[2] *= 2.0**-8
+    return sample.to(request.dtype)
+
+
+def _misfit(wanted: PackedWeight, got: object, device: torch.device) -> str | None:
+    """Say how a quantiser's result is no weight of the reference's layout, or None."""
+    if not isinstance(got, PackedWeight):
+        return f"it gave {type(got).__name__} instead of a PackedWeight"
+    if WeightSpec.of(got) != WeightSpec.of(wanted):
+        return f"its layout {WeightSpec.of(got)} is not the reference's {WeightSpec.of(wanted)}"
+    for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype or theirs.device != device:
+            return f"its {field} is {theirs.dtype} {list(theirs.shape)} on {theirs.device}"
+    return None
+
+
+def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
+    """Say in which field the bytes of two weights of one layout differ, or None."""
+    for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
+        mine, its = (item.reshape(-1).contiguous().view(torch.uint8) for item in (ours, theirs))
+        if not torch.equal(mine, its):
+            wrong = (mine != its).nonzero().flatten()
+            first = int(wrong[0])
+            count = f"{len(wrong)} of {len(mine)} bytes of its {field} differ from the reference's"
+            return f"{count}, first byte {first}: {int(its[first]):#04x} instead of {int(mine[first]):#04x}"
+    return None
+
+
+def _unfairness(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
+    """Say how rounding by chance is not what it should be, or None."""
+    first, again, other = given
+    if _difference(first, again) is not None:
+        return "equal seeds gave other bytes"
+    exact, values, levels = sample.to(torch.float64), codec.dequantize(first, torch.float64), _levels(first)
+    step = levels.diff(dim=0).amax(0) * _CLOSE
+    below = torch.where(levels <= exact + step, levels, -torch.inf).amax(0)
+    above = torch.where(levels >= exact - step, levels, torch.inf).amin(0)
+    wrong = (values != below) & (values != above)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        value, right = float(values[row, column]), float(exact[row, column])
+        near = f"{float(below[row, column]):.9g} and {float(above[row, column]):.9g}"
+        count = f"{int(wrong.sum())} of {wrong.numel()}"
+        return (
+            f"the code at [{row}, {column}] stands for {value:.9g}, no neighbour of its value {right:.9g}, or its "
+            f"scale can't reach that: the neighbours are {near}, and {count} codes are such"
+        )
+    gap = above - below
+    drawn = gap > 0
+    chance = ((exact - below) / gap)[drawn].clamp(0.0, 1.0)
+    error = ((values - exact) / gap)[drawn]
+    expected = float((chance * (1 - chance)).sum())
+    score = float(error.sum()) / max(expected, _CLOSE) ** 0.5
+    if not abs(score) <= _MOST_SCORE:
+        return f"it has a bias: the mean error is {score:.3g} standard deviations off"
+    spread = float((error * error).sum()) / max(expected, _CLOSE)
+    if not _SPREAD[0] <= spread <= _SPREAD[1]:
+        return f"the spread of its errors is {spread:.3g} of what rounding by chance has"
+    return "another seed gave the same bytes" if _difference(first, other) is None else None
+
+
+def _levels(weight: PackedWeight) -> torch.Tensor:
+    """Return float64 [codes, N, K]: what each code would stand for in each place of a weight, rising."""
+    count = 2**weight.format.bits
+    width = 1 if weight.packing.order is NibbleOrder.BYTES else count + 1
+    one = [attrs.evolve(weight, qdata=torch.full_like(weight.qdata, code * width)) for code in range(count)]
+    return torch.stack([codec.dequantize(item, torch.float64) for item in one]).sort(dim=0).values

@@ -1,0 +1,242 @@
+"""The names of a checkpoint with their dtypes and shapes, and how one layer is stored among them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.schema.given import dtype_and_shape, holds_data, require_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "float_dtype"]
+
+_MAX_SUFFIX_PARTS = 3
+_MAX_SIDE_BYTES = 1 << 16
+_SCALE_LIKE = re.compile(
+    r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
+)
+_FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+
+def float_dtype(name: object) -> torch.dtype | None:
+    """Return float32, float16, bfloat16 or float64 by name (``"torch."`` before it or not), or None."""
+    return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+def _as_dict(items: Mapping[str, str]) -> dict[str, str]:
+    return dict(items)
+
+
+@attrs.frozen
+class TensorInfo:
+    """dtype and shape of a stored tensor, as torch would load it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = attrs.field(converter=_as_tuple)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * self.dtype.itemsize
+
+
+@attrs.frozen
+class Problem:
+    """One thing that is wrong with a layer.
+
+    Args:
+        code: ``missing_key``, ``unknown_key``, ``dtype``, ``shape``, ``value``, ``ambiguous``, ``dialect`` (no layer is
+            in the dialect that was asked for) or ``unsupported`` (recognised, but nothing here reads it).
+        key: The tensor's key (or the module's name).
+        rule: What must hold, to be read after "must be".
+        value: What was found; None where there is nothing to show.
+    """
+
+    code: str
+    key: str
+    rule: str
+    value: object = attrs.field(default=None, hash=False, eq=repr)
+
+    def __str__(self) -> str:
+        """Return one line: key, rule, value, code."""
+        got = "" if self.value is None else f", got {self.value!r}"
+        return f"{self.key} must be {self.rule}{got} ({self.code})"
+
+
+@attrs.frozen(kw_only=True)
+class LayerSchema:
+    """How one layer is stored.
+
+    Args:
+        module: Module name, such as ``"layers.0.mlp.up_proj"``.
+        dialect: Name of the dialect.
+        format: Name of the format.
+        keys: Role → key for every tensor of the layer, the missing required ones included. Role ``"qdata"`` is always
+            there; the other roles are the dialect's own.
+        shape: (N, K), or None where the names and shapes can't tell (the file's side tensors will).
+        block_size: In-features per scale, or None where unknown.
+        problems: What is wrong with the keys themselves (missing, unknown, ambiguous).
+        notes: What is assumed, for the record.
+        extras: Further hashable facts that the dialect needs to read the layer.
+        named: Whether metadata or ``config.json`` name this dialect for the layer, so that no other reading of the same
+            keys counts.
+        nbytes: Stored bytes of the layer's tensors; None where unknown (``detect`` fills it in). An expert's is its
+            share of the tensors that it has in common with others; its extra ``"expert"`` is its number among them.
+    """
+
+    module: str
+    dialect: str
+    format: str
+    keys: Mapping[str, str] = attrs.field(converter=_as_dict, hash=False)
+    shape: tuple[int, int] | None = None
+    block_size: int | None = None
+    problems: tuple[Problem, ...] = attrs.field(default=(), converter=_as_tuple)
+    notes: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    extras: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_as_tuple)
+    named: bool = False
+    nbytes: int | None = None
+
+    def extra(self, name: str, default: Any = None) -> Any:
+        """Return one of the extras."""
+        return dict(self.extras).get(name, default)
+
+
+class Catalogue:
+    """The names of a checkpoint with their dtypes and shapes, indexed by module, and its small print.
+
+    Args:
+        tensors: Name → anything with ``dtype`` and ``shape`` (a tensor, a meta tensor, a ``TensorInfo``).
+        metadata: Header metadata (text by key).
+        config: The model's ``config.json`` as a mapping (its ``quantization_config`` matters).
+        load: Loads a small side tensor by name; where it is None, the tensors that hold data serve.
+        options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
+
+    Raises:
+        SchemaError: ``tensors`` is no such mapping.
+        ConfigError: Another argument is not what it must be.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        load: Callable[[str], torch.Tensor] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_arguments(tensors, metadata=metadata, config=config, load=load, options=options)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._given = tensors
+        self._held: set[str] = set()
+        for name, item in tensors.items():
+            self.tensors[name] = item if isinstance(item, TensorInfo) else TensorInfo(*dtype_and_shape(name, item))
+            if holds_data(item):
+                self._held.add(name)
+        self.metadata = dict(metadata or {})
+        self.config = dict(config or {})
+        self.load = load
+        self.options = dict(options or {})
+        self._below: dict[str, list[str]] = {}
+        self._by_last: dict[str, list[str]] = {}
+        self._place = {name: index for index, name in enumerate(self.tensors)}
+        for name in self.tensors:
+            self._by_last.setdefault(name.rpartition(".")[2], []).append(name)
+            cut = len(name)
+            for _ in range(_MAX_SUFFIX_PARTS):
+                cut = name.rfind(".", 0, cut)
+                if cut < 0:
+                    break
+                self._below.setdefault(name[:cut], []).append(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether a tensor of that name is there."""
+        return name in self.tensors
+
+    def get(self, name: str) -> TensorInfo | None:
+        """Return dtype and shape of a tensor, or None."""
+        return self.tensors.get(name)
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """Return a tensor that was given with its data; None where only metadata, or a loader, is at hand."""
+        return self._given[name] if name in self._held else None
+
+    def children(self, module: str) -> dict[str, str]:
+        """Return suffix → key for every tensor at most three names below a module.
+
+        ``"weight.absmax"`` → ``"proj.weight.absmax"``, for example.
+        """
+        return {name[len(module) + 1 :]: name for name in self._below.get(module, ())}
+
+    def modules_with(self, *suffixes: str) -> Iterator[str]:
+        """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in file order."""
+        tails = tuple(f".{suffix}" for suffix in suffixes)
+        lasts = {suffix.rpartition(".")[2] for suffix in suffixes}
+        names = [name for last in lasts for name in self._by_last.get(last, ()) if name.endswith(tails)]
+        if len(lasts) > 1:
+            names.sort(key=self._place.__getitem__)
+        modules = (next(name.removesuffix(tail) for tail in tails if name.endswith(tail)) for name in names)
+        yield from dict.fromkeys(module for module in modules if module)
+
+    def unknown_scales(self, module: str, known: Iterable[str]) -> tuple[Problem, ...]:
+        """Return an ``unknown_key`` problem for each scale-like key of a module that is not among the known suffixes.
+
+        A key is scale-like when its last name speaks of scales, zero points, code books and the like; only the module's
+        own tensors count (``x`` and ``weight.x``), not those of the modules below it.
+        """
+        legal = set(known)
+        return tuple(
+            Problem("unknown_key", key, f"one that the dialect knows ({', '.join(sorted(legal))})")
+            for suffix, key in self.children(module).items()
+            if suffix not in legal
+            and (("." not in suffix) or suffix.startswith("weight."))
+            and _SCALE_LIKE.search(suffix.removeprefix("weight."))
+        )
+
+    def load_small(self, name: str) -> torch.Tensor | None:
+        """Return a side tensor of at most 64 KiB, or None where there is none, or only metadata is at hand."""
+        info = self.tensors.get(name)
+        if info is None or info.nbytes > _MAX_SIDE_BYTES:
+            return None
+        if self.load is not None:
+            return self.load(name)
+        held = self.held(name)
+        return held if held is not None and held.layout is torch.strided else None
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any]:
+        """``quantization_config`` of ``config.json`` (the text model's, where a model has several), or empty."""
+        text = self.config.get("text_config")
+        for holder in (self.config, text if isinstance(text, dict) else {}):
+            found = holder.get("quantization_config")
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The model's dtype by ``config.json``, or None."""
+        found = self.config.get("dtype", self.config.get("torch_dtype"))
+        return float_dtype(found)

@@ -1,0 +1,231 @@
+"""What a dialect is: it finds its layers, says what is wrong with them, reads them and writes them."""
+
+from __future__ import annotations
+
+import abc
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from q4core.errors import DialectError, closest_name
+from q4core.schema.catalogue import Problem
+from q4core.schema.writing import flat_bytes, row_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    import torch
+
+    from q4core.formats import Packing
+    from q4core.schema.catalogue import Catalogue, LayerSchema
+    from q4core.weight import Feature, PackedWeight, WeightSpec
+
+__all__ = ["Dialect", "WrittenLayer", "find_dialect"]
+
+
+@attrs.frozen(kw_only=True)
+class WrittenLayer:
+    """What a dialect writes for one layer: tensors by key, and header metadata to merge (text by key)."""
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] = attrs.field(factory=dict)
+
+
+class Dialect(abc.ABC):
+    """One on-disk dialect. Subclasses are stateless; one instance serves every file."""
+
+    name: ClassVar[str]
+    formats: ClassVar[frozenset[str]]
+    """Names of the formats that the dialect can hold."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Names of the reader options that the dialect understands."""
+    shares_keys: ClassVar[bool] = False
+    """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
+    metadata_spans_shards: ClassVar[bool] = False
+    """The dialect's own readers want the metadata of the whole checkpoint in every shard."""
+    numbers: ClassVar[Mapping[str, str]] = {}
+    """Role → what its numbers must be: "finite", "finite and not negative" or "finite and positive". They are looked at
+    where the tensors are at hand, whatever else is wrong. What is not told here is looked at as a weight."""
+
+    @abc.abstractmethod
+    def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
+        """Yield every layer that looks like this dialect's, complete or not.
+
+        A layer whose keys are incomplete, or that has scale keys which the dialect does not know, is yielded with its
+        ``problems``; one that belongs to another dialect is not yielded.
+        """
+
+    @abc.abstractmethod
+    def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
+        """Yield *every* problem of dtype and shape (``layer.problems``, and those of values, are the caller's)."""
+
+    def stored_numbers(
+        self,
+        layer: LayerSchema,
+        role: str,
+        stored: torch.Tensor,
+        catalogue: Catalogue,  # noqa: ARG002  # a default
+    ) -> torch.Tensor | None:
+        """Return the numbers that a stored tensor of one of the ``numbers`` holds; None where it holds others.
+
+        Args:
+            layer: A layer, complete or not.
+            role: The tensor's role.
+            stored: The tensor, of whatever dtype and shape.
+            catalogue: Where the others are.
+        """
+        del layer, role
+        return stored if stored.is_floating_point() else None
+
+    def recall(
+        self,
+        layer: LayerSchema,
+        earlier: LayerSchema,
+        catalogue: Catalogue,  # noqa: ARG002  # a default
+    ) -> LayerSchema:
+        """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
+
+        Args:
+            layer: What ``find`` gave for the catalogue.
+            earlier: What it gave for another one, where the same keys were this layer's.
+            catalogue: Where to look.
+        """
+        del earlier
+        return layer
+
+    @abc.abstractmethod
+    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+        """Return the layer's weight; tensors are used as they are (views of the mapped file), not copied.
+
+        Args:
+            layer: A layer that ``find`` gave, without problems.
+            load: Key → tensor.
+
+        Raises:
+            WeightError, DialectError: The values contradict the dialect.
+        """
+
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:  # noqa: ARG002  # a default
+        """Return the tensors and metadata that hold ``weight`` in this dialect, exactly.
+
+        Raises:
+            DialectError: The dialect can't express the weight's format, levels or features.
+        """
+        raise self.refusal(module, "dialect", "one that q4core can write", self.name)
+
+    def approximate(self, weight: PackedWeight) -> PackedWeight:
+        """Return the nearest weight that ``write`` takes, for a caller who allows a loss; itself where none is near."""
+        return weight
+
+    def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
+        """Return one file's header metadata.
+
+        Args:
+            layers: Module → what ``write`` gave, for the layers of the file (of all files, if it spans shards).
+            dense: Names of the other tensors, likewise.
+        """
+        del dense
+        return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
+
+    def quantization_config(
+        self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]
+    ) -> dict[str, Any] | None:
+        """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing.
+
+        Args:
+            layers: Module → layout of each layer that was written; at least one.
+            unquantised: Modules whose matrix was written as a dense tensor.
+        """
+        del layers, unquantised
+        return None
+
+    def refusal(self, module: str, name: str, rule: str, value: object, hint: str | None = None) -> DialectError:
+        """Return the error that says what of a layer the dialect can't express."""
+        return DialectError(f"{self.name}: layer {module!r}", name=name, rule=rule, value=value, hint=hint)
+
+    def check_writable(
+        self, module: str, weight: PackedWeight, *, features: Collection[Feature] = (), activation_scale: bool = False
+    ) -> None:
+        """Check format and features of a weight that is to be written.
+
+        Args:
+            module: The layer's name, for the error.
+            weight: What is to be written.
+            features: The features that the dialect can express.
+            activation_scale: Whether it can express a static activation scale.
+
+        Raises:
+            DialectError: The dialect can't express something; the message names it.
+        """
+        if weight.format.name not in self.formats:
+            raise self.refusal(module, "format", f"one of {', '.join(sorted(self.formats))}", weight.format.name)
+        excess = sorted(feature.words for feature in weight.features - set(features))
+        if excess:
+            rule = f"among {', '.join(sorted(item.words for item in features)) or 'none'}"
+            raise self.refusal(module, "features", rule, ", ".join(excess))
+        if weight.activation_scale is not None and not activation_scale:
+            hint = "lossy=True (`q4 convert --lossy`) leaves the static activation scale out."
+            raise self.refusal(module, "activation_scale", "absent", float(weight.activation_scale), hint)
+
+    @staticmethod
+    def row_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
+        """Return the codes of ROW blocks as uint8 [N, ceil(K / 2)] in a packing, without a copy where they are that."""
+        return row_bytes(weight, packing)
+
+    @staticmethod
+    def flat_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
+        """Return the codes of the flattened weight as uint8 [ceil(N * K / 2)] in a packing."""
+        return flat_bytes(weight, packing)
+
+    @staticmethod
+    def stored_fact(key: str, value: Any) -> str:
+        """Return a note for ``PackedWeight.notes`` that keeps a stored detail, any JSON value, for the writer."""
+        return f"stored {key}: {json.dumps(value)}"
+
+    @staticmethod
+    def read_fact(weight: PackedWeight, key: str) -> Any:
+        """Return the detail that ``stored_fact`` kept, or None."""
+        head = f"stored {key}: "
+        return next((json.loads(note[len(head) :]) for note in weight.notes if note.startswith(head)), None)
+
+    @staticmethod
+    def expect(
+        catalogue: Catalogue, key: str | None, *, dtypes: Collection[torch.dtype], shape: Iterable[int | None]
+    ) -> Iterator[Problem]:
+        """Yield what is wrong with dtype and shape of a tensor; nothing where it is absent.
+
+        Args:
+            catalogue: Where to look.
+            key: The tensor's name.
+            dtypes: The legal dtypes.
+            shape: The legal sizes; None allows any size from 1.
+        """
+        info = None if key is None else catalogue.get(key)
+        if key is None or info is None:
+            return
+        if info.dtype not in dtypes:
+            names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            yield Problem("dtype", key, f"of dtype {names}", str(info.dtype).removeprefix("torch."))
+        wanted = tuple(shape)
+        fits = len(wanted) == len(info.shape) and all(
+            size == legal or (legal is None and size > 0) for size, legal in zip(info.shape, wanted, strict=True)
+        )
+        if not fits:
+            sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+            yield Problem("shape", key, f"of shape [{sizes}]", list(info.shape))
+
+
+def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
+    """Return a dialect by name; those that hold no format, and only recognise layers, can't be asked for.
+
+    Raises:
+        DialectError: No such dialect; the message lists the ones there are, and the closest.
+    """
+    known = {dialect.name: dialect for dialect in dialects if dialect.formats}
+    if isinstance(name, str) and name in known:
+        return known[name]
+    close = closest_name(name, known, cutoff=0.4)
+    hint = f"Did you mean {close!r}?" if close else "Install the plugin that brings it; see `q4 doctor`."
+    rule = f"one of {', '.join(sorted(known))}"
+    raise DialectError("dialect", name="dialect", rule=rule, value=name, hint=hint, closest=close)

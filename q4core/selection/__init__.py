@@ -1,0 +1,1 @@
+"""Which backend serves a request, and why the others do not."""

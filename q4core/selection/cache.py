@@ -1,0 +1,155 @@
+"""What a layer asks under a resolved configuration, and the warm answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import Reason, Request
+from q4core.diagnostics.errors_of_plugins import chained
+from q4core.errors import ConfigError, PolicyConflictError
+from q4core.policy import ActivationPrecision, ComputePath
+from q4core.selection.probe_results import probe_book
+from q4core.selection.result import ProbeHistory, Selection
+from q4core.selection.select import select_backend
+
+if TYPE_CHECKING:
+    from q4core.backend import KernelPath, Segment
+    from q4core.plugins.registry import Registry
+    from q4core.policy import SessionConfig
+    from q4core.weight import PackedWeight
+
+__all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
+
+_CACHE_LIMIT = 4096
+
+
+@attrs.frozen
+class _WithFailures(ProbeHistory):
+    """What probes have shown, plus the backends that failed to prepare just now."""
+
+    book: ProbeHistory
+    failures: dict[str, tuple[Reason, ...]]
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        return self.failures.get(backend, ())
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        return self.book.refused(backend, segments, request)
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        return self.book.disqualified(backend, path, request)
+
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        return self.book.proven(backend, segment, request)
+
+
+def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:
+    """Return the device that a configuration means for a weight.
+
+    Raises:
+        ConfigError: It names a device that is not there.
+    """
+    if config.device in {None, "auto"}:
+        return weight_device
+    return _there(torch.device(str(config.device)))
+
+
+def _there(device: torch.device) -> torch.device:
+    """Return a device that this machine has, with its index."""
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                "session",
+                name="device",
+                rule=f"there; torch sees {count} CUDA devices",
+                value=str(device),
+                hint='Use device="cpu", or see `q4 doctor`.',
+            )
+        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+    return device
+
+
+def wished_request(request: Request, config: SessionConfig) -> Request:
+    """Return a request with the wishes of a resolved configuration, as a layer would make it.
+
+    Raises:
+        ConfigError: The device of either is not there.
+        PolicyConflictError: The two say different things.
+    """
+    wish = config.activation_precision or ActivationPrecision.AUTO
+    if wish is not request.precision and wish is not ActivationPrecision.AUTO:
+        if request.precision is not ActivationPrecision.AUTO:
+            raise _conflict("precision", wish.value, request.precision.value)
+        request = attrs.evolve(request, precision=wish)
+    if config.gradients and not request.gradients:
+        request = attrs.evolve(request, gradients=True)
+    if config.compute_dtype is not None and config.compute_dtype is not request.dtype:
+        raise _conflict("dtype", str(config.compute_dtype), str(request.dtype))
+    if config.device not in {None, "auto"}:
+        device = resolve_device(config, request.device)
+        if device != request.device:
+            if request.device.type != "cpu":  # a weight on the CPU moves to where the session computes
+                raise _conflict("device", str(device), str(request.device))
+            request = attrs.evolve(request, device=device)
+    if request.device.type == "cuda":
+        request = attrs.evolve(request, device=_there(request.device))
+    return request
+
+
+def _conflict(name: str, wanted: str, asked: str) -> PolicyConflictError:
+    hint = f"Give Request.for_weight({name}=…), or leave it to the configuration."
+    return PolicyConflictError("q4.select", name=name, rule=f"{wanted}, as configured", value=asked, hint=hint)
+
+
+def layer_request(
+    weight: PackedWeight, config: SessionConfig, m: tuple[int, int | None], dtype: torch.dtype | None = None
+) -> Request:
+    """Return the request that a layer over ``weight`` makes under a resolved configuration."""
+    return Request.for_weight(
+        weight,
+        m=m,
+        dtype=dtype or config.compute_dtype or weight.dtype,
+        device=resolve_device(config, weight.device),
+        precision=config.activation_precision or ActivationPrecision.AUTO,
+        gradients=bool(config.gradients),
+    )
+
+
+def select_for(
+    request: Request, config: SessionConfig, registry: Registry, failures: dict[str, tuple[Reason, ...]] | None = None
+) -> Selection:
+    """Select under a resolved configuration; warm answers come from a cache.
+
+    Args:
+        request: What is asked.
+        config: A resolved configuration.
+        registry: The plugins to choose among.
+        failures: Backends that could not prepare just now, with the reasons; they are passed over.
+
+    Raises:
+        UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.
+    """
+    book = probe_book(registry)
+    compute_path = config.compute_path or ComputePath.AUTO
+    key = (book.generation, request, compute_path, config.backend)
+    known: Selection | None = None if failures else registry.selections.get(key)
+    if known is not None:
+        return known
+    with chained():
+        selection = select_backend(
+            request,
+            registry.backends(),
+            compute_path=compute_path,
+            override=config.backend,
+            refused=registry.refused_backends(),
+            history=_WithFailures(book, failures) if failures else book,
+        )
+    if not failures:
+        if len(registry.selections) >= _CACHE_LIMIT:
+            registry.selections.clear()
+        registry.selections[key] = selection
+    return selection

@@ -1,0 +1,278 @@
+"""Asks one backend what it can do for a request, and lays its paths over the range of M under a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.errors import PLUGIN_FAULTS
+from q4core.formats import ScaleKind
+from q4core.policy import ActivationPrecision, ComputePath
+from q4core.selection.result import ProbeHistory, Rejection
+from q4core.weight import Feature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.backend import Backend, Capabilities
+
+__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "assess_gradient", "contradicts"]
+
+KINDS = {
+    ComputePath.AUTO: frozenset(PathKind),
+    ComputePath.KERNEL_ONLY: frozenset({PathKind.KERNEL}),
+    ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
+    ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
+}
+_INFINITY = 1 << 62
+_TABLE_STEPS = 126
+"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
+
+
+@attrs.frozen
+class Candidate:
+    """A backend that may serve a request, as it would serve it.
+
+    ``missed`` are the reasons of what it withholds and the policy would have let serve.
+    """
+
+    name: str
+    request: Request
+    verdict: Verdict
+    segments: tuple[Segment, ...]
+    disqualified: tuple[Reason, ...]
+    missed: tuple[Reason, ...]
+
+
+@attrs.frozen
+class Offer:
+    """The paths of a backend, those of them that no probe has disqualified, and why kernels asked for are withheld."""
+
+    paths: tuple[KernelPath, ...]
+    sound: tuple[KernelPath, ...]
+    missed: tuple[Reason, ...] = ()
+
+
+def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
+    """Return the request as a backend would see it once the core has resolved what the backend does not read.
+
+    A scale kind that none of the precisions asked for declares becomes PLAIN float32, if one of them declares that. A
+    quantiser is asked for what is to be written, as it is.
+    """
+    if request.op != "linear":
+        return request
+    kinds = capabilities.readable_kinds(request, any_precision=any_precision)
+    if request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
+        features = request.features - {Feature.ROW_GLOBAL_SCALE}
+        request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
+    return request
+
+
+def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Verdict]:
+    """Ask the manifest, then the backend itself; a backend that raises has refused."""
+    adapted = request
+    try:
+        capabilities = backend.capabilities
+        adapted = adapt_request(request, capabilities, any_precision=any_precision)
+        refusals = capabilities.refusals(adapted, any_precision=any_precision)
+        if refusals:
+            return adapted, Verdict.refuse(refusals, native_state="not asked")
+        verdict: object = backend.check(adapted)
+    except PLUGIN_FAULTS as error:
+        return adapted, _at_fault(f"check raised {note_fault(backend.name, error)}", "failed")
+    if not isinstance(verdict, Verdict):
+        return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
+    fault = _fault_of_offer(verdict.paths, request, capabilities)
+    return adapted, verdict if fault is None else _at_fault(fault, verdict.native_state)
+
+
+def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
+    """Say what of an offer breaks the contract, or None."""
+    if len({path.name for path in paths}) != len(paths):
+        return "offers two paths of one name"
+    if request.op == "quantize":
+        return None
+    if any(path.kind is PathKind.QUANTIZE for path in paths):
+        return "offers a quantiser where a product is asked for"
+    undeclared = {path.precision for path in paths} - capabilities.precisions
+    if undeclared:
+        names = ", ".join(sorted(precision.value for precision in undeclared))
+        return f"offers paths of precision {names}, which it did not declare"
+    return None
+
+
+def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
+    """Judge the table by which a path approximates the codebook, once, against the format."""
+    if path.codebook is None:
+        return None
+    wanted = request.format.codebook
+    if Feature.CUSTOM_CODEBOOK in request.features or len(path.codebook) != len(wanted):
+        message = f"path {path.name} declares a codebook of {len(path.codebook)} values, which is not the weight's"
+        return Reason(ReasonCode.PROBE_FAILED, message)
+    distance = max(abs(own - value) for own, value in zip(path.codebook, wanted, strict=True))
+    peak = max(map(abs, wanted))
+    if distance <= peak / _TABLE_STEPS:
+        return None
+    message = f"path {path.name} declares a codebook up to {distance / peak:.3g} of its peak from the format's"
+    return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / _TABLE_STEPS:.3g} is allowed")
+
+
+def _at_fault(message: str, native_state: str) -> Verdict:
+    return Verdict.refuse([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
+
+
+def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:
+    """Lay the best path over each stretch of M; say where none is."""
+    low, high = wanted
+    top = _INFINITY if high is None else high
+    cuts = {low}
+    for path in paths:
+        cuts.add(max(low, path.m[0]))
+        if path.m[1] is not None:
+            cuts.add(path.m[1] + 1)
+    starts = sorted(cut for cut in cuts if low <= cut <= top)
+    segments: list[Segment] = []
+    for start, following in zip(starts, [*starts[1:], top + 1], strict=True):
+        serving = [path for path in paths if path.covers(start)]
+        if not serving:
+            end = "∞" if following > _INFINITY else following - 1
+            return (), f"no path for M in {start}…{end}"
+        best = min(serving, key=lambda path: (-path.tier, path.name))
+        last = None if following > _INFINITY else following - 1
+        if segments and segments[-1].path == best:
+            segments[-1] = Segment(segments[-1].low, last, best)
+        else:
+            segments.append(Segment(start, last, best))
+    return tuple(segments), None
+
+
+def _sift(
+    name: str, paths: Sequence[KernelPath], request: Request, history: ProbeHistory
+) -> tuple[list[KernelPath], list[Reason]]:
+    """Return the paths that nothing has disqualified, and what has disqualified the others."""
+    sound: list[KernelPath] = []
+    faults: list[Reason] = []
+    for path in paths:
+        fault = _fault_of_table(path, request) or history.disqualified(name, path, request)
+        if fault is None:
+            sound.append(path)
+        elif fault not in faults:
+            faults.append(fault)
+    return sound, faults
+
+
+def _missed(verdict: Verdict, request: Request, kinds: frozenset[PathKind]) -> tuple[Reason, ...]:
+    """Return why paths are withheld that the policy would have let serve; each of them is a kernel."""
+    return tuple(
+        Reason(reason.code, f"path {item.name} ({item.precision.value}) is withheld: {reason.message}")
+        for item in verdict.withheld
+        if PathKind.KERNEL in kinds and request.allows(item.precision)
+        for reason in item.reasons
+    )
+
+
+def _readable(
+    paths: Sequence[KernelPath], request: Request, capabilities: Capabilities
+) -> tuple[tuple[KernelPath, ...], list[Reason]]:
+    """Return the paths whose precision declares the request's scale kind, and why not the others."""
+    reading = tuple(
+        path
+        for path in paths
+        if request.op != "linear" or request.scale_kind in capabilities.scale_kinds_of(path.precision)
+    )
+    kind = request.scale_kind.value
+    return reading, [
+        Reason(ReasonCode.FORMAT, f"path {path.name}: scale kind {kind!r} is not declared for {path.precision.value}")
+        for path in paths
+        if path not in reading
+    ]
+
+
+def assess(
+    backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
+) -> tuple[Candidate | None, Rejection | None, Offer]:
+    """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
+    adapted, verdict = _ask(backend, request, any_precision=any_precision)
+    if verdict.reasons:
+        return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
+    failures = history.failed(backend.name)
+    if failures:
+        return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
+    missed = _missed(verdict, request, kinds)
+    paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
+    sound, faults = _sift(backend.name, paths, adapted, history)
+    reasons = [*faults, *unread]
+    allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
+    for path in sound:
+        if path.kind not in kinds:
+            reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
+        elif path not in allowed:
+            message = f"path {path.name} computes in {path.precision.value}, asked for {request.precision.value}"
+            reasons.append(Reason(ReasonCode.POLICY, message))
+    segments, gap = _cover(allowed, request.m) if allowed else ((), None)
+    if gap is not None:
+        reasons.append(Reason(ReasonCode.SHAPE, gap))
+    offer = Offer(paths, tuple(sound), missed)
+    if not segments:
+        return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
+    refusals = history.refused(backend.name, segments, adapted)
+    if refusals:
+        told = (*refusals, *faults, *missed)
+        return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
+    return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
+
+
+def assess_gradient(
+    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], history: ProbeHistory
+) -> tuple[tuple[Segment, ...], tuple[Reason, ...]]:
+    """Return which input gradient of the winner serves which M, and why others may not; without one the core computes.
+
+    Whatever precision forward has, gradients are exact.
+    """
+    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
+    if verdict.reasons:
+        return (), verdict.reasons
+    sound, reasons = _sift(backend.name, verdict.paths, adapted, history)
+    allowed = []
+    for path in sound:
+        if path.kind not in kinds:
+            reasons.append(Reason(ReasonCode.POLICY, f"input gradient {path.name} is of kind {path.kind.value}"))
+        elif not path.precision.is_exact:
+            message = f"input gradient {path.name} computes in {path.precision.value}, and must be exact"
+            reasons.append(Reason(ReasonCode.POLICY, message))
+        else:
+            allowed.append(path)
+    segments, gap = _cover(allowed, winner.request.m) if allowed else ((), None)
+    if gap is not None:
+        reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
+    refusals = history.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
+    return (() if refusals else segments), (*refusals, *reasons)
+
+
+def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:
+    """Return whether paths serve every M asked for under a policy."""
+    is_reference = compute_path is ComputePath.DEQUANT_MATMUL_ONLY
+    kinds = KINDS[compute_path]
+    allowed = [path for path in paths if path.kind in kinds and (is_reference or request.allows(path.precision))]
+    return bool(allowed and _cover(allowed, request.m)[0])
+
+
+def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
+    """Return whether another policy would let a backend serve, and this one would not, had every probe passed.
+
+    A backend that withholds what was asked for lacks it here: that is no matter of the policy.
+    """
+    if offer.missed:
+        return False
+    asked = [compute_path]
+    if compute_path is ComputePath.KERNEL_OR_FALLBACK:
+        asked.append(ComputePath.DEQUANT_MATMUL_ONLY)
+    return not any(_serves(offer.paths, request, path) for path in asked) and any(
+        _serves(offer.sound, attrs.evolve(request, precision=precision), path)
+        for path in ComputePath
+        for precision in ActivationPrecision
+    )

@@ -1,0 +1,151 @@
+"""What self-probes have shown of one registry's backends, and what these have refused to prepare."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import attrs
+
+from q4core.selection.result import ProbeHistory
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from q4core.backend import KernelPath, Reason, Request, Segment
+    from q4core.plugins.registry import Registry
+
+__all__ = ["ProbeBook", "ProbeResult", "probe_book", "row_counts"]
+
+_OPEN_END_ROWS = 16
+_MOST_ROWS = 128
+
+
+@attrs.frozen
+class ProbeResult:
+    """What one probe showed: ``fault`` is None when the path is right."""
+
+    fault: Reason | None
+    worst_ratio: float
+    """Largest error divided by its bound; at most 1 when right."""
+    microseconds: float
+
+
+class ProbeBook(ProbeHistory):
+    """What probes have shown of one registry's backends, by everything that a path's code may depend on.
+
+    Where a path is None, the result is that of the backend's ``export``.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[Hashable, tuple[ProbeResult, frozenset[int]]] = {}
+        self._refusals: dict[Hashable, tuple[Reason, ...]] = {}
+        self._barred: dict[str, Reason] = {}
+        self._lock = threading.Lock()
+        self.generation = 0
+
+    @staticmethod
+    def key(backend: str, path: KernelPath | None, request: Request) -> Hashable:
+        """Return what a result holds for: backend, path, op, weight and call facts, device, tail classes of N and K."""
+        return (
+            backend,
+            path,
+            request.op,
+            request.format,
+            request.packing,
+            request.scale_kind,
+            request.scale_dtype,
+            request.second_dtype,
+            request.block_size,
+            request.features,
+            request.has_activation_scale,
+            request.device,
+            request.dtype,
+            request.out_dtype,
+            request.out_features % 32,
+            request.in_features % 256,
+        )
+
+    def record(
+        self,
+        backend: str,
+        path: KernelPath | None,
+        request: Request,
+        result: ProbeResult,
+        rows: Iterable[int] = (),
+    ) -> None:
+        """Keep a result, and for which numbers of rows it was found; a path once wrong stays so."""
+        key = self.key(backend, path, request)
+        with self._lock:
+            known, seen = self._shown.get(key, (result, frozenset[int]()))
+            self._shown[key] = (result if known.fault is None else known, seen.union(rows))
+            self.generation += 1
+
+    def refuse(
+        self, backend: str, segments: tuple[Segment, ...], request: Request, reasons: tuple[Reason, ...]
+    ) -> None:
+        """Keep for which reasons a backend refused to prepare these paths."""
+        with self._lock:
+            self._refusals[self.key(backend, None, request), segments] = reasons
+            self.generation += 1
+
+    def bar(self, backend: str, reason: Reason) -> None:
+        """Let nothing of a backend run any more."""
+        with self._lock:
+            self._barred[backend] = reason
+            self.generation += 1
+
+    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
+        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
+        return self._refusals.get((self.key(backend, None, request), segments), ())
+
+    def result(
+        self, backend: str, path: KernelPath | None, request: Request, rows: Iterable[int] = ()
+    ) -> ProbeResult | None:
+        """Return what a probe showed, or None where none has run, or the path passed it for fewer numbers of rows."""
+        result, seen = self._shown.get(self.key(backend, path, request), (None, frozenset[int]()))
+        # A narrow range proves nothing about a wide one.
+        return result if result is None or result.fault is not None or seen.issuperset(rows) else None
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        """Return why a path may not run on this machine, or None."""
+        barred = self._barred.get(backend)
+        if barred is not None:
+            return barred
+        for part in (path, None):
+            result = self.result(backend, part, request)
+            if result is not None and result.fault is not None:
+                return result.fault
+        return None
+
+    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
+        """Return whether a path has passed its probe for this range of M in requests like this one."""
+        result = self.result(backend, segment.path, request, row_counts(segment.path, segment.m))
+        return result is not None and result.fault is None
+
+
+def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
+    """Return the rows of x that a path is probed with in a range of M.
+
+    These are its ends, an open or far one cut, and those of the path's further rows that lie in it.
+    """
+    low = max(path.m[0], wanted[0])
+    ends = [end for end in (path.m[1], wanted[1]) if end is not None]
+    top = min(ends, default=None)
+    high = low + _OPEN_END_ROWS if top is None else top
+    further = {rows for rows in path.probe_rows if low <= rows and (top is None or rows <= top)}
+    return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))} | further)
+
+
+_books: weakref.WeakKeyDictionary[Registry, ProbeBook] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def probe_book(registry: Registry) -> ProbeBook:
+    """Return what self-probes have shown of a registry's backends in this process."""
+    book = _books.get(registry)
+    if book is None:
+        with _lock:
+            book = _books.setdefault(registry, ProbeBook())
+    return book

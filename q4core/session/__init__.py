@@ -1,0 +1,1 @@
+"""Sessions, and the functions that people call."""

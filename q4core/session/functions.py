@@ -1,0 +1,216 @@
+"""The functions that people type, with the registry's plugins filled in.
+
+Each one delegates: what it does stands in the module that it names.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from q4core import checkpoint
+from q4core import schema as schemas
+from q4core.errors import CheckpointError, SchemaError
+from q4core.plugins.registry import default_registry
+from q4core.policy import Rounding
+from q4core.schema import SIMPLE_DIALECTS
+from q4core.session import quantizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from q4core.checkpoint import Checkpoint
+    from q4core.formats import Format, Packing, ScaleKind
+    from q4core.schema import Dialect, LayerSchema, Problem, Schema
+    from q4core.weight import PackedWeight
+
+__all__ = ["detect", "detect_all", "detect_or_fail", "dialects", "open", "quantize", "save_checkpoint", "validate"]
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """Return every dialect there is: the two simplified ones, then the plugins', by name."""
+    return (*SIMPLE_DIALECTS, *default_registry().dialects())
+
+
+def open(  # noqa: A001  # the contract's name: q4.open(path)
+    path: str | os.PathLike[str],
+    *,
+    dialect: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    copy: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint: a lazy mapping of module name to ``PackedWeight``; ``.dense`` holds the other tensors.
+
+    Tensors are views of the mapped file. A file that is cut short while it is mapped ends the process (SIGBUS): replace
+    files by renaming, or open with ``copy=True`` what others may write into.
+
+    Args:
+        path: A safetensors file, an index of shards, a folder with either, or a file that a plugin reads (GGUF).
+        dialect: Name of the dialect, where keys alone can't tell.
+        config: The model's ``config.json``, taken instead of the one beside the file.
+        options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
+        copy: Read each tensor into memory when it is asked for, and keep no mapping.
+
+    Raises:
+        CheckpointError: The file can't be read, is malformed, or no installed plugin reads it.
+        SchemaError: Something is wrong with the layers, or they are recognised and none can be read.
+        DialectError: The dialect's name, or an option's, is unknown.
+        ConfigError: ``config`` or ``options`` is no mapping.
+    """
+    try:
+        opened = checkpoint.open_checkpoint(
+            path,
+            dialect=dialect,
+            config=config,
+            options=options,
+            copy=copy,
+            readers=default_registry().checkpoint_readers(),
+            dialects=dialects(),
+            plugins=_plugin_states(),
+        )
+    except CheckpointError as error:
+        better = schemas.describe_path(path) if isinstance(path, (str, os.PathLike)) else None
+        if better is None:
+            raise
+        raise better from error
+    try:
+        schemas.require_layers(opened.schema, str(opened.path))
+    except SchemaError:
+        opened.close()
+        raise
+    return opened
+
+
+def save_checkpoint(  # noqa: PLR0913  # one argument per fact
+    path: str | os.PathLike[str],
+    weights: Mapping[str, PackedWeight],
+    *,
+    dialect: str,
+    dense: Mapping[str, torch.Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | None = None,
+    lossy: bool = False,
+) -> Path:
+    """Write weights in a dialect, atomically; see ``checkpoint.save_checkpoint``.
+
+    Args:
+        path: A safetensors file, or a folder for shards and ``config.json``.
+        weights: Module name → weight.
+        dialect: Name of the dialect.
+        dense: Further tensors by name, written as they are.
+        metadata: Header metadata to add.
+        config: The model's ``config.json``, to which the dialect adds its ``quantization_config``.
+        max_shard_bytes: Start a new shard before this size; None writes one file.
+        lossy: Allow a conversion that does not keep every scale level.
+
+    Returns:
+        The file, or the index of the shards.
+
+    Raises:
+        CheckpointError: The file can't be written, or no installed plugin writes it; nothing is left half-written.
+        DialectError: The dialect is unknown, or can't express a weight.
+        WeightError: A scale is not a legal number.
+    """
+    return checkpoint.save_checkpoint(
+        path,
+        weights,
+        dialect=dialect,
+        dense=dense,
+        metadata=metadata,
+        config=config,
+        max_shard_bytes=max_shard_bytes,
+        lossy=lossy,
+        writers=default_registry().checkpoint_writers(),
+        dialects=dialects(),
+        plugins=_plugin_states(),
+    )
+
+
+def _plugin_states() -> dict[str, str]:
+    return {record.name: record.state for record in default_registry().records()}
+
+
+def quantize(  # noqa: PLR0913  # one argument per wish
+    dense: torch.Tensor,
+    format: str | Format,  # noqa: A002  # the contract's name
+    *,
+    block_size: int | None = None,
+    scale_kind: ScaleKind | None = None,
+    packing: Packing | None = None,
+    symmetric: bool = False,
+    name: str | None = None,
+    rounding: Rounding | str = Rounding.NEAREST,
+    seed: int = 0,
+) -> PackedWeight:
+    """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference codec.
+
+    Arguments, result and errors are those of ``quantizer.quantize``.
+    """
+    return quantizer.quantize(
+        dense, format, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name,
+        rounding=rounding, seed=seed, registry=default_registry(),
+    )  # fmt: skip
+
+
+def detect(  # noqa: PLR0913  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    dialect: str | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schema | None:
+    """Return what a mapping of names to tensors holds, in any dialect there is; see ``schema.detect``."""
+    return schemas.detect(
+        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
+    )
+
+
+def detect_all(  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[LayerSchema, ...]:
+    """Return every reading of every layer, in any dialect there is; see ``schema.detect_all``."""
+    return schemas.detect_all(
+        tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
+    )
+
+
+def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    dialect: str | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schema:
+    """Return what a mapping holds, once nothing is wrong with it; see ``schema.detect_or_fail``."""
+    return schemas.detect_or_fail(
+        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
+    )
+
+
+def validate(  # noqa: PLR0913  # the contract's arguments
+    schema: Schema,
+    tensors: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    load: Callable[[str], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Problem, ...]:
+    """Return every problem of a schema over tensors, or () when all is well; see ``schema.validate``."""
+    return schemas.validate(
+        schema, tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
+    )

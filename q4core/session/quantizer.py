@@ -1,0 +1,285 @@
+"""Quantises by a backend's native quantiser that is proven on this machine, else by the reference codec."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core import codec
+from q4core.backend import Reason, ReasonCode, Request
+from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.errors_of_plugins import chained
+from q4core.diagnostics.events import emit, warn_once
+from q4core.errors import (
+    PLUGIN_FAULTS,
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    InputError,
+    LifecycleError,
+    Q4Error,
+    Q4ProbeWarning,
+)
+from q4core.formats import Format, find_format
+from q4core.policy import Rounding
+from q4core.probes.quantizer import call_quantizer, probe_quantizer
+from q4core.selection.probe_results import probe_book
+from q4core.selection.result import ProbeHistory
+from q4core.selection.select import select_backend
+from q4core.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4core.backend import Backend, KernelPath
+    from q4core.formats import Packing, ScaleKind
+    from q4core.plugins.registry import Registry
+    from q4core.selection.result import Rejection, Selection
+
+__all__ = ["Quantizer", "find_quantizer", "quantize", "quantize_request"]
+
+_CACHE_LIMIT = 4096
+_SEEDS = 1 << 31
+
+
+@attrs.frozen
+class Quantizer:
+    """A native quantiser that is proven for one kind of request."""
+
+    backend: Backend
+    path: KernelPath
+    request: Request
+    rounding: Rounding
+
+    def quantize(self, dense: torch.Tensor, seed: int) -> PackedWeight:
+        """Return a dense weight [N, K] of the request, of finite values, in four bits.
+
+        Raises:
+            BackendError: The quantiser failed, or gave something else.
+        """
+        what = f"quantize of backend {self.backend.name!r}"
+        try:
+            packed: object = call_quantizer(self.backend, dense, self.request, self.rounding, seed)
+        except Q4Error:
+            raise
+        except PLUGIN_FAULTS as error:
+            raise BackendError(f"{what} raised {said(error)}") from error
+        if not isinstance(packed, PackedWeight) or packed.shape != tuple(dense.shape):
+            rule, shape = "a PackedWeight of the shape of dense", tuple(dense.shape)
+            raise BackendError(what, name="result", rule=f"{rule} {shape}", value=packed)
+        return packed
+
+
+@attrs.frozen
+class _Rounded(ProbeHistory):
+    """What probes have shown of quantisers for one rounding, and who does not declare it."""
+
+    book: ProbeHistory
+    backends: Mapping[str, Backend]
+    rounding: Rounding
+
+    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
+        return self.book.disqualified(backend, _as_rounded(path, self.rounding), request)
+
+    def failed(self, backend: str) -> tuple[Reason, ...]:
+        if self.rounding in self.backends[backend].capabilities.roundings:
+            return ()
+        return (Reason(ReasonCode.FEATURE, f"rounding {self.rounding.value!r} is not declared"),)
+
+
+def _as_rounded(path: KernelPath, rounding: Rounding) -> KernelPath:
+    """Return the path under which the book keeps what it has shown in one rounding."""
+    return attrs.evolve(path, name=f"{path.name}, {rounding.value}")
+
+
+def quantize(  # noqa: PLR0913  # one argument per wish
+    dense: torch.Tensor,
+    format: str | Format,  # noqa: A002  # the contract's name
+    *,
+    block_size: int | None = None,
+    scale_kind: ScaleKind | None = None,
+    packing: Packing | None = None,
+    symmetric: bool = False,
+    name: str | None = None,
+    rounding: Rounding | str = Rounding.NEAREST,
+    seed: int = 0,
+    registry: Registry,
+) -> PackedWeight:
+    """Return a dense weight in four bits: on a device by a proven native quantiser, else by the reference codec.
+
+    Rounded to nearest, the bytes are the same whoever wrote them. The event ``q4.quantize`` says who did.
+
+    Args:
+        dense: As for ``codec.quantize``.
+        format: Name of the format, or a ``Format``.
+        block_size: As for ``codec.quantize``.
+        scale_kind: As for ``codec.quantize``.
+        packing: As for ``codec.quantize``.
+        symmetric: As for ``codec.quantize``.
+        name: The layer's name, for messages.
+        rounding: By chance only where a backend's quantiser declares it: the reference has none.
+        seed: For rounding by chance, 0 … 2^31 - 1: equal seeds give equal bytes.
+        registry: The plugins to choose among.
+
+    Raises:
+        InputError, FormatError: As ``codec.quantize``; or the seed is not legal.
+        ConfigError: The rounding is unknown.
+        BackendUnavailableError: Nobody rounds by chance here; the rejections say why not.
+        BackendError: The native quantiser failed.
+    """
+    kind = format if isinstance(format, Format) else find_format(format, registry.formats().values())
+    chosen = _rounding(rounding, seed)
+    choices: dict[str, Any] = {
+        "block_size": block_size, "scale_kind": scale_kind, "packing": packing, "symmetric": symmetric,
+    }  # fmt: skip
+    codec.check_dense(dense, name)
+    found: Quantizer | None = None
+    why = "the reference is at home on the CPU"
+    if chosen is not Rounding.NEAREST or dense.device.type != "cpu":
+        try:
+            request = quantize_request(dense, kind, **choices)
+        except Q4Error:
+            codec.quantize(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
+            raise
+        try:
+            found = find_quantizer(registry, request, chosen)
+        except BackendUnavailableError as error:
+            if chosen is not Rounding.NEAREST:
+                raise _nobody_rounds_so(request, chosen, error.rejections) from error.__cause__
+            why = "; ".join(map(str, error.rejections))
+    emit(
+        "q4.quantize",
+        level=logging.INFO,
+        layer=name,
+        format=kind.name,
+        device=str(dense.device),
+        rounding=chosen.value,
+        backend="reference" if found is None else found.backend.name,
+        path=None if found is None else found.path.name,
+        fallback_reason=None if found is not None else why,
+    )
+    if found is None:
+        return codec.quantize(dense, kind, name=name, **choices)
+    if not _is_capturing(dense):  # where nothing can be said of values: they are the caller's to know
+        _require_finite(dense, name)
+    packed = found.quantize(dense.detach(), seed)
+    return packed if name is None else packed.relabelled(name=name)
+
+
+def _rounding(rounding: Rounding | str, seed: int) -> Rounding:
+    try:
+        chosen = Rounding(rounding)
+    except ValueError:
+        legal = ", ".join(repr(member.value) for member in Rounding)
+        raise ConfigError("quantize", name="rounding", rule=f"one of {legal}", value=rounding) from None
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
+        raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
+    return chosen
+
+
+def _nobody_rounds_so(
+    request: Request, rounding: Rounding, rejections: tuple[Rejection, ...]
+) -> BackendUnavailableError:
+    what = f"quantize {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
+    return BackendUnavailableError(
+        what,
+        name="rounding",
+        rule="'nearest', or one that a backend's quantiser declares and may serve here",
+        value=rounding.value,
+        rejections=rejections,
+        hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
+    )
+
+
+def _is_capturing(dense: torch.Tensor) -> bool:
+    return dense.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _require_finite(dense: torch.Tensor, name: str | None) -> None:
+    # The extremes of a tensor with NaN are NaN: one look, and one wait for the device, where all is well.
+    if not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
+        codec.check_finite(dense, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _sample(kind: Format, columns: int, dtype: torch.dtype, choices: tuple[tuple[str, Any], ...]) -> PackedWeight:
+    return codec.quantize(torch.zeros(1, columns, dtype=dtype), kind, **dict(choices))
+
+
+def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) -> Request:  # noqa: A002  # the contract's name
+    """Return what a quantiser is asked: the facts of the weight that the reference codec makes of ``dense``.
+
+    Args:
+        dense: [N, K] on the device.
+        format: Name of the format, or a ``Format``.
+        **choices: As for ``codec.quantize``, other than ``name``.
+
+    Raises:
+        FormatError, InputError: As ``codec.quantize``.
+    """
+    kind = find_format(format)
+    rows, columns = dense.shape
+    block = choices.get("block_size") or kind.block_size
+    sample = _sample(kind, block + columns % block, dense.dtype, tuple(sorted(choices.items())))
+    request = Request.for_weight(sample, device=dense.device, dtype=dense.dtype)
+    return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns)
+
+
+@chained()
+def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> Quantizer:
+    """Return the native quantiser that is best for a request, proven; what is proven stays so in the probe book.
+
+    Args:
+        registry: The plugins to choose among.
+        request: What is asked, of op ``"quantize"``.
+        rounding: How to round.
+
+    Raises:
+        BackendUnavailableError: There is none; ``rejections`` holds every reason.
+        LifecycleError: It would have to be proven inside a CUDA-graph capture.
+    """
+    book = probe_book(registry)
+    while True:
+        selection = _select(registry, request, rounding)
+        backend = registry.backends()[selection.backend]
+        part = _as_rounded(selection.path, rounding)
+        result = book.result(backend.name, part, request)
+        if result is None:
+            if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                hint = "Quantise a weight of this kind once before the capture."
+                raise LifecycleError("quantize", name="quantiser", rule="proven before it is captured", hint=hint)
+            result = probe_quantizer(backend, request, rounding)
+            book.record(backend.name, part, request, result)
+            emit(
+                "q4.probe",
+                level=logging.DEBUG if result.fault is None else logging.ERROR,
+                backend=backend.name,
+                path=part.name,
+                format=request.format.name,
+                device=str(request.device),
+                passed=result.fault is None,
+                microseconds=round(result.microseconds),
+                fault=None if result.fault is None else result.fault.message,
+            )
+        if result.fault is None:
+            return Quantizer(backend, selection.path, request, rounding)
+        message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
+        warn_once((backend.name, part.name, request.format.name), Q4ProbeWarning, message)
+
+
+def _select(registry: Registry, request: Request, rounding: Rounding) -> Selection:
+    book = probe_book(registry)
+    key = ("quantize", book.generation, request, rounding)
+    known: Selection | None = registry.selections.get(key)
+    if known is None:
+        backends = registry.backends()
+        refused, history = registry.refused_backends(), _Rounded(book, backends, rounding)
+        known = select_backend(request, backends, refused=refused, history=history)
+        if len(registry.selections) >= _CACHE_LIMIT:
+            registry.selections.clear()
+        registry.selections[key] = known
+    return known

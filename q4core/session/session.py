@@ -1,0 +1,269 @@
+"""``Session``: a policy plus the layers prepared under it; ``linear`` and ``select`` for the simple things."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.backend import Request
+from q4core.diagnostics.events import bound
+from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.layers.diagnosis import Report
+from q4core.layers.linear import Q4Linear
+from q4core.plugins.registry import Registry, default_registry
+from q4core.policy import SessionConfig, resolve_config
+from q4core.selection.cache import select_for, wished_request
+from q4core.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from q4core.selection.result import Selection
+
+__all__ = ["Session", "default_session", "explain", "linear", "select"]
+
+_numbers = itertools.count(1)
+
+
+class Session:
+    """A policy, and the lifetime of what was prepared under it.
+
+    ``close()`` (or leaving ``with``) gives every byte back and makes later use of its layers a ``LifecycleError``;
+    without it, prepared weights live as long as the layers that use them. Sessions share no mutable state.
+
+    Args:
+        config: What to ask for; unset fields ask the context, the environment and the default, when a layer is made.
+        registry: The plugins to choose among; the process's unless told.
+        name: For logs; ``session-1`` and so on unless told.
+
+    Raises:
+        ConfigError: The configuration, or a ``Q4_*`` variable, is not legal.
+    """
+
+    def __init__(
+        self, config: SessionConfig | None = None, *, registry: Registry | None = None, name: str | None = None
+    ) -> None:
+        self.config = config or SessionConfig()
+        """What was asked for; unset fields are resolved whenever a layer is made."""
+        resolve_config(self.config)  # a wish that is not legal is refused here, not at the first layer
+        self.name = name or f"session-{next(_numbers)}"
+        self._registry = registry
+        self._layers: weakref.WeakValueDictionary[int, Q4Linear] = weakref.WeakValueDictionary()
+        self._made = itertools.count()
+        self._by_weight: weakref.WeakKeyDictionary[PackedWeight, dict[Any, Q4Linear]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins that the session chooses among."""
+        return self._registry or default_registry()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LifecycleError("session", name="session", rule="open", value="closed", hint="Make a new session.")
+
+    def linear(
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        name: str | None = None,
+        m: tuple[int, int | None] = (1, None),
+    ) -> Q4Linear:
+        """Return a layer over ``weight``, prepared and proven.
+
+        Args:
+            weight: The packed weight; once prepared, the layer holds no reference to it.
+            bias: [N] or None.
+            name: For messages and reports; the weight's own unless told.
+            m: Rows of x that must be served: (lowest, highest), None for no upper end.
+
+        Raises:
+            LifecycleError: The session is closed.
+            InputError: ``weight`` is no ``PackedWeight``, or the bias does not fit.
+            BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
+                ``prepare_layer``.
+        """
+        self._require_open()
+        _require_weight("session.linear", weight)
+        with bound(session=self.name):
+            layer = Q4Linear(weight, bias, config=self.config, registry=self._registry, name=name, m=m)
+        return self._adopted(layer)
+
+    def _adopted(self, layer: Q4Linear) -> Q4Linear:
+        """Adopt a layer that was just made here; one that came too late is closed."""
+        try:
+            self.adopt(layer)
+        except LifecycleError:
+            layer.close()
+            raise
+        return layer
+
+    def adopt(self, layer: Q4Linear) -> None:
+        """Let the session report and close a layer that was made elsewhere (a copy, say).
+
+        Raises:
+            LifecycleError: The session is closed.
+        """
+        with self._lock:  # close() takes the layers under the same lock: none slips in behind it
+            self._require_open()
+            self._layers[next(self._made)] = layer
+
+    def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias`` through a layer that is cached as long as ``weight`` lives.
+
+        Raises:
+            As ``linear``, and as ``Q4Linear.forward``.
+        """
+        self._require_open()
+        _require_weight("q4.linear", weight)
+        if not isinstance(x, torch.Tensor):
+            raise InputError("q4.linear", name="x", rule="a tensor", value=type(x).__name__)
+        config = resolve_config(self.config)
+        key = (x.dtype, x.device, config)
+        with self._lock:
+            known = self._by_weight.get(weight)
+            layer = None if known is None else known.get(key)
+        if layer is None:
+            config = attrs.evolve(config, compute_dtype=x.dtype)
+            if config.device in {None, "auto"}:
+                config = attrs.evolve(config, device=str(x.device))
+            with bound(session=self.name):
+                made = Q4Linear(weight, config=config, registry=self._registry)
+            layer = self._adopted(made)
+            with self._lock:
+                layer = self._by_weight.setdefault(weight, {}).setdefault(key, layer)
+        y: torch.Tensor = layer(x) if bias is None else layer.with_bias(x, bias)
+        return y
+
+    def layers(self) -> list[Q4Linear]:
+        """Return the living layers, in the order in which they were made."""
+        with self._lock:
+            return [layer for _, layer in sorted(self._layers.items())]
+
+    def report(self) -> Report:
+        """Return what ran for which M, and why not the others, layer by layer."""
+        self._require_open()
+        return Report([layer.diagnostics() for layer in self.layers() if layer.is_prepared])
+
+    def close(self) -> None:
+        """Give every prepared byte back; closing twice is allowed."""
+        with self._lock:
+            self._closed = True
+            layers = list(self._layers.values())
+            self._by_weight.clear()
+            self._layers.clear()
+        for layer in layers:
+            layer.close()
+
+    def __enter__(self) -> Self:
+        """Return the session."""
+        self._require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the session."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Return state and number of layers."""
+        return f"Session({'closed' if self._closed else 'open'}, {len(self.layers())} layers, {self.config})"
+
+
+def _require_weight(what: str, weight: object) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise InputError(
+            what,
+            name="weight",
+            rule="a PackedWeight",
+            value=type(weight).__name__,
+            hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
+        )
+
+
+_default: Session | None = None
+_default_lock = threading.Lock()
+
+
+def default_session() -> Session:
+    """Return the process's default session, made on first use; a closed one is replaced."""
+    global _default  # noqa: PLW0603  # one per process
+    with _default_lock:
+        if _default is None or _default._closed:  # noqa: SLF001  # own class
+            _default = Session()
+        return _default
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ wᵀ + bias`` in the default session, which caches the prepared weight as long as ``weight`` lives.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16.
+        weight: The packed weight [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [..., N] of x's dtype.
+
+    Raises:
+        InputError: x does not fit the weight.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError: Nothing may serve.
+    """
+    return default_session().apply(x, weight, bias)
+
+
+def select(request: Request, config: SessionConfig | None = None, *, registry: Registry | None = None) -> Selection:
+    """Return which backend and paths would serve a request, and why not the others; nothing is prepared.
+
+    Args:
+        request: What is asked; see ``Request.for_weight``.
+        config: Wishes; unset fields ask the context, the environment and the default. Its device, precision and
+            gradients join the request, as they would for a layer.
+        registry: The plugins to choose among; the process's unless told.
+
+    Raises:
+        ConfigError: ``request`` is no ``Request``, or its device is not there.
+        PolicyConflictError: Request and configuration contradict each other, or an override and its policy do.
+        UnknownBackendError, BackendUnavailableError: See ``select_backend``.
+    """
+    if not isinstance(request, Request):
+        raise ConfigError(
+            "q4.select",
+            name="request",
+            rule="a Request",
+            value=type(request).__name__,
+            hint="Use q4.Request.for_weight(weight).",
+        )
+    resolved = resolve_config(config)
+    return select_for(wished_request(request, resolved), resolved, registry or default_registry())
+
+
+def explain(what: torch.nn.Module | Session) -> Report:
+    """Return the report of every prepared ``Q4Linear`` in a module, or of a session.
+
+    Args:
+        what: A module (a ``Q4Linear`` itself, too) or a ``Session``.
+
+    Raises:
+        InputError: It is neither.
+    """
+    if isinstance(what, Session):
+        return what.report()
+    if not isinstance(what, torch.nn.Module):
+        raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
+    records = []
+    for name, module in what.named_modules():
+        if isinstance(module, Q4Linear) and module.is_prepared:
+            record = module.diagnostics()
+            records.append(attrs.evolve(record, layer=name) if name else record)
+    return Report(records)

@@ -1,0 +1,116 @@
+"""Cut a weight along its rows or its in-features, without touching a code."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.errors import WeightError
+from q4core.formats import BlockOrder, ScaleKind
+from q4core.weight.scales import index_rows
+
+if TYPE_CHECKING:
+    from q4core.weight.packed import PackedWeight
+
+__all__ = ["narrow", "take_rows"]
+
+_ROW_FIELDS = ("qdata", "scale", "offset", "zero")
+
+
+def _cdiv(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _require_row_blocks(weight: PackedWeight, what: str) -> None:
+    if weight.blocks is BlockOrder.FLAT:
+        raise WeightError(
+            weight.label(what),
+            name="blocks",
+            rule="ROW",
+            value=weight.blocks.name,
+            hint="Flat blocks straddle rows; dequantise and quantise again to cut such a weight.",
+        )
+
+
+def narrow(weight: PackedWeight, dim: int, start: int, length: int) -> PackedWeight:
+    """Return rows (``dim=0``) or in-features (``dim=1``) ``start … start + length``; see ``PackedWeight.narrow``."""
+    total = weight.shape[dim] if dim in {0, 1} else 0
+    if start < 0 or length < 1 or start + length > total:
+        raise WeightError(
+            weight.label("narrow"),
+            name="dim, start, length",
+            rule=f"a range inside {weight.shape}",
+            value=(dim, start, length),
+        )
+    _require_row_blocks(weight, "narrow")
+    return _narrow_rows(weight, start, length) if dim == 0 else _narrow_columns(weight, start, length)
+
+
+def take_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+    """Return copies of some rows; see ``PackedWeight.take_rows``."""
+    _require_row_blocks(weight, "take_rows")
+    if rows.dtype != torch.int64 or rows.dim() != 1 or not rows.numel():
+        rule, value = "an int64 vector of at least one row", f"{rows.dtype} {list(rows.shape)}"
+        raise WeightError(weight.label("take_rows"), name="rows", rule=rule, value=value)
+    outside = (rows < 0) | (rows >= weight.out_features)
+    if bool(outside.any()):
+        rule, row = f"in 0 … {weight.out_features - 1}", int(rows[outside][0])
+        raise WeightError(weight.label("take_rows"), name="rows", rule=rule, value=row)
+    return _pick(weight, rows.to(weight.device), rows.numel())
+
+
+def _pick(weight: PackedWeight, rows: slice | torch.Tensor, count: int) -> PackedWeight:
+    """Return the ``count`` rows chosen; double quantisation is resolved for these alone."""
+    changes: dict[str, Any] = {
+        name: index_rows(getattr(weight, name), rows) for name in _ROW_FIELDS if getattr(weight, name) is not None
+    }
+    if weight.global_scale is not None and weight.global_scale.numel() > 1:
+        changes["global_scale"] = weight.global_scale[rows]
+    if weight.scale_kind is ScaleKind.DOUBLE_QUANT:
+        changes.update(scale=weight.resolved_scale(rows), scale_kind=ScaleKind.PLAIN)
+        changes.update(dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset")))
+    return attrs.evolve(weight, out_features=count, **changes)
+
+
+def _narrow_rows(weight: PackedWeight, start: int, length: int) -> PackedWeight:
+    rows = slice(start, start + length)
+    first = start * weight.blocks_per_row
+    if weight.nested_scale is None or first % weight.nested_block_size:
+        return _pick(weight, rows, length)
+    first //= weight.nested_block_size
+    count = _cdiv(length * weight.blocks_per_row, weight.nested_block_size)
+    return attrs.evolve(
+        weight,
+        out_features=length,
+        qdata=weight.qdata[rows],
+        scale=weight.scale[rows],
+        nested_scale=weight.nested_scale[first : first + count],
+    )
+
+
+def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeight:
+    per_byte = weight.packing.codes_per_byte
+    is_grouped = weight.qdata.dim() == 3  # noqa: PLR2004  # [N, G, P]
+    unit = weight.qdata.shape[2] * per_byte if is_grouped else max(weight.packing.group, per_byte)
+    step = math.lcm(weight.block_size, unit)
+    stop = start + length
+    if start % step or (stop % step and stop != weight.in_features) or weight.input_permutation is not None:
+        raise WeightError(
+            weight.label("narrow"),
+            name="start and length",
+            rule=f"multiples of {step} in a weight without input_permutation",
+            value=(start, length),
+        )
+    plain = weight.with_plain_scale() if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight
+    per_unit = 1 if is_grouped else unit // per_byte
+    changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : _cdiv(stop, unit) * per_unit]}
+    blocks = slice(start // weight.block_size, _cdiv(stop, weight.block_size))
+    for name in ("scale", "offset", "zero"):
+        if getattr(plain, name) is not None:
+            changes[name] = getattr(plain, name)[:, blocks]
+    if plain.input_channel_scale is not None:
+        changes["input_channel_scale"] = plain.input_channel_scale[start:stop]
+    return attrs.evolve(plain, in_features=length, **changes)
