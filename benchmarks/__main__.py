@@ -1,6 +1,6 @@
 """Run every benchmark, or those named, with options last.
 
-There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory] [precision] [certify]``.
+There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory] [precision] [certify] [waiting]``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import certify, cpu, generate, memory, overhead, precision, threads
+from benchmarks import certify, cpu, generate, memory, overhead, precision, threads, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "memory": memory.main,
     "precision": precision.main,
     "certify": certify.main,
+    "waiting": waiting.main,
 }
 
 

@@ -20,7 +20,7 @@ def main() -> int:
         0 when all went well, 1 when nothing here can serve, 2 for bad input or usage, 70 for a fault of the program,
         130 after Ctrl-C, 141 when the reader of the output went away.
     """
-    # Threads that spin while they wait take the cores from whatever else runs: results/wait-policy.json.
+    # Threads that spin while they wait take the cores from whatever else runs: results/waiting.json.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)

@@ -47,17 +47,8 @@ Dialect = Annotated[
     typer.Option("--dialect", metavar="NAME", help="How to read keys that several dialects use."),
 ]
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-}
 _LONG_NAMES = ("float32", "bfloat16", "float16")
+_SHORT_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp32": "float32", "fp16": "float16"}
 _MOST = 1 << 31
 
 
@@ -90,8 +81,10 @@ def parse_dtype(text: str) -> torch.dtype:
         ConfigError: It is none of the three.
     """
     name = text.strip().lower().removeprefix("torch.")
-    if name in _DTYPES:
-        return _DTYPES[name]
+    name = _SHORT_NAMES.get(name, name)
+    if name in _LONG_NAMES:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     close = closest_name(name, _LONG_NAMES)
     hint = f"Did you mean {close!r}?" if close else None
     raise q4.ConfigError("option", name="--dtype", rule=f"one of {', '.join(_LONG_NAMES)}", value=text, hint=hint)

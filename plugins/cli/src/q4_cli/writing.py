@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -114,51 +113,34 @@ class Target:
         max_shard_bytes: int | None,
         lossy: bool = False,
     ) -> None:
-        """Write everything, with the small files of a model folder; nothing is left when that fails.
+        """Write everything, with the small files of a model folder; nothing new is left when that fails.
 
         Raises:
             CheckpointError, DialectError, WeightError: See ``q4core.save_checkpoint``.
         """
         home = source.path if source.path.is_dir() else source.path.parent
         with contextlib.ExitStack() as stack:
-            config: Mapping[str, Any] | None = None
-            staged: list[tuple[Path, Path]] = []
-            if self.is_folder:
-                config = _read_config(home)
-                try:
-                    self._make(stack)
-                    staged = [self._stage(item, stack) for item in _companions(home)]
-                except OSError as error:
-                    rule, reason = "a folder that can be written", error.strerror or str(error)
-                    raise q4.CheckpointError(
-                        "output", name="OUT", rule=rule, value=reason, where=str(self.path)
-                    ) from error
+            if self.is_folder and not self.existed:
+                stack.callback(shutil.rmtree, self.path, ignore_errors=True)
+            try:
+                if self.is_folder:
+                    self.path.mkdir(exist_ok=True)
+                    for item in _companions(home):
+                        shutil.copyfile(item, self.path / item.name)
+            except OSError as error:
+                rule, reason = "a folder that can be written", error.strerror or str(error)
+                raise q4.CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
             q4.save_checkpoint(
                 self.path,
                 weights,
                 dialect=dialect,
                 dense=dense,
                 metadata=_own_metadata(source),
-                config=config,
+                config=_read_config(home) if self.is_folder else None,
                 max_shard_bytes=max_shard_bytes,
                 lossy=lossy,
             )
-            for temporary, final in staged:
-                temporary.replace(final)
             stack.pop_all()
-
-    def _make(self, stack: contextlib.ExitStack) -> None:
-        """Make the folder where it is not there; it goes again when something fails."""
-        if not self.existed:
-            self.path.mkdir()
-            stack.callback(shutil.rmtree, self.path, ignore_errors=True)
-
-    def _stage(self, item: Path, stack: contextlib.ExitStack) -> tuple[Path, Path]:
-        """Copy a file under a temporary name."""
-        temporary = self.path / f".q4core-{os.getpid()}-{item.name}.tmp"
-        stack.callback(temporary.unlink, missing_ok=True)
-        shutil.copyfile(item, temporary)
-        return temporary, self.path / item.name
 
 
 def _companions(home: Path) -> list[Path]:
