@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import q4core as q4
-from q4core import checkpoint, schema
+from q4core import schema
 from q4core.session import quantizer
 
 if TYPE_CHECKING:
@@ -19,12 +19,10 @@ STAND_FOR: dict[str, Callable[..., Any]] = {
     "detect": schema.detect,
     "detect_all": schema.detect_all,
     "detect_or_fail": schema.detect_or_fail,
-    "open": checkpoint.open_checkpoint,
     "quantize": quantizer.quantize,
-    "save_checkpoint": checkpoint.save_checkpoint,
     "validate": schema.validate,
 }
-PLUGINS = {"dialects", "plugins", "readers", "registry", "writers"}
+PLUGINS = {"dialects", "registry"}
 
 
 def _arguments(function: Callable[..., Any]) -> list[tuple[str, object, object]]:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.checkpoint import open_checkpoint
+from q4core.checkpoint import open_by
 from q4core.schema import Schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -71,6 +71,13 @@ class FakeSource:
     def close(self) -> None:
         """Count."""
         self.reader.closed += 1
+
+
+def open_checkpoint(
+    path: Path, readers: Sequence[Any] = (), *, plugins: Mapping[str, str] | None = None, **request: Any
+) -> q4.Checkpoint:
+    """Open a file by readers that are given."""
+    return open_by(readers, path, q4.OpenRequest(**request), plugins or {})
 
 
 @pytest.fixture

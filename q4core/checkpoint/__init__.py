@@ -2,7 +2,8 @@
 
 from q4core.checkpoint.contract import CheckpointReader, CheckpointSource, CheckpointWriter, OpenRequest, SaveRequest
 from q4core.checkpoint.opened import Checkpoint, DenseTensors
-from q4core.checkpoint.opening import open_by, open_checkpoint, save_checkpoint
+from q4core.checkpoint.opening import open_by
+from q4core.checkpoint.saving import save_by
 
 __all__ = [
     "Checkpoint",
@@ -13,6 +14,5 @@ __all__ = [
     "OpenRequest",
     "SaveRequest",
     "open_by",
-    "open_checkpoint",
-    "save_checkpoint",
+    "save_by",
 ]

@@ -33,7 +33,7 @@ class OpenRequest:
     dialects: tuple[Dialect, ...] = ()
     dialect: str | None = None
     config: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = attrs.field(factory=dict)
+    options: Mapping[str, Any] | None = None
     copy: bool = False
 
 

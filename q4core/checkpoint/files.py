@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from q4core.errors import CheckpointError
@@ -13,7 +15,16 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-__all__ = ["is_there", "open_regular", "parse_json", "read_config", "read_object", "require_regular", "unreadable"]
+__all__ = [
+    "is_there",
+    "map_privately",
+    "open_regular",
+    "parse_json",
+    "read_config",
+    "read_object",
+    "require_regular",
+    "unreadable",
+]
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -24,6 +35,7 @@ _KINDS = {
 }
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _MAX_JSON_BYTES = 200_000_000
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def require_regular(path: Path, *, or_folder: bool = False) -> None:
@@ -63,6 +75,20 @@ def open_regular(path: Path) -> BinaryIO:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def map_privately(file: BinaryIO) -> mmap.mmap:
+    """Map a file: reading costs page cache alone, and writing into the mapping never reaches the file.
+
+    Raises:
+        OSError: The system won't map it.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    # torch wants writable memory. Without MAP_NORESERVE the kernel counts a private writable mapping as if all of it
+    # were going to be written, and refuses a file larger than the machine's memory.
+    flags = mmap.MAP_PRIVATE | _NO_RESERVE
+    return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def is_there(path: Path) -> bool:

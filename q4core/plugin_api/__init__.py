@@ -5,6 +5,7 @@ A plugin imports the names of ``q4core`` and of this module, and nothing else of
 
 from q4core.checkpoint.files import (
     is_there,
+    map_privately,
     open_regular,
     parse_json,
     read_config,
@@ -34,6 +35,7 @@ __all__ = [
     "find_dialect",
     "find_layers",
     "is_there",
+    "map_privately",
     "open_regular",
     "parse_json",
     "plugin_of_command",

@@ -45,8 +45,10 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
 ) -> Checkpoint:
     """Open a checkpoint: a lazy mapping of module name to ``PackedWeight``; ``.dense`` holds the other tensors.
 
-    Tensors are views of the mapped file. A file that is cut short while it is mapped ends the process (SIGBUS): replace
-    files by renaming, or open with ``copy=True`` what others may write into.
+    Headers and small side tensors are read, and every layer is checked by names, shapes and dtypes; a layer's numbers
+    are read, and checked, when the layer is asked for. Tensors are views of the mapped file. A file that is cut short
+    while it is mapped ends the process (SIGBUS): replace files by renaming, or open with ``copy=True`` what others may
+    write into.
 
     Args:
         path: A safetensors file, an index of shards, a folder with either, or a file that a plugin reads (GGUF).
@@ -61,17 +63,11 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
         DialectError: The dialect's name, or an option's, is unknown.
         ConfigError: ``config`` or ``options`` is no mapping.
     """
+    request = checkpoint.OpenRequest(
+        dialects=dialects(), dialect=dialect, config=config, options=options, copy=bool(copy)
+    )
     try:
-        opened = checkpoint.open_checkpoint(
-            path,
-            dialect=dialect,
-            config=config,
-            options=options,
-            copy=copy,
-            readers=default_registry().checkpoint_readers(),
-            dialects=dialects(),
-            plugins=_plugin_states(),
-        )
+        opened = checkpoint.open_by(default_registry().checkpoint_readers(), path, request, _plugin_states())
     except CheckpointError as error:
         better = schemas.describe_path(path) if isinstance(path, (str, os.PathLike)) else None
         if better is None:
@@ -96,39 +92,36 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     max_shard_bytes: int | None = None,
     lossy: bool = False,
 ) -> Path:
-    """Write weights in a dialect, atomically; see ``checkpoint.save_checkpoint``.
+    """Write packed weights, and other tensors, as a checkpoint in one dialect.
+
+    Weights and tensors are taken from their mappings one at a time, so that lazy mappings never hold more than one.
+    Whatever was at ``path`` stays until the new checkpoint is on the disk as a whole, and then gives way to it.
 
     Args:
-        path: A safetensors file, or a folder for shards and ``config.json``.
-        weights: Module name → weight.
+        path: A file (``….safetensors``), or a folder, which also gets an entry in ``config.json`` where the dialect's
+            own readers look for one.
+        weights: Module → weight.
         dialect: Name of the dialect.
-        dense: Further tensors by name, written as they are.
-        metadata: Header metadata to add.
-        config: The model's ``config.json``, to which the dialect adds its ``quantization_config``.
-        max_shard_bytes: Start a new shard before this size; None writes one file.
-        lossy: Allow a conversion that does not keep every scale level.
+        dense: Name → tensor for everything else.
+        metadata: Further header metadata, text by key; the dialect's own entries come before it.
+        config: The model's ``config.json``, for a folder; None keeps the one that is there.
+        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder. None writes one file.
+        lossy: Allow what can't be expressed exactly to be rounded or left out.
 
     Returns:
         The file, or the index of the shards.
 
     Raises:
-        CheckpointError: The file can't be written, or no installed plugin writes it; nothing is left half-written.
-        DialectError: The dialect is unknown, or can't express a weight.
-        WeightError: A scale is not a legal number.
+        CheckpointError: An argument is not what it must be, names collide, the files can't be written, or no installed
+            plugin writes such. Nothing has changed then.
+        DialectError: The dialect is unknown, or can't express a weight; the message names what.
+        WeightError: A weight holds illegal numbers.
     """
-    return checkpoint.save_checkpoint(
-        path,
-        weights,
-        dialect=dialect,
-        dense=dense,
-        metadata=metadata,
-        config=config,
-        max_shard_bytes=max_shard_bytes,
-        lossy=lossy,
-        writers=default_registry().checkpoint_writers(),
-        dialects=dialects(),
-        plugins=_plugin_states(),
-    )
+    request = checkpoint.SaveRequest(
+        dialect=dialect, dialects=dialects(), dense=dense, metadata=metadata, config=config,
+        max_shard_bytes=max_shard_bytes, lossy=lossy,
+    )  # fmt: skip
+    return checkpoint.save_by(default_registry().checkpoint_writers(), path, weights, request, _plugin_states())
 
 
 def _plugin_states() -> dict[str, str]:

@@ -119,7 +119,7 @@ class GgufReader:
             CheckpointError: It is malformed; the message names file, key, rule and value.
             DialectError: An option was given; this reader has none.
         """
-        for option in request.options:
+        for option in request.options or ():
             raise DialectError("options", name="option", rule="none for a GGUF file", value=option, where=str(path))
         return GgufSource(path, copy=request.copy)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
 from q4core import CheckpointError, PackedWeight, find_format
-from q4core.plugin_api import open_regular, unreadable
+from q4core.plugin_api import map_privately, open_regular, unreadable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["dense_tensor", "map_file", "packed_weight"]
 
 _SMALLEST_HEADER_BYTES = 24
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def map_file(path: Path, *, copy: bool = False) -> mmap.mmap:
@@ -50,12 +48,7 @@ def map_file(path: Path, *, copy: bool = False) -> mmap.mmap:
                 memory = mmap.mmap(-1, size)
                 file.readinto(memory)  # type: ignore[attr-defined]  # a buffered file has it
                 return memory
-            if not hasattr(mmap, "MAP_PRIVATE"):
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            # torch wants writable memory. Without MAP_NORESERVE a private writable mapping is counted as if all of it
-            # were going to be written, and a file larger than the machine's memory could not be mapped.
-            flags = mmap.MAP_PRIVATE | _NO_RESERVE
-            return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return map_privately(file)
     except OSError as error:
         raise unreadable(path, error) from error
 

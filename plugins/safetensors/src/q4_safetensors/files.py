@@ -31,7 +31,6 @@ class FileSet:
     """The mapped files of one checkpoint, their tensors by name and their merged metadata."""
 
     path: Path
-    files: tuple[MappedFile, ...]
     homes: Mapping[str, MappedFile]
     infos: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -42,7 +41,7 @@ class FileSet:
 
     def close(self) -> None:
         """Let go of every file."""
-        for file in self.files:
+        for file in set(self.homes.values()):
             file.close()
 
 
@@ -84,7 +83,7 @@ def find_files(path: Path, *, copy: bool = False) -> FileSet:
     if target.name.endswith(".json"):
         return _sharded(target, read_index(target), copy=copy)
     file = MappedFile(target, copy=copy)
-    return FileSet(target, (file,), dict.fromkeys(file.infos, file), file.infos, file.metadata)
+    return FileSet(target, dict.fromkeys(file.infos, file), file.infos, file.metadata)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -130,7 +129,7 @@ def _sharded(index: Path, shards: Mapping[str, str], *, copy: bool) -> FileSet:
         if name not in homes:
             _fail(index, f"weight_map[{name!r}]", "the shard that holds the tensor", shard)
     infos = {name: file.infos[name] for name, file in homes.items()}
-    return FileSet(index, tuple(files.values()), homes, infos, _merge(index, files))
+    return FileSet(index, homes, infos, _merge(index, files))
 
 
 def _merge(index: Path, files: Mapping[str, MappedFile]) -> dict[str, str]:

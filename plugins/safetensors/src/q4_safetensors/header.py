@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, TensorSpec, safe_open
 
 from q4core import CheckpointError, TensorInfo
 from q4core.plugin_api import open_regular, parse_json, unreadable
@@ -26,27 +26,12 @@ _LENGTH_BYTES = 8
 _MAX_RANK = 64
 _MAX_NUMEL = 2**56  # also of shapes that a size of 0 makes empty: torch multiplies the sizes into strides
 _HALF_BYTES = "F4"
+_PLAIN = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "float4_e2m1fn_x2", "float8_e4m3fn")
+_FLOAT8 = ("float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    _HALF_BYTES: torch.float4_e2m1fn_x2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
+    TensorSpec(dtype=name, shape=(0,), data_ptr=0, data_len=0).dtype: getattr(torch, name)
+    for name in (*_PLAIN, *_FLOATS, *_FLOAT8)
 }
 """The format's names of the dtypes that torch has."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,17 +10,16 @@ from safetensors import SafetensorError
 
 from q4_safetensors.header import read_header
 from q4core import CheckpointError
-from q4core.plugin_api import open_regular, unreadable
+from q4core.plugin_api import map_privately, open_regular, unreadable
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Mapping
     from pathlib import Path
 
     from q4core import TensorInfo
 
-__all__ = ["MappedFile", "map_file"]
-
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+__all__ = ["MappedFile"]
 
 
 class MappedFile:
@@ -87,17 +84,7 @@ class MappedFile:
                             value=size,
                             where=str(self.path),
                         )
-                    self._map = map_file(file.fileno())
+                    self._map = map_privately(file)
             except OSError as error:
                 raise unreadable(self.path, error) from error
         return self._map
-
-
-def map_file(descriptor: int) -> mmap.mmap:
-    """Map a file privately."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    # torch wants writable memory. Without MAP_NORESERVE the kernel counts a private writable mapping as if all of it
-    # were going to be written, and refuses a file larger than the machine's memory.
-    flags = mmap.MAP_PRIVATE | _NO_RESERVE
-    return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -14,9 +14,9 @@ import torch
 from safetensors import TensorSpec, serialize_file
 
 from q4_safetensors.header import DTYPES
-from q4_safetensors.mapped import map_file
 from q4_safetensors.staging import sync
 from q4core import CheckpointError, TensorInfo
+from q4core.plugin_api import map_privately
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 __all__ = ["Shard"]
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @attrs.frozen
@@ -60,24 +58,20 @@ class Shard:
         """Append one tensor.
 
         Raises:
-            CheckpointError: The name is taken or not legal, or the dtype has no name in the format.
+            CheckpointError: The dtype has no name in the format.
             OSError: The disk is full.
         """
-        if tensor.dtype not in _NAMES or tensor.is_meta or tensor.layout is not torch.strided:
+        if tensor.dtype not in DTYPES.values() or tensor.is_meta or tensor.layout is not torch.strided:
             raise CheckpointError(
                 "save_checkpoint",
                 name=name,
                 rule=f"a strided tensor with data, of a dtype of the format ({', '.join(DTYPES)})",
                 value=f"{tensor.dtype}, {tensor.layout}, {tensor.device}",
             )
-        if name in self._kept or name in {"", "__metadata__"}:
-            raise CheckpointError("save_checkpoint", name="tensor name", rule="legal and there once", value=name)
-        if self._data is None:
-            raise CheckpointError("save_checkpoint", name="shard", rule="unfinished", value="finished")
         whole = tensor.detach().to("cpu").contiguous()
         self._kept[name] = _Kept(TensorInfo(whole.dtype, whole.shape), self.nbytes)
         size = whole.numel() * whole.element_size()
-        if size:
+        if size and self._data is not None:
             # The bytes of the tensor as they lie in memory; torch offers no buffer.
             self._data.write(memoryview((ctypes.c_char * size).from_address(whole.data_ptr())))
         self.nbytes += size
@@ -87,7 +81,7 @@ class Shard:
         if self._data is None:
             return
         self._data.flush()
-        mapping = map_file(self._data.fileno()) if self.nbytes else bytearray(1)
+        mapping = map_privately(self._data) if self.nbytes else bytearray(1)
         base = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping, and tells where it lies
         tensors = {
             name: TensorSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 
@@ -11,24 +11,19 @@ from q4_safetensors.files import INDEX_SUFFIX, SUFFIX, read_index
 from q4core import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["INDEX", "SINGLE", "Target", "is_target"]
+    from q4core import SaveRequest
+
+__all__ = ["FOREIGN_SUFFIXES", "INDEX", "SINGLE", "Target"]
 
 _STEM = "model"
 SINGLE = f"{_STEM}{SUFFIX}"
 """Name of a folder's only file of tensors."""
 INDEX = f"{_STEM}{INDEX_SUFFIX}"
 """Name of the index of a folder's shards."""
-_FILE_SUFFIXES = frozenset({".gguf", ".bin", ".pt", ".pth", ".json", ".st", ".npz"})
-
-
-def is_target(path: Path) -> bool:
-    """Return whether a path is a safetensors file's or a folder's, by its name or by what is there."""
-    if path.is_dir() or path.name.endswith(SUFFIX):
-        return True
-    return path.suffix not in _FILE_SUFFIXES and not path.exists()
+FOREIGN_SUFFIXES = frozenset({".gguf", ".bin", ".pt", ".pth", ".json", ".st", ".npz"})  # no folder's
 
 
 @attrs.frozen
@@ -37,27 +32,26 @@ class Target:
 
     folder: Path
     file: Path | None
-    config: Mapping[str, Any] | None
-    max_shard_bytes: int | None
 
     @classmethod
-    def at(cls, path: Path, *, config: Mapping[str, Any] | None, max_shard_bytes: int | None) -> Target:
+    def of(cls, path: Path, request: SaveRequest) -> Target:
         """Return what a path means.
 
         Raises:
-            CheckpointError: An argument is not legal, or fits a folder only.
+            CheckpointError: ``max_shard_bytes`` is not legal, or an argument fits a folder only.
         """
 
         def fail(name: str, rule: str, value: object) -> NoReturn:
             raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, where=str(path))
 
-        if max_shard_bytes is not None and not (isinstance(max_shard_bytes, int) and max_shard_bytes > 0):
-            fail("max_shard_bytes", "a positive integer", max_shard_bytes)
+        limit = request.max_shard_bytes
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            fail("max_shard_bytes", "a positive integer", limit)
         if path.is_dir() or not path.name.endswith(SUFFIX):
-            return cls(path, None, config, max_shard_bytes)
-        if config is not None or max_shard_bytes is not None:
+            return cls(path, None)
+        if request.config is not None or limit is not None:
             fail("path", "a folder, where config or max_shard_bytes is given", path.name)
-        return cls(path.parent, path, None, None)
+        return cls(path.parent, path)
 
     def members(self) -> Iterator[Path]:
         """Yield the files of the checkpoint that the folder holds under the usual names."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from safetensors import SafetensorError
 
-from q4_safetensors.arguments import checked_tensor, checked_weight, require_config, require_names, require_texts
+from q4_safetensors.files import SUFFIX
 from q4_safetensors.shard import Shard
 from q4_safetensors.staging import Staging, sync
-from q4_safetensors.target import INDEX, SINGLE, Target, is_target
+from q4_safetensors.target import FOREIGN_SUFFIXES, INDEX, SINGLE, Target
 from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec
 from q4core.plugin_api import DIALECT_KEY, find_dialect, find_layers, read_object
 
@@ -35,7 +35,8 @@ class SafetensorsWriter:
 
     def accepts(self, path: Path) -> bool:
         """Return whether a path is a safetensors file's or a folder's, by its name or by what is there."""
-        return is_target(path)
+        is_known = path.is_dir() or path.name.endswith(SUFFIX)
+        return is_known or (path.suffix not in FOREIGN_SUFFIXES and not path.exists())
 
     def write(self, path: Path, weights: Mapping[str, PackedWeight], request: SaveRequest) -> Path:
         """Write a checkpoint, all of it or nothing; see ``q4core.save_checkpoint``.
@@ -46,18 +47,14 @@ class SafetensorsWriter:
             CheckpointError: An argument is not what it must be, names collide, or the files can't be written.
         """
         dense = request.dense or {}
-        for argument, given in (("weights", weights), ("dense", dense)):
-            require_names(argument, given)
-        require_texts("metadata", request.metadata or {})
-        require_config(request.config or {})
         writer: _Writer | None = None
         try:
-            target = Target.at(path, config=request.config, max_shard_bytes=request.max_shard_bytes)
+            target = Target.of(path, request)
             writer = _Writer(target, find_dialect(request.dialect, request.dialects), request)
             for module in weights:
-                writer.add_layer(module, checked_weight(module, weights[module]))
+                writer.add_layer(module, weights[module])
             for name in dense:
-                writer.add_dense(name, checked_tensor(name, dense[name]))
+                writer.add_dense(name, dense[name])
             writer.finish()
             return writer.publish()
         except (OSError, SafetensorError) as error:
@@ -119,7 +116,7 @@ class _Writer:
 
     def _shard_for(self, nbytes: int) -> tuple[Shard, dict[str, WrittenLayer], list[str]]:
         """Return the shard that takes so many bytes: the current one, unless that would grow too large."""
-        limit = self._target.max_shard_bytes
+        limit = self._request.max_shard_bytes
         if self._shards:
             current = self._shards[-1][0]
             if limit is None or not current.infos or current.nbytes + nbytes <= limit:
@@ -133,8 +130,8 @@ class _Writer:
         return self._shards[-1]
 
     def _claim(self, name: str) -> None:
-        if name in self._homes:
-            raise CheckpointError("save_checkpoint", name="tensor name", rule="there once", value=name)
+        if name in self._homes or name == "__metadata__":
+            raise CheckpointError("save_checkpoint", name="tensor name", rule="legal and there once", value=name)
         self._homes[name] = len(self._shards) - 1
 
     def _finish_shard(self, part: tuple[Shard, dict[str, WrittenLayer], list[str]]) -> None:
@@ -202,7 +199,7 @@ class _Writer:
         if self._target.file is not None:
             return None
         path = self._target.folder / "config.json"
-        given = self._target.config
+        given = self._request.config
         base = dict(given) if given is not None else read_object(path, "config.json") if path.is_file() else {}
         base.pop("quantization_config", None)
         infos = self._infos()

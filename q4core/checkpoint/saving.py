@@ -1,0 +1,136 @@
+"""Saving a checkpoint by the one writer that takes its path, with arguments checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+
+from q4core.checkpoint.opening import way_to
+from q4core.errors import CheckpointError
+from q4core.weight import PackedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from q4core.checkpoint.contract import CheckpointWriter, SaveRequest
+
+__all__ = ["save_by"]
+
+_TEXT = "a text that UTF-8 has"
+
+
+def save_by(
+    writers: Iterable[CheckpointWriter], path: object, weights: object, request: SaveRequest, plugins: Mapping[str, str]
+) -> Path:
+    """Save a checkpoint by the one writer that takes its path, and return what opens it.
+
+    Args:
+        writers: The writers to choose from.
+        path: A file or a folder.
+        weights: Module → weight.
+        request: What else, and how.
+        plugins: Name → state of the plugins there are, for the hint of an error.
+
+    Raises:
+        CheckpointError, DialectError, WeightError: As ``q4core.save_checkpoint``.
+    """
+    target = _checked_path(path)
+    for name, text in _named("metadata", request.metadata).items():
+        if not _is_text(text):
+            _fail(f"metadata[{name!r}]", _TEXT, text)
+    _require_json(request.config)
+    if weights is None:
+        _fail("weights", "a mapping", weights)
+    checked = _Checked("weights", _named("weights", weights), PackedWeight)
+    dense = _Checked("dense", _named("dense", request.dense), torch.Tensor)
+    known = tuple(writers)
+    try:
+        fitting = [writer for writer in known if writer.accepts(target)]
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(
+            "save_checkpoint", name="file", rule="writable", value=reason, where=str(target)
+        ) from error
+    if len(fitting) == 1:
+        return fitting[0].write(target, checked, attrs.evolve(request, dense=dense))
+    names = ", ".join(writer.name for writer in fitting or known)
+    raise CheckpointError(
+        "save_checkpoint",
+        name="path",
+        rule="a file or folder that exactly one installed writer takes",
+        value=names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed",
+        where=str(target),
+        hint="Name a folder, or a file that ends in .safetensors." if known else way_to("safetensors", plugins),
+    )
+
+
+class _Checked(Mapping[str, Any]):
+    """A mapping, lazy or not, whose items are checked as they are taken."""
+
+    def __init__(self, argument: str, given: Mapping[str, Any], kind: type) -> None:
+        self._argument = argument
+        self._given = given
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._given[name]
+        if not isinstance(value, self._kind):
+            hint = " (q4.quantize makes one; other tensors belong in dense=)" if isinstance(value, torch.Tensor) else ""
+            shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+            _fail(f"{self._argument}[{name!r}]", f"a {self._kind.__name__}{hint}", shown)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+def _fail(name: str, rule: str, value: object) -> NoReturn:
+    raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, hint="Nothing was written.")
+
+
+def _checked_path(path: object) -> Path:
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]  # what it raises for other things is the question
+        if isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return Path(text)
+    except (TypeError, UnicodeEncodeError):
+        pass
+    _fail("path", "a path", path)
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value is a text that UTF-8 has, as a header is written in it; lone surrogates are none."""
+    try:
+        return isinstance(value, str) and value.encode("utf-8") is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _named(argument: str, given: object) -> Mapping[str, Any]:
+    """Return a mapping whose names a header can hold; an empty one for None."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        _fail(argument, "a mapping", given)
+    for name in given:
+        if not name or not _is_text(name):
+            _fail(argument, f"keyed by names, each {_TEXT} and not empty", name)
+    return given
+
+
+def _require_json(config: object) -> None:
+    if config is not None and not isinstance(config, Mapping):
+        _fail("config", "a mapping", config)
+    try:
+        json.dumps(dict(config or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        _fail("config", "what JSON can hold", str(error))
