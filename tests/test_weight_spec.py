@@ -18,7 +18,6 @@ def test_round_trip_through_json(format_: str) -> None:
     again = q4.WeightSpec.from_json(spec.to_json())
     assert again == spec
     assert hash(again) == hash(spec)
-    assert again.differences(spec) == {}
     built = again.build([tensor for _, tensor in weight.tensors()])
     assert torch.equal(q4.dequantize(built), q4.dequantize(weight))
 

@@ -13,7 +13,7 @@ from q4core.formats import BlockOrder, Format, NibbleOrder, Packing, ScaleKind, 
 from q4core.weight.packed import TENSOR_FIELDS, PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["WeightSpec"]
 
@@ -121,20 +121,5 @@ class WeightSpec:
                 "weight spec", name="spec", rule="the JSON that q4core writes", value=text, where=where
             ) from error
 
-    def differences(self, other: WeightSpec) -> Mapping[str, tuple[object, object]]:
-        """Return field → (own value, other's value) wherever the two differ."""
-        names = [*_PLAIN_FIELDS, "fields"]
-        return {n: (getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n)}
 
-
-_PLAIN_FIELDS = (
-    "format",
-    "out_features",
-    "in_features",
-    "block_size",
-    "scale_kind",
-    "packing",
-    "blocks",
-    "nested_block_size",
-    "dtype",
-)
+_PLAIN_FIELDS = tuple(field.name for field in attrs.fields(WeightSpec) if field.name != "fields")
