@@ -131,7 +131,7 @@ def _check_call(
         LifecycleError, FormatError, ConfigError, UnknownBackendError, PolicyConflictError: One of session, format and
             block size, or the session's wishes.
     """
-    owner.report()  # a closed session says so
+    owner.__enter__()  # only looks whether the session is open
     kind = find_format(format, default_registry().formats().values())
     is_legal = isinstance(block_size, int) and block_size in kind.block_sizes
     columns = block_size if is_legal and block_size is not None else kind.block_size
