@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from benchmark_results import SHAPE, decode_stage, prefill_stage
+from matplotlib.text import Text
 
 import q4core as q4
 from benchmarks import __main__ as command
@@ -176,7 +177,7 @@ def test_a_measured_run_writes_its_file_and_pictures(
     assert "written: " in capsys.readouterr().out
 
 
-STORED = {
+STORED: dict[str, tuple[str, Callable[[dict[str, Any], Path], Path | None]]] = {
     "decode-2": ("cpu-avx512", lambda result, path: decode_picture.draw(result, 2, path)),
     "decode-1": ("cpu-avx2", lambda result, path: decode_picture.draw(result, 1, path)),
     "prefill": ("cpu-avx512", prefill_picture.draw),
@@ -197,7 +198,7 @@ def test_pictures_say_where_when_and_which_way_is_better(
     result = json.loads((record.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     draw(result, tmp_path / "a.png")
     (figure,) = figures
-    texts = [item.get_text() for item in figure.findobj(style.mpl.text.Text)]
+    texts = [item.get_text() for item in figure.findobj(Text)]
     facts = result["environment"]
     assert any(facts["machine"]["processor"] in text and facts["date"][:10] in text for text in texts)
     assert any("more is better" in text or "less is better" in text for text in texts)
