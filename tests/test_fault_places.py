@@ -16,7 +16,7 @@ import torch
 from fakes import FakeBackend, registry
 
 import q4core as q4
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import forget_warnings, observe, unobserve
 from q4core.session import quantizer
 
@@ -77,7 +77,7 @@ def test_a_fault_is_told_with_its_place_in_the_authors_code(kernels: Any, functi
     """File, line and function of the innermost frame that is not the core's, torch's or the standard library's."""
     with pytest.raises((IndexError, RuntimeError, q4.FormatError, json.JSONDecodeError)) as caught:
         getattr(kernels, function)(None)
-    told = said(caught.value)
+    told = describe_exception(caught.value)
     assert (
         told == f"{type(caught.value).__name__}: {caught.value} (in q4_stranger/native/kernels.py:{line}, {function})"
     )
@@ -87,11 +87,11 @@ def test_a_place_names_no_directory_of_the_machine(kernels: Any, tmp_path: Path)
     """A package's own file is told with its name, a module's that stands alone without its folder's."""
     with pytest.raises(ValueError, match="at the top") as caught:
         sys.modules["q4_stranger"].first(None)
-    assert said(caught.value).endswith("(in q4_stranger/__init__.py:2, first)")
+    assert describe_exception(caught.value).endswith("(in q4_stranger/__init__.py:2, first)")
     (tmp_path / "q4_alone.py").write_text("raise OSError('no')")
     with pytest.raises(OSError, match="no") as alone:
         import q4_alone  # type: ignore[import-not-found]  # noqa: F401, PLC0415  # written above
-    assert said(alone.value) == "OSError: no (in q4_alone.py:1, <module>)"
+    assert describe_exception(alone.value) == "OSError: no (in q4_alone.py:1, <module>)"
 
 
 def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
@@ -101,8 +101,8 @@ def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    assert said(KeyError("x")) == "KeyError: 'x'"
-    assert said(Mute()) == "Mute, whose text raises RuntimeError"
+    assert describe_exception(KeyError("x")) == "KeyError: 'x'"
+    assert describe_exception(Mute()) == "Mute, whose text raises RuntimeError"
 
 
 def test_a_path_that_raises_in_its_probe_says_where(kernels: Any) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import (
     CheckpointError,
     DialectError,
@@ -155,7 +155,12 @@ class Checkpoint(Mapping[str, PackedWeight]):
         """Return the error for what torch or the system could not read, for want of memory as a rule."""
         size = "" if nbytes is None else f"It takes {nbytes} bytes in the file."
         return CheckpointError(
-            what, name="data", rule="readable here", value=said(error), where=str(self._path), hint=size or None
+            what,
+            name="data",
+            rule="readable here",
+            value=describe_exception(error),
+            where=str(self._path),
+            hint=size or None,
         )
 
     def _blame(self, module: str, error: Q4Error) -> CheckpointError:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from q4core.checkpoint.files import open_regular, require_regular, unreadable
 from q4core.checkpoint.opened import Checkpoint
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
 from q4core.schema import require_arguments
 
@@ -59,7 +59,7 @@ def open_by(
             f"checkpoint reader {reader.name!r}",
             name="open",
             rule="free of errors that are not q4core's own",
-            value=said(error),
+            value=describe_exception(error),
             where=str(target),
         ) from error
     if request.dialect is not None and request.dialect not in source.schema.dialects:
@@ -115,6 +115,6 @@ def _recognises(reader: CheckpointReader, path: Path) -> bool:
     try:
         return reader.recognises(path)
     except PLUGIN_FAULTS as error:
-        message = f"checkpoint reader {reader.name!r} is left out: it raised {said(error)}"
+        message = f"checkpoint reader {reader.name!r} is left out: it raised {describe_exception(error)}"
         warnings.warn(Q4PluginWarning(message), stacklevel=4)
         return False

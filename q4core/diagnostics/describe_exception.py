@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
 
-__all__ = ["said", "said_briefly", "where", "where_thread_is"]
+__all__ = ["describe_briefly", "describe_exception", "where", "where_thread_is"]
 
 
-def said(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Return ``kind: text (in file:line, function)``."""
-    return said_briefly(error) + where(error)
+    return describe_briefly(error) + where(error)
 
 
-def said_briefly(error: BaseException) -> str:
+def describe_briefly(error: BaseException) -> str:
     """Return ``kind: text``; the text is a stranger's and may raise where it is asked for."""
     kind = type(error).__name__
     try:

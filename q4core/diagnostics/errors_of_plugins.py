@@ -11,7 +11,7 @@ import contextvars
 import traceback
 from typing import TYPE_CHECKING
 
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit
 from q4core.errors import BackendUnavailableError
 
@@ -50,7 +50,7 @@ def note_fault(backend: str, error: BaseException) -> str:
 
     What its frames hold is let go, so that there is room for the next backend.
     """
-    told = said(error)
+    told = describe_exception(error)
     emit("q4.fault", backend=backend, error=told, traceback="".join(traceback.format_exception(error)))
     _let_go(error)
     faults = _raised.get()

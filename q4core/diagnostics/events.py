@@ -21,7 +21,7 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, ConfigError, Q4PluginWarning
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     for number, broken, fault in faults:
         if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
             raise fault
-        message = f"event observer {broken!r} raised {said(fault)}"
+        message = f"event observer {broken!r} raised {describe_exception(fault)}"
         warn_once((number, type(fault)), Q4PluginWarning, message)
 
 

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from q4core.backend import Prepared
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
 from q4core.formats import as_bytes
 from q4core.machine import on_device
@@ -117,7 +117,7 @@ def exported_weight(
         with on_device(prepared.tensors[0].device):
             weight: object = export(prepared, rows)
     except PLUGIN_FAULTS as error:
-        raise BackendError(f"export of backend {backend.name!r} raised {said(error)}") from error
+        raise BackendError(f"export of backend {backend.name!r} raised {describe_exception(error)}") from error
     if not isinstance(weight, PackedWeight) or weight.shape != shape:
         got = f"one of {weight.shape}" if isinstance(weight, PackedWeight) else type(weight).__name__
         rule = f"a PackedWeight of {shape}"
@@ -136,7 +136,7 @@ def raise_broken_call(error: BaseException, backend: Backend, path: str, method:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, Q4Error)):
         raise error
     raise BackendError(
-        f"{method} of backend {backend.name!r}, path {path!r}, raised {said(error)}",
+        f"{method} of backend {backend.name!r}, path {path!r}, raised {describe_exception(error)}",
         hint="A fault of the backend; backend= or Q4_BACKEND names another one, Q4_DISABLE_PLUGINS leaves it out.",
     ) from error
 

@@ -15,7 +15,7 @@ from q4core.checkpoint.files import (
 )
 from q4core.checkpoint.layers import find_layers
 from q4core.codec import decode_rows
-from q4core.diagnostics.describe_exception import said as describe_exception
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit
 from q4core.errors import PLUGIN_FAULTS, closest_name
 from q4core.formats import FLOATS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pluggy
 
-from q4core.diagnostics.describe_exception import said, where_thread_is
+from q4core.diagnostics.describe_exception import describe_exception, where_thread_is
 from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def call_plugin(
                 raise
             told.append((None, f"{what} raised KeyboardInterrupt"))  # the user's own goes to the main thread
         except BaseException as error:  # noqa: BLE001  # pytest's outcomes and CancelledError are no Exception
-            told.append((None, f"{what} raised {said(error)}"))
+            told.append((None, f"{what} raised {describe_exception(error)}"))
 
     if limit_s is None:
         attempt()

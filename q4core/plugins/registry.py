@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, observe, unobserve, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.formats import BUILTIN_FORMATS, Format
@@ -269,7 +269,7 @@ def _refuse_backend(item: Any) -> Reason | None:
     try:
         return _fault_of_backend(item)
     except PLUGIN_FAULTS as error:
-        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {said(error)}")
+        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {describe_exception(error)}")
 
 
 def _fault_of_backend(item: Any) -> Reason | None:

@@ -11,7 +11,7 @@ import torch
 
 from q4core import codec
 from q4core.backend import Reason, ReasonCode, Request
-from q4core.diagnostics.describe_exception import said
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.errors_of_plugins import chained
 from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import (
@@ -67,7 +67,7 @@ class Quantizer:
         except Q4Error:
             raise
         except PLUGIN_FAULTS as error:
-            raise BackendError(f"{what} raised {said(error)}") from error
+            raise BackendError(f"{what} raised {describe_exception(error)}") from error
         if not isinstance(packed, PackedWeight) or packed.shape != tuple(dense.shape):
             rule, shape = "a PackedWeight of the shape of dense", tuple(dense.shape)
             raise BackendError(what, name="result", rule=f"{rule} {shape}", value=packed)

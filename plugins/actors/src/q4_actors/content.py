@@ -13,7 +13,7 @@ import torch
 from q4_actors.blocks import ReadView
 from q4_actors.rwlock import HERE, Exclusion
 from q4_actors.snapshot import Snapshot
-from q4core.diagnostics.describe_exception import said_briefly
+from q4core.diagnostics.describe_exception import describe_briefly
 from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import copy_beside, detached_copy, provider_of
 
@@ -38,7 +38,7 @@ def refuse_late(label: str, error: BaseException | None, *, is_forked: bool = Fa
 
 def cause_of(problem: BaseException | None) -> str | None:
     """Return why an update failed."""
-    return None if problem is None else f"a writer failed with {said_briefly(problem)}"
+    return None if problem is None else f"a writer failed with {describe_briefly(problem)}"
 
 
 def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
