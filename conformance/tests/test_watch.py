@@ -1,4 +1,4 @@
-"""What a call allocates is seen: torch's tensors one by one, the peak of memory, and what stays."""
+"""What a call allocates is seen: torch's tensors that are alive at once, the peak of memory, and what stays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def test_elements_of_new_tensors_are_counted() -> None:
     assert watch(lambda: x.view(-1)[5:].unsqueeze(0)).elements == 0
     assert watch(lambda: x.mul_(1.0)).elements == 0
     assert watch(lambda: torch.zeros(1000, dtype=torch.int8)).elements == 1000
-    assert watch(lambda: [torch.empty(10, 10).copy_(x[:10, :10]) for _ in range(7)]).elements == 700
 
 
 def test_peak_of_memory_outside_torch_is_seen() -> None:
@@ -126,3 +125,10 @@ def test_a_bloated_process_passes_for_no_dense_weight() -> None:
     with bloated():
         result = run_case(attrs.evolve(case, recipe=small), BackendSubject(ToyKernel()))
     assert result.outcome is Outcome.PASS, result
+
+
+def test_what_is_alive_at_once_counts() -> None:
+    """Tensors that are gone before the next count once; those that are kept add up."""
+    x = torch.ones(1000, 1000)
+    assert watch(lambda: [torch.empty(10, 10).copy_(x[:10, :10]) for _ in range(7)]).elements == 700
+    assert watch(lambda: [float(x[:10, :10].clone().sum()) for _ in range(7)]).elements == 101

@@ -1,8 +1,9 @@
-"""What a call allocates: torch's own tensors, and the peak of the process's memory.
+"""What a call allocates: torch's own tensors that are alive at once, and the peak of the process's memory.
 
-A path that says KERNEL computes from 4-bit data. One that makes the dense weight first, whole or slice by slice, makes
-N × K elements on the way; torch's dispatcher sees them when torch makes them, and the peak of resident memory shows
-whole ones that native code makes. What stays after a call is no peak: ``taken_bytes`` before and after tells it.
+A path that says KERNEL computes from 4-bit data. One that makes the dense weight first holds N × K elements at some
+time. torch's dispatcher sees those that torch makes, and the peak of resident memory shows those of native code. A path
+that decodes a few rows and lets them go holds few at any time, however many in sum. What stays after a call is no peak:
+``taken_bytes`` before and after tells it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from q4_conformance.heap import own_mappings
@@ -44,7 +46,7 @@ class Allocations:
     """What one call allocated.
 
     Args:
-        elements: Elements in all tensors that torch made, added up.
+        elements: The most elements of tensors made by torch in the call that were alive at once.
         peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above what it was before and
             above what it was afterwards; None where nobody says.
     """
@@ -54,7 +56,7 @@ class Allocations:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the elements of every new storage."""
+    """Counts the elements of new storages that are alive at once."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,15 +66,20 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.elements = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         inputs = _tensors(args) + _tensors(tuple((kwargs or {}).values()))
         result = func(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}  # views and in-place results make nothing
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # what torch tells storages apart by
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         for tensor in _tensors((result,)):
-            if tensor.untyped_storage().data_ptr() not in known:
-                self.elements += tensor.untyped_storage().nbytes() // tensor.element_size()
+            storage = tensor.untyped_storage()
+            key = storage._cdata  # noqa: SLF001  # as above
+            if key in self._alive or key not in given:  # views and in-place results of what was there make nothing
+                self._alive[key] = (StorageWeakRef(storage), storage.nbytes() // tensor.element_size())
+        self.elements = max(self.elements, sum(elements for _, elements in self._alive.values()))
         return result
 
 

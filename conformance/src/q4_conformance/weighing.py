@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CALLS", "Bench", "Point", "weigh"]
 
 DENSE_ELEMENTS = 1 / 2
-"""The share of a weight's elements that torch may make, of any dtype, in one call."""
+"""The share of a weight's elements of torch's tensors, of any dtype, that may be alive at once in one call."""
 DENSE_BYTES = 1 / 2
 """Bytes for each element of a weight by which one call may raise memory."""
 KEPT_BYTES = 3 / 8
@@ -35,11 +35,15 @@ BESIDE_BYTES = 1 / 2
 OVER_HALF_SIDES = 1 / 4
 """What may be more than twice as much as with a weight of half the sides, for each element: elements, or bytes."""
 ACTIVATION_ELEMENTS = 4
-"""Elements that torch may make for each element of x and y."""
+"""Elements of torch's tensors that may be alive at once for each element of x and y."""
 ACTIVATION_BYTES = 8
 """Bytes by which one call may raise memory for each element of x and y."""
 LEAST_BYTES = 1 << 20
 """No limit is lower: libraries and interpreter take as much at times. Only weights of less than 4 MiB come to it."""
+_REMEDY = (
+    ". A path of kind KERNEL holds no dense weight: decode a few rows at a time and let each part go before the next, "
+    "or offer the path as PathKind.DEQUANT."
+)
 CALLS = 16
 """Calls of one path with one number of rows, over which what is kept is looked for."""
 
@@ -242,16 +246,18 @@ def _weigh_call(benches: Benches, point: Point) -> str:
     used = full.watched(point, most if half is None else over)
     peak = used.peak_bytes or 0
     elements = int(full.size * DENSE_ELEMENTS) + ACTIVATION_ELEMENTS * _activations(full, point)
-    expect(used.elements <= elements, f"{point}: {used.elements} elements were made, more than {elements}")
-    expect(peak <= most, f"{point}: memory peaked by {peak} bytes, more than {most}")
+    made = f"{point}: {used.elements} elements of torch's tensors were alive at once"
+    expect(used.elements <= elements, f"{made}, more than {elements}{_REMEDY}")
+    expect(peak <= most, f"{point}: memory peaked by {peak} bytes, more than {most}{_REMEDY}")
     if half is not None and (used.elements > full.size * OVER_HALF_SIDES or peak > over):
         least = half.watched(point, 0)
-        text = f"{point}: {used.elements} elements were made, and {least.elements} with half N and K"
+        text = f"{made}, and {least.elements} with half N and K"
         beyond = int(full.size * OVER_HALF_SIDES)
-        expect(used.elements - 2 * least.elements <= beyond, f"{text}, more than {beyond} over twice that")
+        over_twice = f"{text}, more than {beyond} over twice that{_REMEDY}"
+        expect(used.elements - 2 * least.elements <= beyond, over_twice)
         text = f"{point}: memory peaked by {peak} bytes, and by {least.peak_bytes} with half N and K"
-        expect(peak - 2 * (least.peak_bytes or 0) <= over, f"{text}, more than {over} over twice that")
-    return f"{point}: {used.elements} elements, peak {used.peak_bytes} bytes"
+        expect(peak - 2 * (least.peak_bytes or 0) <= over, f"{text}, more than {over} over twice that{_REMEDY}")
+    return f"{point}: {used.elements} elements alive at once, peak {used.peak_bytes} bytes"
 
 
 def _new_bytes(prepared: Prepared, weight: PackedWeight) -> int:

@@ -110,7 +110,7 @@ def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> It
 
 @check("kind")
 def check_kind(case: Case, subject: BackendSubject) -> str:
-    """A path that says KERNEL holds no dense weight: none is kept, and none is made in a call, whole or in slices.
+    """A path that says KERNEL holds no dense weight: none is kept, and none is there at any time in a call.
 
     Each path is watched in the first dtype and activation precision in which it serves.
     """

@@ -25,26 +25,27 @@ _CALLS = 10
 
 
 class DensePython(ToyKernel):
-    """Dequantises slice by slice in torch."""
+    """Dequantises slice by slice in torch, and keeps every slice until the product."""
 
     def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
         del path
         weight = self.weight(prepared)
         scales = prepared.tensors[-1].numpy()
-        values = x.to(torch.float32)
-        for start in range(0, weight.out_features, _ROWS):
-            stop = min(start + _ROWS, weight.out_features)
-            dense = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
-            y = values @ dense.T
-            out[:, start:stop] = y if bias is None else y + bias[start:stop]
+        slices_ = [torch.from_numpy(self.rows(weight, scales, *ends)).clone() for ends in slices(weight)]
+        y = torch.cat([x.to(torch.float32) @ dense.T for dense in slices_], dim=1)
+        out.copy_(y if bias is None else y + bias)
 
 
 class LevelsPython(ToyKernel):
-    """Unpacks every code into a byte of its own in torch, slice by slice."""
+    """Unpacks every code into a byte of its own in torch, before the first is used."""
 
-    def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
-        levels: NDArray[np.uint8] = torch.from_numpy(super().codes(weight, start, stop)).clone().numpy()
-        return levels
+    def product(
+        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
+    ) -> NDArray[np.float32]:
+        levels = [torch.from_numpy(self.codes(weight, *ends)).clone() for ends in slices(weight)]
+        y = super().product(weight, scales, x, path)
+        del levels
+        return y
 
 
 class DenseNative(ToyKernel):

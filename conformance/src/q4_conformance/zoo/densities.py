@@ -10,8 +10,8 @@ __all__ = ["DENSE_FAULTS"]
 DENSE_FAULTS: tuple[Fault, ...] = tuple(
     Fault(name=f"fault-{name}", make=make, format="nf4", caught_by="EX-14/kind", says=says, is_numeric=False)
     for name, make, says in (
-        ("hidden-dense-in-torch", dense.DensePython, "elements were made"),
-        ("hidden-levels-in-torch", dense.LevelsPython, "elements were made"),
+        ("hidden-dense-in-torch", dense.DensePython, "alive at once"),
+        ("hidden-levels-in-torch", dense.LevelsPython, "alive at once"),
         ("hidden-dense-native", dense.DenseNative, "memory peaked"),
         ("hidden-dense-in-halves", dense.DenseHalves, "memory peaked"),
         ("hidden-dense-levels", dense.DenseLevels, "memory peaked"),

@@ -43,7 +43,7 @@ LIFE_FAULTS: tuple[Fault, ...] = tuple(
         ("reads-one-block-past-the-end", lives.ReadsPastEnd, "nf4", f"EX-08/last-page/{_TAIL}float32/exact", _ENDS),
         ("pads-with-neighbours", lives.PadsWithNeighbours, "nf4", "TC-11/strided", {"says": "non_finite"}),
         ("lies-about-alignment", lives.LiesAboutAlignment, "nf4", "TC-11/strided", {"says": "M = 1"}),
-        ("hidden-fallback", lives.HiddenFallback, "nf4", "EX-14/kind", {"says": "elements were made"}),
+        ("hidden-fallback", lives.HiddenFallback, "nf4", "EX-14/kind", {"says": "alive at once"}),
         ("rounds-with-bias", quantisers.BiasedQuantiser, "mxfp4", "EX-13/stochastic", {"says": "standard deviations"}),
         ("ignores-its-seed", quantisers.IgnoresSeed, "mxfp4", "EX-13/stochastic", {"says": "the same seed"}),
         ("leaks-quantised", quantisers.LeakingQuantiser, "mxfp4", "TC-18/quantiser", {"says": "memory grew by"}),

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight, PrepareContext, Request
 
-__all__ = ["UNUSUAL", "LazyKernel", "PaddedKernel", "ReorderedKernel"]
+__all__ = ["UNUSUAL", "LazyKernel", "PaddedKernel", "ReorderedKernel", "SlicedKernel"]
 
 _STRIDE = 37
 _ALIGN_BYTES = 512
+_ROWS = 8
 
 
 class ReorderedKernel(ToyKernel):
@@ -105,8 +106,25 @@ class LazyKernel(ToyKernel):
         return super().export(self._ready(prepared), rows)
 
 
+class SlicedKernel(ToyKernel):
+    """Decodes eight rows at a time in torch's own operations: all rows in sum, and eight at once."""
+
+    def product(
+        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
+    ) -> NDArray[np.float32]:
+        values = torch.from_numpy(self.inputs(weight, x, path))
+        y = torch.empty(len(values), weight.out_features)
+        for start in range(0, weight.out_features, _ROWS):
+            stop = min(start + _ROWS, weight.out_features)
+            rows = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
+            torch.mm(values, rows.T, out=y[:, start:stop])
+        result: NDArray[np.float32] = y.numpy()
+        return result
+
+
 UNUSUAL = (
     ReorderedKernel("unusual-reordered"),
     PaddedKernel("unusual-padded"),
     LazyKernel("unusual-lazy"),
+    SlicedKernel("unusual-sliced"),
 )
