@@ -34,12 +34,13 @@ def test_a_cuda_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["cuda:9", "xpu:7"])
 @pytest.mark.parametrize("ops", [{"linear"}, {"linear", "quantize"}], ids=["linear", "quantize"])
 def test_what_is_declared_for_an_absent_device_is_not_testable(device: str, ops: set[str]) -> None:
-    """Nothing of it passes or fails: what is not declared is told as ever, the rest can't be judged here."""
+    """Nothing of it passes or fails: what is not declared is told as ever. TC-17 alone needs no device."""
     kind = torch.device(device).type
     subject = BackendSubject(ToyKernel(devices=frozenset({kind}), ops=ops), device=device)
     for case in cases_of([FORMAT], device):
-        result = run_case(case, subject)
-        assert result.outcome in {Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED}, result
+        if case.contract != "TC-17":
+            result = run_case(case, subject)
+            assert result.outcome in {Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED}, result
 
 
 def test_training_through_a_quantiser_is_judged_on_declared_formats() -> None:
@@ -126,6 +127,6 @@ def test_missing_hardware_is_told_from_a_broken_build(codes: list[q4.ReasonCode]
 
 
 def test_a_cuda_device_adds_its_cases() -> None:
-    """A run on a CUDA device takes these cases as well; one on the CPU does not."""
+    """A run on a CUDA device takes every device case; one on the CPU those that need no graph and no stream."""
     extra = {case.id for case in cases_of([FORMAT], "cuda:0")} - {case.id for case in cases_of([FORMAT], "cpu")}
-    assert extra == {case.id for case in device_cases([FORMAT])}
+    assert extra == {case.id for case in device_cases([FORMAT]) if case.contract == "EX-18"}

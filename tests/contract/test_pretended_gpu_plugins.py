@@ -92,9 +92,22 @@ def test_a_device_off_the_list_is_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_the_cpu_is_refused_at_once(name: str, device: str) -> None:
+    """TC-17: named by override under KERNEL_ONLY, a backend for CUDA alone refuses the CPU; no GPU is asked for."""
+    cases = [case for case in cases_of(SERVED[name], device) if case.contract == "TC-17"]
+    assert {case.weight_recipe.format.name for case in cases} == {*SERVED[name]}
+    subject = BackendSubject(PLUGINS[name](_facts(90)), device=device)
+    for case in cases:
+        result = run_case(case, subject)
+        assert result.outcome is Outcome.PASS, result
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
 @pytest.mark.parametrize("contract", ["TC-14", "TC-15", "TC-16", "TC-17", "TC-19"])
-def test_the_table_asks_both_plugins(name: str, contract: str) -> None:
-    """On a device each of these contracts has a case for every format of either plugin."""
-    cases = [case for case in cases_of(SERVED[name], DEVICE) if case.contract == contract]
+def test_the_table_asks_both_plugins(name: str, contract: str, device: str) -> None:
+    """On the CPU too, where kernels are interpreted, each of these contracts has a case for every format of either."""
+    cases = [case for case in cases_of(SERVED[name], device) if case.contract == contract]
     assert {case.weight_recipe.format.name for case in cases} == {*SERVED[name]}
     assert len({attrs.astuple(case, recurse=False) for case in cases}) == len(cases)

@@ -47,6 +47,7 @@ _SLOW = frozenset({"calls", "varied_calls", "quantise_calls", "train_through", "
 _GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
 
 
+_CUDA_ALONE = {"EX-18"}
 _ABOUT_CALLS = {"calls", "varied_calls", "modes", "settings", "forked"}
 """Checks of what a backend's calls do, which are asked for each precision of the activations."""
 
@@ -334,9 +335,10 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
 
 
 def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
-    """Return the cases that concern backends on a CUDA device, beside ``linear_cases`` and ``backend_cases``.
+    """Return the cases of devices, beside ``linear_cases`` and ``backend_cases``.
 
-    Those of quantiser, product and choice run elsewhere as well, where the backend does.
+    Those of graphs, streams and waiting (EX-18) concern CUDA devices alone. Those of quantiser, product and choice run
+    wherever the backend does: on the CPU where kernels are interpreted or emulated.
     """
     return tuple(case for item in formats for case in _device_cases(find_format(item)))
 
@@ -374,7 +376,8 @@ def _device_cases(kind: Format) -> Iterator[Case]:
 def cases_of(formats: Iterable[str | Format], device: str) -> tuple[Case, ...]:
     """Return every case that concerns a backend on a device."""
     chosen = tuple(formats)
-    own = device_cases(chosen) if torch.device(device).type == "cuda" else ()
+    is_cuda = torch.device(device).type == "cuda"
+    own = (case for case in device_cases(chosen) if is_cuda or case.contract not in _CUDA_ALONE)
     return (*linear_cases(chosen), *backend_cases(chosen), *own)
 
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from nvfp4_emulation import emulated_backend, emulated_library
 
-from q4_conformance import Case, Outcome, linear_cases, run_case
+from q4_conformance import Case, Outcome, device_cases, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
 
-CASES = [case for case in linear_cases(["nvfp4", "mxfp4"]) if case.precision is ActivationPrecision.FP4]
+FORMATS = ("nvfp4", "mxfp4")
+PRODUCTS = [case for case in device_cases(FORMATS) if case.contract == "TC-15"]
+CASES = [case for case in (*linear_cases(FORMATS), *PRODUCTS) if case.precision is ActivationPrecision.FP4]
 PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
 LONG = {
     *("long", "threads", "counts", "rows", "tiles", "neighbours", "awkward", "values", "inference", "shapes"),

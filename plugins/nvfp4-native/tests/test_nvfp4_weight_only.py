@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance import Case, Outcome, backend_cases, device_cases, linear_cases, run_case
 from q4_conformance.subject import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
@@ -23,7 +23,8 @@ pytestmark = [
 # The kernels are the shared ones, whose own tests take every layout; here some of each format, and export.
 EXACT = [
     case
-    for case in (*linear_cases(["nvfp4", "mxfp4"]), *backend_cases(["nvfp4", "mxfp4"]))
+    for table in (linear_cases, backend_cases, device_cases)
+    for case in table(["nvfp4", "mxfp4"])
     if case.precision not in {ActivationPrecision.FP4, ActivationPrecision.INT8}
 ]
 VALUES = {
@@ -31,7 +32,7 @@ VALUES = {
     "TC-09/values/nvfp4-e4m3_div-low_first-48x256b16-row_global_scale-s0/bfloat16/exact",
     "TC-09/values/mxfp4-e8m0-low_first-48x256b32-s0/bfloat16/exact",
 }
-CASES = [case for case in EXACT if case.contract in {"TC-10", "TC-17", "EX-16"} or case.id in VALUES]
+CASES = [case for case in EXACT if case.contract in {"TC-10", "TC-14", "TC-16", "TC-17", "EX-16"} or case.id in VALUES]
 
 
 def test_the_cases_named_exist() -> None:

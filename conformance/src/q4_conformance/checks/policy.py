@@ -20,6 +20,7 @@ from q4core import (
     PathKind,
     Q4FallbackWarning,
     ReasonCode,
+    Request,
     Session,
     SessionConfig,
 )
@@ -120,10 +121,15 @@ def check_unavailable(case: Case, subject: BackendSubject) -> str:
 
 @check("cuda_only")
 def check_cuda_only(case: Case, subject: BackendSubject) -> str:
-    """A backend for CUDA alone, asked to run on the CPU, is refused at once with its reasons, never replaced."""
+    """A backend for CUDA alone, asked to run on the CPU, is refused at once with its reasons, never replaced.
+
+    A backend that declares more is judged as if it declared CUDA alone; no case of it needs a GPU.
+    """
     weight = case.weight()
-    subject.require_declared(subject.request(weight, dtype=case.dtype))
     manifest = attrs.evolve(subject.backend.capabilities, devices=frozenset({"cuda"}))
+    reasons = manifest.refusals(Request.for_weight(weight, device="cuda", dtype=case.dtype))
+    if reasons:
+        raise NotDeclaredError("; ".join(reason.message for reason in reasons))
     for override, with_reference in ((subject.name, True), (subject.name, False), (None, False)):
         proxy = Proxy(subject.backend, capabilities=manifest)
         registry = make_registry(proxy, with_reference=with_reference)
