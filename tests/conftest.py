@@ -8,7 +8,7 @@ import pytest
 from fakes import reference_alone
 
 import q4core as q4
-from q4_conformance.zoo import plugin
+from q4_conformance_faults import plugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ __all__ = ["reference_alone"]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that installs animals of the zoo, as a plugin of this process and of its children."""
+    """Return a function that installs toys and planted faults, as a plugin of this process and of its children."""
 
     def installed(*names: str) -> None:
         plugin.release(*names)

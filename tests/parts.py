@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from broken_core import CORE_FAULTS
 
-from q4_conformance import cases, plain_cases
-from q4_conformance.zoo import DEVICE_FAULTS, DIALECT_FAULTS, FAULTS, FUNCTION_FAULTS, PROVIDER_FAULTS
+from q4_conformance.contract import cases, plain_cases
+from q4_conformance_faults import DEVICE_FAULTS, DIALECT_FAULTS, FAULTS, FUNCTION_FAULTS, PROVIDER_FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

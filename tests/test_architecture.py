@@ -30,12 +30,14 @@ REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
 BUILT_UPON = {"q4_nn", "q4_triton_kernels"}
 """Packages that plugins may import: layers to build on, and kernels that several plugins share."""
+KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
+"""Each package of the kit → what else it may import: no plugin, and faults the kit that must catch them."""
 IMPORT_SECONDS = 0.3
 
 
 def _packages() -> dict[str, Path]:
     """Return every package that lives beside the core, by module name."""
-    folders = [*ROOT.glob("plugins/*/src/q4_*"), *ROOT.glob("conformance/src/q4_*")]
+    folders = [*ROOT.glob("plugins/*/src/q4_*"), *ROOT.glob("conformance/**/src/q4_*")]
     return {folder.name: folder for folder in sorted(folders)}
 
 
@@ -139,7 +141,7 @@ def test_package_uses_public_names_of_core(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_imports_no_other_plugin(package: str) -> None:
     """A plugin imports no other plugin, but for those made to be built upon; the kit imports none at all."""
-    allowed = {package} | (BUILT_UPON if package != "q4_conformance" else set())
+    allowed = {package} | KIT.get(package, BUILT_UPON)
     others = PACKAGES.keys() - allowed
     assert [str(item) for item in _imports(PACKAGES[package]) if _top(item) in others] == []
 
@@ -171,7 +173,8 @@ def test_dependencies_are_declared_and_used(distribution: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "folder", ["conformance", *sorted(str(path.parent) for path in ROOT.glob("plugins/*/pyproject.toml"))]
+    "folder",
+    ["conformance", "conformance/faults", *sorted(str(path.parent) for path in ROOT.glob("plugins/*/pyproject.toml"))],
 )
 def test_every_distribution_carries_the_license(folder: str) -> None:
     """Each distribution is built from its own folder, so each has the licence in it, the same one."""

@@ -12,7 +12,7 @@ from parts import catchers
 from running import files_by_part, part_in
 from traceability import CERTIFICATES, PAGE, certificates, page_of, parts, problems, tables
 
-from q4_conformance.uses import USE_CASES, USES, uses_of
+from q4_conformance.contract.uses import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
     from pathlib import Path

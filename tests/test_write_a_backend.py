@@ -102,16 +102,17 @@ def test_a_whole_plugin_holds_what_the_page_says(page: str, tmp_path: Path) -> N
     """The page shows a whole module, and its command judges what that module brings: nothing fails."""
     text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
     source, block = SHOWN[f"{page}-1"]
-    first, (module, command) = re.findall(r"^    Q4_PLUGIN_MODULES=(\S+) q4 (.*)$", text, re.MULTILINE)
+    first, (module, command) = re.findall(r"^    Q4_PLUGIN_MODULES=(\S+) PYTHONPATH=. q4 (.*)$", text, re.MULTILINE)
     assert (module, command) == (first[0], f"{first[1]} --report report")
     name = command.split()[1]
     assert f'q4_conformance("{name}", profile="{page}")' in text
     assert source.endswith(f"/{module.replace('.', '/')}.py")
     assert block == (ROOT / source).read_text(encoding="utf-8")
+    (tmp_path / f"{module}.py").write_text(block, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "q4_cli", *command.split(), "--json"],
         cwd=tmp_path,
-        env=os.environ | {"Q4_PLUGIN_MODULES": module},
+        env=os.environ | {"Q4_PLUGIN_MODULES": module, "PYTHONPATH": "."},
         capture_output=True,
         text=True,
         timeout=240,

@@ -2,7 +2,7 @@
 
 ``nox -s traceability`` runs it. It reads the kit's tables, the ids of the tests that pytest collects, the plugins'
 sources and what certificates there are; nothing is typed by hand but which use case a contract case proves, which is
-data in ``q4_conformance.uses``.
+data in ``q4_conformance.contract.uses``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parts import TABLES, UNCAUGHT, catchers
 from parts import parts as parts_of_tables
 from running import collected, files_by_part
 
-from q4_conformance.uses import USE_CASES, USES, uses_of
+from q4_conformance.contract.uses import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

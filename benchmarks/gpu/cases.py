@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import q4core as q4
 from benchmarks.gpu import ours
 from q4_conformance import Outcome
-from q4_conformance.cases import cases_of
-from q4_conformance.isolated import run_isolated
+from q4_conformance.contract.cases import cases_of
+from q4_conformance.execution.isolated import run_isolated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from benchmarks.gpu import ours
 from benchmarks.gpu.place import find_place
 from benchmarks.gpu.timing import synchronize
 from benchmarks.weights import weight_of
-from q4_conformance.recording import recorded
+from q4_conformance.measurement.recording import recorded
 
 if TYPE_CHECKING:
     from benchmarks.gpu.deadline import Deadline

@@ -24,15 +24,15 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from q4_conformance import CaseResult, Run, Target
+    from q4_conformance import CaseResult, ConformanceTarget, Run
 
 __all__ = ["CaseFailed", "CaseOfTarget"]
 
 MARK = "q4_conformance"
 FIXTURE = "q4_case"
-_RUNS = pytest.StashKey["dict[Target, _Run]"]()
+_RUNS = pytest.StashKey["dict[ConformanceTarget, _Run]"]()
 _RESULT = pytest.StashKey["CaseResult"]()
-_WRITTEN = pytest.StashKey["dict[Target, list[str]]"]()
+_WRITTEN = pytest.StashKey["dict[ConformanceTarget, list[str]]"]()
 _UNJUDGED = {"not_declared": ("not declared", "-"), "not_testable": ("not testable", "?")}
 """Outcome → what pytest calls it, in words and as one sign."""
 
@@ -76,7 +76,7 @@ class CaseOfTarget:
 class _Run:
     """The chosen cases of one target, run in processes of their own from the first that is asked for."""
 
-    def __init__(self, target: Target, claims: dict[str, Any], every: list[str]) -> None:
+    def __init__(self, target: ConformanceTarget, claims: dict[str, Any], every: list[str]) -> None:
         self.target = target
         self.claims = claims
         self.every = every
@@ -281,7 +281,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _write(run: _Run, folder: Path, command: list[str]) -> tuple[list[str], bool]:
     """Write what a run showed, and return what to say of it and whether it is written."""
     from q4_conformance import make_certificate, write_files  # noqa: PLC0415  # see the module's docstring
-    from q4_conformance.standing import line_of  # noqa: PLC0415  # as above
+    from q4_conformance.report.status import line_of  # noqa: PLC0415  # as above
 
     try:
         done = run.finish()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from q4_conformance.watch import trim
+from q4_conformance.measurement.allocations import trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

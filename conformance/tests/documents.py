@@ -7,14 +7,14 @@ from typing import Any
 import attrs
 
 from q4_conformance import CaseResult, Outcome, Report
-from q4_conformance.certificate import make_certificate
-from q4_conformance.profiles import Target, cases_for
-from q4_conformance.query import Query, Run
+from q4_conformance.execution.query import Query, Run
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.subjects.profiles import ConformanceTarget, cases_for
 
 __all__ = ["COMMAND", "TARGET", "WIDE", "bad", "document", "run", "widened", "widened_run"]
 
 COMMAND = ["q4", "conform", "made-up"]
-TARGET = Target("kernel", "made-up", ("q4_0", "q8_0"))
+TARGET = ConformanceTarget("kernel", "made-up", ("q4_0", "q8_0"))
 _CAPABILITIES = {"formats": ["q4_0", "q8_0"], "precisions": ["w4a32"], "features": []}
 _FACTS = {
     "versions": {"q4core": "1", "torch": "2"},

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from q4_conformance.zoo import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
-from q4_conformance.zoo.toy_dialect import ToyDialect
+from q4_conformance_faults import DIALECT_FAULTS, PROVIDER_FAULTS, ToyKernel
+from q4_conformance_faults.toy_dialect import ToyDialect
 from q4core import DialectError, Precision
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import attrs
 import documents
 import pytest
 
-from q4_conformance.certificate import content_hash, make_certificate, to_text, verdict_hash
-from q4_conformance.query import Query
-from q4_conformance.verify import CertificateError, read_certificate
+from q4_conformance.execution.query import Query
+from q4_conformance.report.certificate import content_hash, make_certificate, to_text, verdict_hash
+from q4_conformance.report.verify import CertificateError, read_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,11 +8,11 @@ import torch
 
 import q4core as q4
 from q4_conformance import Case, backend_cases, core_cases, device_cases, dialect_cases, linear_cases, memory_cases
-from q4_conformance.cases import select_cases, weight_recipes
-from q4_conformance.decoding import decode_codes
-from q4_conformance.oracle import as_given, exact_input_gradient, exact_linear, exact_weight
-from q4_conformance.runner import run_case
-from q4_conformance.table import CHECKS, check
+from q4_conformance.contract.case import CHECKS, check
+from q4_conformance.contract.cases import select_cases, weight_recipes
+from q4_conformance.execution.in_process import run_case
+from q4_conformance.oracle.decoding import decode_codes
+from q4_conformance.oracle.exact import as_given, exact_input_gradient, exact_linear, exact_weight
 
 EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *memory_cases(), *dialect_cases(), *core_cases())
 CONTRACT = {f"TC-{number:02d}" for number in range(1, 24)}

@@ -9,11 +9,11 @@ import torch
 
 import q4core as q4
 from q4_conformance import Outcome, check_linear, exact_linear, exact_weight, linear_cases
-from q4_conformance.grids import draw_on_grid
-from q4_conformance.judge import error_bound, judge
-from q4_conformance.oracle import exact_input_gradient
-from q4_conformance.weights import WeightRecipe
-from q4_conformance.zoo import ToyKernel, function_of
+from q4_conformance.oracle.compare import error_bound, judge
+from q4_conformance.oracle.exact import exact_input_gradient
+from q4_conformance.oracle.grids import draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
+from q4_conformance_faults import ToyKernel, function_of
 
 VALUES = "TC-09/values/nf4-plain-high_first-48x256b64-s0/"
 BFLOAT16 = f"{VALUES}bfloat16/exact"

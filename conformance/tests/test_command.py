@@ -16,13 +16,13 @@ import typer
 from typer.testing import CliRunner, Result
 
 import q4core as q4
-from q4_conformance.certificate import to_text
-from q4_conformance.command import add_conform
+from q4_conformance.command.conform import add_conform
+from q4_conformance.command.plugin import q4_commands
 from q4_conformance.outcome import CaseResult, Outcome
-from q4_conformance.plugin import q4_commands
-from q4_conformance.profiles import UnknownTargetError
-from q4_conformance.tally import part_order
-from q4_conformance.verify import CertificateError, read_certificate
+from q4_conformance.report.certificate import to_text
+from q4_conformance.report.tally import part_order
+from q4_conformance.report.verify import CertificateError, read_certificate
+from q4_conformance.subjects.profiles import UnknownTargetError
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -142,7 +142,7 @@ def test_what_is_not_declared_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     """A manifest of formats that the kit does not know, or a wish beyond the manifest, is told as what it is."""
     text = """
 import q4core as q4
-from q4_conformance.zoo import ToyKernel
+from q4_conformance_faults import ToyKernel
 
 @q4.hookimpl
 def q4_backends():
@@ -218,7 +218,7 @@ def test_comparing_with_what_certifies_less_fails(tmp_path: Path) -> None:
 def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run and a check both print that a certificate stands on overrides, and one without them says nothing of it."""
     for made, is_shown in ((documents.widened_run(), True), (documents.run(), False)):
-        monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, made=made, **__: made)
+        monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, made=made, **__: made)
         result = _call("made-up", "--report", tmp_path)
         assert result.exit_code == 0, result.output
         for text in (result.stdout, _call("--verify", tmp_path / "certificate.json").stdout):
@@ -231,7 +231,7 @@ def test_the_junit_file_tells_how_long_each_case_took(tmp_path: Path, monkeypatc
     made = documents.run()
     results = [attrs.evolve(item, seconds=number / 1000) for number, item in enumerate(made.report.results)]
     slow = attrs.evolve(made, report=attrs.evolve(made.report, results=results))
-    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: slow)
+    monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, **__: slow)
     assert _call("made-up", "--report", tmp_path).exit_code == 0
     root = ET.parse(tmp_path / "certificate.xml").getroot()  # noqa: S314  # our own
     told = {f"{item.get('classname', '').split('.')[-1]}/{item.get('name')}": item for item in root.iter("testcase")}
@@ -249,7 +249,7 @@ def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.Monk
     made = documents.run(
         documents.bad(message="refused.\n  - toy:\tprobe\x1b[31m failed\r\n\nhint", reproducer="one\ntwo")
     )
-    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: made)
+    monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, **__: made)
     shown = _call("made-up").stdout.splitlines()
     head = next(number for number, line in enumerate(shown) if "TC-09/bias/q4_0" in line)
     assert shown[head + 1 : head + 6] == [
@@ -273,7 +273,7 @@ def test_a_message_of_many_cases_is_printed_once(monkeypatch: pytest.MonkeyPatch
         )
         for number, name in enumerate(documents.run().report.expected)
     }
-    monkeypatch.setattr("q4_conformance.command.run_target", lambda *_, **__: documents.run(ends))
+    monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, **__: documents.run(ends))
     result = _call("made-up")
     _, second, *_ = ends
     assert result.exit_code == 1
@@ -304,10 +304,10 @@ def test_it_runs_without_loading_plugins_here(tmp_path: Path, words: tuple[str, 
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-conformance\nVersion: 1.0\n")
     announced = {"plugins": "conformance", "commands": "conform"}
-    text = "".join(f'[q4core.{group}]\n{name} = "q4_conformance.plugin"\n' for group, name in announced.items())
+    text = "".join(f'[q4core.{group}]\n{name} = "q4_conformance.command.plugin"\n' for group, name in announced.items())
     (info / "entry_points.txt").write_text(text.replace('"', ""))
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    assert all(f'{name} = "q4_conformance.plugin"' in project for name in announced.values())
+    assert all(f'{name} = "q4_conformance.command.plugin"' in project for name in announced.values())
     path = [str(tmp_path), *filter(None, sys.path)]
     run = subprocess.run(
         [sys.executable, "-m", *words, "q4_deadly", "--case", "TC-10"],

@@ -9,9 +9,9 @@ import documents
 import pytest
 
 from q4_conformance import Outcome
-from q4_conformance.compare import compare
-from q4_conformance.process import Limits
-from q4_conformance.query import Query
+from q4_conformance.execution.process import Limits
+from q4_conformance.execution.query import Query
+from q4_conformance.report.compare import compare
 
 
 def test_comparing_tells_what_changed() -> None:

@@ -15,10 +15,10 @@ STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 BIAS = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
 JUDGE = """
 import json, os, sys
-from q4_conformance import copied
-from q4_conformance.isolated import run_target
-from q4_conformance.process import Limits
-from q4_conformance.query import Query
+from q4_conformance.execution import copied
+from q4_conformance.execution.isolated import run_target
+from q4_conformance.execution.process import Limits
+from q4_conformance.execution.query import Query
 
 begun = []
 real = copied.Copied.__init__
@@ -36,7 +36,7 @@ print(json.dumps({"copies": len(begun), "results": results}))
 FACTS = """
 import json, os, signal, sys, warnings
 import torch
-from q4_conformance.zoo import talking
+from q4_conformance_faults import talking
 
 def make():
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGPIPE")
@@ -113,7 +113,7 @@ def _judge(
         ("hostile:breeds", "pass", ""),
         ("hostile:hides", "pass", ""),
         ("hostile:lingers", "pass", ""),
-        ("q4_conformance.zoo:hanging", "timeout", "no answer for 8 s"),
+        ("q4_conformance_faults:hanging", "timeout", "no answer for 8 s"),
     ],
 )
 def test_a_copy_ends_as_a_new_process_would(name: str, outcome: str, words: str) -> None:

@@ -10,14 +10,14 @@ import torch
 
 import q4core as q4
 from q4_conformance import Case, Outcome, device_cases, run_case
-from q4_conformance.cases import cases_of
-from q4_conformance.managed import MemorySubject
-from q4_conformance.plain_cases import core_cases, memory_cases
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyKernel
-from q4_conformance.zoo.devices import FourBits
-from q4_conformance.zoo.quantisers import ToyQuantiser
-from q4_conformance.zoo.toy_provider import ToyProvider
+from q4_conformance.contract.cases import cases_of
+from q4_conformance.contract.plain_cases import core_cases, memory_cases
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance_faults import ToyKernel
+from q4_conformance_faults.devices import FourBits
+from q4_conformance_faults.quantisers import ToyQuantiser
+from q4_conformance_faults.toy_provider import ToyProvider
 
 FORMAT = "nvfp4"
 

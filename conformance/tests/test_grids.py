@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance.grids import draw_free, draw_on_grid
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.oracle.grids import draw_free, draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 P = q4.Precision

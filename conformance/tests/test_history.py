@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from q4_conformance.history import Operation, violations
+from q4_conformance.measurement.history import Operation, violations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
-from q4_conformance.agreement import disagreements
-from q4_conformance.certificate import make_certificate
-from q4_conformance.isolated import run_isolated, run_target
-from q4_conformance.process import Limits, resident_bytes
-from q4_conformance.profiles import UnknownTargetError
-from q4_conformance.query import Query
-from q4_conformance.verify import check_census
-from q4_conformance.writing import write_files
+from q4_conformance.execution.isolated import run_isolated, run_target
+from q4_conformance.execution.process import Limits, resident_bytes
+from q4_conformance.execution.query import Query
+from q4_conformance.report.agreement import disagreements
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.report.files import write_files
+from q4_conformance.report.verify import check_census
+from q4_conformance.subjects.profiles import UnknownTargetError
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
 BIAS, LEADING = (
@@ -94,7 +94,7 @@ def test_a_dialect_that_does_nothing_has_no_certificate() -> None:
 @pytest.mark.slow
 def test_a_hang_is_a_result() -> None:
     """The case that hangs ends as TIMEOUT after its time, and the others, which another process takes up, pass."""
-    report = run_isolated("q4_conformance.zoo:hanging", ["nf4"], only=ONLY, limit_seconds=6.0)
+    report = run_isolated("q4_conformance_faults:hanging", ["nf4"], only=ONLY, limit_seconds=6.0)
     assert _struck(report).outcome is Outcome.TIMEOUT
     assert _struck(report).seconds > 5.0
 
@@ -192,7 +192,7 @@ def test_a_group_of_bad_ends_is_given_up(name: str, outcome: Outcome, words: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["dequant-fallback", "q4_conformance.zoo:talking"])
+@pytest.mark.parametrize("target", ["dequant-fallback", "q4_conformance_faults:talking"])
 def test_right_subjects_pass(target: str) -> None:
     """An installed backend is judged by its name, and one that prints while it computes does no harm."""
     report = run_isolated(target, ["nf4"], only=BIAS)
@@ -236,7 +236,7 @@ def test_a_budget_ends_within_a_case() -> None:
     """A case that hangs longer than the budget is missing, and no timeout: it had less than its limit."""
     started = time.monotonic()
     report = run_isolated(
-        "q4_conformance.zoo:hanging", ["nf4"], only=[STRUCK], limit_seconds=100.0, budget_seconds=10.0
+        "q4_conformance_faults:hanging", ["nf4"], only=[STRUCK], limit_seconds=100.0, budget_seconds=10.0
     )
     assert time.monotonic() - started < 60
     assert report.missing == (STRUCK,)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance.grids import draw_free, draw_on_grid
-from q4_conformance.judge import Fault, error_bound, judge, judge_noise
-from q4_conformance.oracle import exact_linear, exact_weight
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.oracle.compare import Fault, error_bound, judge, judge_noise
+from q4_conformance.oracle.exact import exact_linear, exact_weight
+from q4_conformance.oracle.grids import draw_free, draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
 
 if TYPE_CHECKING:
-    from q4_conformance.oracle import Reference
+    from q4_conformance.oracle.exact import Reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 P = q4.Precision

@@ -10,11 +10,11 @@ import attrs
 import documents
 import pytest
 
-from q4_conformance.certificate import make_certificate
-from q4_conformance.junit import to_junit
-from q4_conformance.query import Query
-from q4_conformance.verify import read_certificate
-from q4_conformance.writing import write_files
+from q4_conformance.execution.query import Query
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.report.files import write_files
+from q4_conformance.report.junit import to_junit
+from q4_conformance.report.verify import read_certificate
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import q4_conformance
 import q4core as q4
-from q4_conformance.decoding import decode_codes, decode_scales
-from q4_conformance.oracle import exact_linear, exact_weight, term_sizes
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.oracle.decoding import decode_codes, decode_scales
+from q4_conformance.oracle.exact import exact_linear, exact_weight, term_sizes
+from q4_conformance.oracle.weights import WeightRecipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,13 @@ import torch
 
 import q4core as q4
 from q4_conformance import Outcome, exact_linear, linear_cases, run_case, smaller_case
-from q4_conformance.dialect_subject import DialectSubject
-from q4_conformance.environment import manifest_of
-from q4_conformance.judge import error_bound
-from q4_conformance.managed import MemorySubject
+from q4_conformance.execution.environment import manifest_of
+from q4_conformance.oracle.compare import error_bound
 from q4_conformance.overrides import MOST_BOUND, Override, bound_factor, declared_by, overrides_of, overriding
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyDialect, ToyKernel, ToyProvider
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance_faults import ToyDialect, ToyKernel, ToyProvider
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q4_conformance import yardsticks
-from q4_conformance.perf import figures, rounds
-from q4_conformance.yardsticks import Memory
+from q4_conformance.measurement import yardsticks
+from q4_conformance.measurement.perf import figures, rounds
+from q4_conformance.measurement.yardsticks import Memory
 
 CPU = torch.device("cpu")
 

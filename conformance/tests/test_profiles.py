@@ -7,26 +7,26 @@ import pickle
 import pytest
 
 import q4core as q4
-from q4_conformance.declared import narrowed, undeclared
-from q4_conformance.isolated import run_target
+from q4_conformance.execution.isolated import run_target
+from q4_conformance.execution.query import Query
 from q4_conformance.outcome import FailureError
-from q4_conformance.profiles import (
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.declared import narrowed, undeclared
+from q4_conformance.subjects.profiles import (
     PROFILES,
-    Target,
+    ConformanceTarget,
     UnknownTargetError,
     cases_for,
     find_target,
     subject_for,
 )
-from q4_conformance.query import Query
-from q4_conformance.reference import MissingReferenceError
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.reference import MissingReferenceError
 
 
 def test_a_backend_is_found_with_the_formats_it_declares() -> None:
     """The reference declares every format, and its target has them all, in the core's order."""
     target = find_target("dequant-fallback")
-    assert target == Target("kernel", "dequant-fallback", tuple(q4.BUILTIN_FORMATS), "cpu")
+    assert target == ConformanceTarget("kernel", "dequant-fallback", tuple(q4.BUILTIN_FORMATS), "cpu")
 
 
 def test_the_core_is_a_target_of_its_own() -> None:
@@ -139,7 +139,11 @@ def test_a_plugin_that_did_not_load_fails_with_its_reason(monkeypatch: pytest.Mo
 def test_without_the_reference_nobody_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that needs the reference is refused by a typed error that names it, instead of failing every case."""
     monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dequant-fallback")
-    for name, profile in (("q4_conformance.zoo:talking", None), ("q4core", None), ("q4_conformance.zoo:x", "memory")):
+    for name, profile in (
+        ("q4_conformance_faults:talking", None),
+        ("q4core", None),
+        ("q4_conformance_faults:x", "memory"),
+    ):
         with pytest.raises(MissingReferenceError, match="Install q4-dequant-fallback") as caught:
             run_target(Query(name=name, profile=profile))
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), LookupError)  # noqa: S301  # our own

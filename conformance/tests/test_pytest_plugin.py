@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from q4_conformance.verify import read_certificate
+from q4_conformance.report.verify import read_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,14 +25,14 @@ def test_conformance(q4_case):
 """
 PLUGIN = """
 import q4core as q4
-from q4_conformance import zoo
-from q4_conformance.zoo import conduct, numbers
+import q4_conformance_faults as faults
+from q4_conformance_faults import conduct, numbers
 
 @q4.hookimpl
 def q4_backends():
     return [{backend}]
 """
-RIGHT = 'zoo.ToyKernel("mine", formats={"q8_0"})'
+RIGHT = 'faults.ToyKernel("mine", formats={"q8_0"})'
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def counts(done: pytest.RunResult) -> dict[str, int]:
 
 def test_what_a_function_makes_is_judged_on_all_that_it_declares(run: Callable[..., pytest.RunResult]) -> None:
     """A dialect that is made by a function has a whole run; the cases of formats that it lacks are not declared."""
-    mark = '"q4_conformance.zoo.toy_dialect:ToyDialect", profile="dialect"'
+    mark = '"q4_conformance_faults.toy_dialect:ToyDialect", profile="dialect"'
     done = run(RIGHT, mark=mark)
     assert done.ret == 0
     assert counts(done) == {"passed": 5, "not declared": 36}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance.recording import muted, recorded, unique
-from q4_conformance.subject import make_registry
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.measurement.recording import muted, recorded, unique
+from q4_conformance.oracle.weights import WeightRecipe
+from q4_conformance.subjects.backend import make_registry
 
 
 def test_events_of_a_session_are_recorded() -> None:

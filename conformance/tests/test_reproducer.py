@@ -31,15 +31,15 @@ from q4_conformance import (
     run_cases,
     smaller_case,
 )
-from q4_conformance.command import add_conform
-from q4_conformance.dialect_subject import DialectSubject
-from q4_conformance.function_subject import FunctionSubject
-from q4_conformance.managed import MemorySubject
-from q4_conformance.process import Limits
-from q4_conformance.query import Query
-from q4_conformance.reproducer import command_of, with_reproducer
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
+from q4_conformance.command.conform import add_conform
+from q4_conformance.execution.process import Limits
+from q4_conformance.execution.query import Query
+from q4_conformance.execution.reproducer import command_of, with_reproducer
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.function import FunctionSubject
+from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance_faults import FAULTS, FUNCTION_FAULTS, ToyKernel, function_of
 from q4core import default_registry
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_backend_that_is_not_installed_is_shown_with_a_call() -> None:
     [
         ("hostile:wrong", None, STRUCK, "fail"),
         ("hostile:leaves", None, STRUCK, "crash"),
-        ("q4_conformance.zoo:hanging", None, STRUCK, "timeout"),
+        ("q4_conformance_faults:hanging", None, STRUCK, "timeout"),
         ("hostile:wrong_dialect", "dialect", "EX-11/round/mxfp4", "fail"),
         ("hostile:wrong_memory", "memory", "TC-21/convert", "fail"),
     ],
@@ -174,7 +174,7 @@ def test_the_snippet_fails_when_run(name: str) -> None:
     assert "FAIL" in done.stdout
     assert fault.says in done.stdout
     if "gradient" in name:
-        return  # the right function of the zoo has none either
+        return  # the right toy function has none either
     right = lines[1].split(" import ")[0] + " import ToyKernel, function_of; function = function_of(ToyKernel())"
     program = "\n".join([lines[0], right, lines[2]])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

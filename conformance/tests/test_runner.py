@@ -10,9 +10,9 @@ import torch
 
 import q4core as q4
 from q4_conformance import CaseResult, Outcome, check_core, check_linear, core_cases, linear_cases, run_case, run_cases
-from q4_conformance.function_subject import FunctionSubject
-from q4_conformance.subject import BackendSubject, make_registry
-from q4_conformance.zoo import ToyKernel, function_of
+from q4_conformance.subjects.backend import BackendSubject, make_registry
+from q4_conformance.subjects.function import FunctionSubject
+from q4_conformance_faults import ToyKernel, function_of
 
 CASE = linear_cases(["nf4"])[0]
 

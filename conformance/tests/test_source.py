@@ -9,16 +9,16 @@ import pytest
 from skips import judging_names, runners, skips, unjudged
 
 import q4core
-from q4_conformance.reference import REFERENCE
+from q4_conformance.subjects.reference import REFERENCE
 
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
 PYTEST_SIDE = SOURCE.parent / "pytest_q4_conformance.py"
 FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
-    "command.py": {"rich", "typer"},
-    "terminal.py": {"rich"},
-    "plugin.py": {"typer"},
+    "command/conform.py": {"rich", "typer"},
+    "report/terminal.py": {"rich"},
+    "command/plugin.py": {"typer"},
     "__main__.py": {"typer"},
     PYTEST_SIDE.name: {"pytest"},
 }

@@ -12,17 +12,17 @@ import pytest
 
 import q4core as q4
 from q4_conformance import Outcome, run_case
-from q4_conformance.cases import cases_of
-from q4_conformance.certificate import make_certificate
-from q4_conformance.environment import manifest_of
-from q4_conformance.isolated import run_target
+from q4_conformance.contract.cases import cases_of
+from q4_conformance.execution.environment import manifest_of
+from q4_conformance.execution.isolated import run_target
+from q4_conformance.execution.process import Limits
+from q4_conformance.execution.query import Query
 from q4_conformance.outcome import FailureError
-from q4_conformance.process import Limits
-from q4_conformance.profiles import Target, UnknownTargetError, find_target, subject_for
-from q4_conformance.query import Query
-from q4_conformance.subject import BackendSubject
-from q4_conformance.verify import read_certificate
-from q4_conformance.writing import write_files
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.report.files import write_files
+from q4_conformance.report.verify import read_certificate
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.profiles import ConformanceTarget, UnknownTargetError, find_target, subject_for
 
 if TYPE_CHECKING:
     from q4_conformance import CaseResult
@@ -152,7 +152,7 @@ def test_a_clock_that_a_subject_sets_is_not_read(monkeypatch: pytest.MonkeyPatch
 def test_what_is_no_backend_is_refused_with_the_reason(name: str, words: str) -> None:
     """A function that makes nothing, or what the core would not take, is told so before any case."""
     with pytest.raises((FailureError, RuntimeError), match=words):
-        subject_for(Target("kernel", f"hostile:{name}", ("nf4",)))
+        subject_for(ConformanceTarget("kernel", f"hostile:{name}", ("nf4",)))
 
 
 @pytest.mark.parametrize("name", [":", "hostile:", ":wrong"])

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from q4_conformance import heap, oracle, weighing
 from q4_conformance.checks import rounding
 from q4_conformance.checks.lifetime import LOST_LAYERS
 from q4_conformance.checks.steady import LOST_PER_THREAD, LOST_RESULTS
+from q4_conformance.measurement import dense_check, heap
+from q4_conformance.oracle.exact import exact
 
-judge = importlib.import_module("q4_conformance.judge")  # the package exports the function of that name
+judge = importlib.import_module("q4_conformance.oracle.compare")  # the package exports the function of that name
 PAGE = Path(__file__).parents[2] / "docs" / "tolerances.md"
 ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<value>[-0-9^/.]+) \| (?P<why>.+) \|$")
 IN_CODE = {
     "unit roundoff": judge._UNIT_ROUNDOFF,
-    "extra steps": oracle._EXTRA_STEPS,
+    "extra steps": exact._EXTRA_STEPS,
     "underflow": judge._UNDERFLOW,
     "bits of float32": judge._PRECISION_BITS[torch.float32],
     "bits of bfloat16": judge._PRECISION_BITS[torch.bfloat16],
@@ -29,7 +30,7 @@ IN_CODE = {
     "lowest exponent of float16": judge._LOWEST_EXPONENT[torch.float16],
     **{
         f"weight roundoff of {str(dtype).removeprefix('torch.')}": relative
-        for dtype, (relative, _) in oracle._ROUNDING.items()
+        for dtype, (relative, _) in exact._ROUNDING.items()
     },
     "noise allowance": judge._NOISE_ALLOWANCE,
     "FP4 block": judge._FP4_BLOCK,
@@ -40,15 +41,15 @@ IN_CODE = {
     "lost results": LOST_RESULTS,
     "lost per thread": LOST_PER_THREAD,
     "lost layers": LOST_LAYERS,
-    "dense elements": weighing.DENSE_ELEMENTS,
-    "dense bytes": weighing.DENSE_BYTES,
-    "kept bytes": weighing.KEPT_BYTES,
-    "bytes beside": weighing.BESIDE_BYTES,
-    "over half sides": weighing.OVER_HALF_SIDES,
-    "elements of activations": weighing.ACTIVATION_ELEMENTS,
-    "bytes of activations": weighing.ACTIVATION_BYTES,
-    "least limit": weighing.LEAST_BYTES,
-    "calls": weighing.CALLS,
+    "dense elements": dense_check.DENSE_ELEMENTS,
+    "dense bytes": dense_check.DENSE_BYTES,
+    "kept bytes": dense_check.KEPT_BYTES,
+    "bytes beside": dense_check.BESIDE_BYTES,
+    "over half sides": dense_check.OVER_HALF_SIDES,
+    "elements of activations": dense_check.ACTIVATION_ELEMENTS,
+    "bytes of activations": dense_check.ACTIVATION_BYTES,
+    "least limit": dense_check.LEAST_BYTES,
+    "calls": dense_check.CALLS,
     "large block": heap.LARGE_BYTES,
 }
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import documents
 import pytest
 
-from q4_conformance.certificate import content_hash, to_text
-from q4_conformance.environment import versions
-from q4_conformance.standing import widened_of
-from q4_conformance.verify import CertificateError, check_census, installed_source, read_certificate
-from q4_conformance.writing import write_files
+from q4_conformance.execution.environment import versions
+from q4_conformance.report.certificate import content_hash, to_text
+from q4_conformance.report.files import write_files
+from q4_conformance.report.status import widened_of
+from q4_conformance.report.verify import CertificateError, check_census, installed_source, read_certificate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

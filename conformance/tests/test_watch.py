@@ -10,10 +10,10 @@ import torch
 from bloat import bloated
 
 from q4_conformance import Outcome, backend_cases, run_case
-from q4_conformance.heap import own_mappings
-from q4_conformance.subject import BackendSubject
-from q4_conformance.watch import taken_bytes, trim, watch
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.measurement.allocations import taken_bytes, trim, watch
+from q4_conformance.measurement.heap import own_mappings
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance_faults import ToyKernel
 
 CPU = torch.device("cpu")
 SOME = 4 << 20

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance.decoding import decode_codes, decode_scales
-from q4_conformance.oracle import exact_weight
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.oracle.decoding import decode_codes, decode_scales
+from q4_conformance.oracle.exact import exact_weight
+from q4_conformance.oracle.weights import WeightRecipe
 
 F, S = q4.Feature, q4.ScaleKind
 KINDS = [

@@ -8,8 +8,8 @@ import pytest
 from broken_core import CORE_FAULTS, CoreFault
 
 from q4_conformance import Outcome, backend_cases, core_cases, run_case
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance_faults import ToyKernel
 
 
 @pytest.mark.parametrize("fault", CORE_FAULTS, ids=lambda fault: fault.name)

@@ -8,9 +8,9 @@ import pytest
 
 import q4core as q4
 from q4_conformance import Outcome, dialect_cases, run_case
-from q4_conformance.dialect_subject import DialectSubject
-from q4_conformance.profiles import cases_for, find_target, subject_for
-from q4_conformance.zoo import DIALECT_FAULTS, DialectFault, ToyDialect
+from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
+from q4_conformance_faults import DIALECT_FAULTS, DialectFault, ToyDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

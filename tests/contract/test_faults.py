@@ -9,15 +9,15 @@ import torch
 
 import q4core
 from q4_conformance import Outcome, check_core, check_linear, device_cases, run_case, run_cases
-from q4_conformance.cases import cases_of, select_cases
-from q4_conformance.isolated import run_isolated
+from q4_conformance.contract.cases import cases_of, select_cases
+from q4_conformance.execution.isolated import run_isolated
+from q4_conformance.measurement.recording import recorded
 from q4_conformance.outcome import FailureError
-from q4_conformance.profiles import find_target, subject_for
-from q4_conformance.recording import recorded
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
-from q4_conformance.zoo.boundary import Differentiates
-from q4_conformance.zoo.quantisers import ToyQuantiser
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.profiles import find_target, subject_for
+from q4_conformance_faults import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
+from q4_conformance_faults.boundary import Differentiates
+from q4_conformance_faults.quantisers import ToyQuantiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_deadly_backend_is_caught(fault: Fault, install: Callable[..., None]) ->
 
 def test_a_plugin_that_raises_at_import_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for a backend whose plugin does not load is told why, and the case meant for it stops nobody."""
-    module = "q4_conformance.zoo.raising"
+    module = "q4_conformance.subjects.raising"
     monkeypatch.setenv("Q4_PLUGIN_MODULES", module)
     q4core.reset_registry()
     try:
@@ -120,7 +120,7 @@ def test_a_right_gradient_of_the_backend_passes() -> None:
     assert all(result.message.startswith("by gradient") for result in report.results if result.outcome is Outcome.PASS)
 
 
-def test_zoo_is_large_enough() -> None:
+def test_there_are_faults_enough() -> None:
     """At least 25 faults are planted, under names that differ."""
     names = [fault.name for fault in (*FAULTS, *DEVICE_FAULTS)] + [fault.name for fault in FUNCTION_FAULTS]
     assert len(names) == len(set(names)) >= 25

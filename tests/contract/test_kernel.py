@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance_faults import ToyKernel
 from q4core import ActivationPrecision, Feature
 
 FORMATS = ("nf4", "nvfp4", "q4_1", "int4")
@@ -44,7 +44,7 @@ def subject() -> BackendSubject:
 def test_kernel_passes(case: Case, subject: BackendSubject) -> None:
     """The case passes, but for four-bit activations and quantisers, which the kernel does not declare.
 
-    Another process finds installed backends alone; those of the zoo that are installed run that case.
+    Another process finds installed backends alone; faulty ones that are installed run that case.
     """
     result = run_case(case, subject)
     expected = Outcome.NOT_DECLARED if _is_undeclared(case) else Outcome.PASS

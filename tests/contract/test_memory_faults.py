@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from q4_conformance import Outcome, memory_cases, run_case
-from q4_conformance.managed import MemorySubject
-from q4_conformance.profiles import cases_for, find_target, subject_for
-from q4_conformance.zoo import PROVIDER_FAULTS, ProviderFault, ToyProvider
+from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
+from q4_conformance_faults import PROVIDER_FAULTS, ProviderFault, ToyProvider
 from q4core import memory
 
 if TYPE_CHECKING:

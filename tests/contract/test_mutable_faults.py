@@ -8,7 +8,7 @@ from q4_actors import MutableMode
 from q4_conformance.checks.mutable import judge_race
 from q4_conformance.checks.sharing import judge_processes
 from q4_conformance.outcome import FailureError
-from q4_conformance.zoo.mutables import MUTABLE_FAULTS, MutableFault, Register, SharedRegister
+from q4_conformance_faults.mutables import MUTABLE_FAULTS, MutableFault, Register, SharedRegister
 
 
 @pytest.mark.parametrize("fault", MUTABLE_FAULTS, ids=lambda fault: fault.name)

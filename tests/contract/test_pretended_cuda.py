@@ -11,8 +11,8 @@ from pretended import DEVICE, pretended_cuda
 
 import q4core as q4
 from q4_conformance import Case, Outcome, backend_cases, device_cases, linear_cases, run_case
-from q4_conformance.reference import reference_backend
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.reference import reference_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

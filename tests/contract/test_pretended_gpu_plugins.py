@@ -9,8 +9,8 @@ import pytest
 from pretended import DEVICE, pretended_cuda
 
 from q4_conformance import Case, Outcome, run_case
-from q4_conformance.cases import cases_of
-from q4_conformance.subject import BackendSubject
+from q4_conformance.contract.cases import cases_of
+from q4_conformance.subjects.backend import BackendSubject
 from q4_nf4_cuda import Nf4Cuda
 from q4_nvfp4_native import Nvfp4Native
 from q4_triton_kernels import ARCHITECTURES, Facts, WeightOnlyBackend

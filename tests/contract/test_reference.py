@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
-from q4_conformance.reference import REFERENCE
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.reference import REFERENCE
 from q4core import ActivationPrecision
 
 CHOSEN = ("int4",)

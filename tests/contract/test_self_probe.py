@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q4_conformance.grids import draw_on_grid
-from q4_conformance.judge import judge
-from q4_conformance.oracle import exact_linear
-from q4_conformance.recording import recorded
-from q4_conformance.reference import REFERENCE
-from q4_conformance.subject import make_registry
-from q4_conformance.weights import WeightRecipe
-from q4_conformance.zoo import FAULTS, Fault
+from q4_conformance.measurement.recording import recorded
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import exact_linear
+from q4_conformance.oracle.grids import draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
+from q4_conformance.subjects.backend import make_registry
+from q4_conformance.subjects.reference import REFERENCE
+from q4_conformance_faults import FAULTS, Fault
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q4_conformance import Case, Outcome, WeightRecipe, run_case
-from q4_conformance.reference import REFERENCE
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import ToyKernel
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.reference import REFERENCE
+from q4_conformance_faults import ToyKernel
 from q4core import BUILTIN_FORMATS, Feature, Form, Packing
 
 EXAMPLES = 60

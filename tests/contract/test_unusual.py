@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from q4_conformance import Outcome, backend_cases, linear_cases, run_case, run_cases
-from q4_conformance.subject import BackendSubject
-from q4_conformance.zoo import UNUSUAL
-from q4_conformance.zoo.unusual import SlicedKernel
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance_faults import UNUSUAL
+from q4_conformance_faults.unusual import SlicedKernel
 from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:

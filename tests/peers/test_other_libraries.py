@@ -14,7 +14,7 @@ from other_verdicts import VERDICTS, cases_of, facts, judge, kernels
 
 from benchmarks.int4pack import int4pack_operands
 from q4_conformance import check_linear
-from q4_conformance.zoo import ToyKernel, function_of
+from q4_conformance_faults import ToyKernel, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,34 +5,41 @@ own, and ``make_certificate`` makes the document of it. In this process, ``run_c
 backend, ``check_linear(function, "nf4")`` a bare function, ``check_core()`` the core itself.
 """
 
-from q4_conformance.cases import backend_cases, device_cases, linear_cases
-from q4_conformance.certificate import make_certificate
-from q4_conformance.compare import compare
-from q4_conformance.isolated import run_target
-from q4_conformance.judge import Verdict, judge, judge_noise
-from q4_conformance.oracle import Reference, exact_input_gradient, exact_linear, exact_weight
+from q4_conformance.contract.case import Case
+from q4_conformance.contract.cases import backend_cases, device_cases, linear_cases
+from q4_conformance.contract.plain_cases import core_cases, dialect_cases, memory_cases
+from q4_conformance.execution.in_process import check_core, check_linear, run_case, run_cases
+from q4_conformance.execution.isolated import run_target
+from q4_conformance.execution.query import Query, Run
+from q4_conformance.execution.reproducer import smaller_case
+from q4_conformance.oracle.compare import Comparison, judge, judge_noise
+from q4_conformance.oracle.exact import Reference, exact_input_gradient, exact_linear, exact_weight
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import CaseResult, Outcome, Report
-from q4_conformance.plain_cases import core_cases, dialect_cases, memory_cases
-from q4_conformance.profiles import Target, UnknownTargetError, cases_for, find_target, subject_for, target_names
-from q4_conformance.query import Query, Run
-from q4_conformance.reproducer import smaller_case
-from q4_conformance.runner import check_core, check_linear, run_case, run_cases
-from q4_conformance.table import Case
-from q4_conformance.verify import read_certificate
-from q4_conformance.weights import WeightRecipe
-from q4_conformance.writing import write_files
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.report.compare import compare
+from q4_conformance.report.files import write_files
+from q4_conformance.report.verify import read_certificate
+from q4_conformance.subjects.profiles import (
+    ConformanceTarget,
+    UnknownTargetError,
+    cases_for,
+    find_target,
+    subject_for,
+    target_names,
+)
 
 __all__ = [
     "Case",
     "CaseResult",
+    "Comparison",
+    "ConformanceTarget",
     "Outcome",
     "Query",
     "Reference",
     "Report",
     "Run",
-    "Target",
     "UnknownTargetError",
-    "Verdict",
     "WeightRecipe",
     "backend_cases",
     "cases_for",

@@ -14,7 +14,7 @@ def main() -> int:
     """Run the command and return its exit status."""
     import typer  # noqa: PLC0415  # an extra
 
-    from q4_conformance.command import add_conform  # noqa: PLC0415  # needs typer
+    from q4_conformance.command.conform import add_conform  # noqa: PLC0415  # needs typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     add_conform(app)

@@ -18,7 +18,7 @@ from sharing import LONG
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_conformance.history import Recorder, violations
+from q4_conformance.measurement.history import Recorder, violations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from sharing import LONG, Held, content_of, until
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
 from q4_actors.segment import WRITER_WAITS
-from q4_conformance.history import Operation, violations
+from q4_conformance.measurement.history import Operation, violations
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
 from q4_cpu_native import CpuNative
 from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
 from q4_nf4_cuda import Nf4Cuda
 from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import (

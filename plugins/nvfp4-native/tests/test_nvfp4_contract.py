@@ -7,7 +7,7 @@ import torch
 from nvfp4_emulation import emulated_backend, emulated_library
 
 from q4_conformance import Case, Outcome, device_cases, linear_cases, run_case
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
 from q4core import ActivationPrecision, BackendUnavailableError, Feature, ReasonCode, ScaleKind, Session, SessionConfig
 
 FORMATS = ("nvfp4", "mxfp4")

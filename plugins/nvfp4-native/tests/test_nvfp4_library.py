@@ -10,8 +10,8 @@ import pytest
 import torch
 from nvfp4_emulation import emulated_backend, emulated_library, fake_library
 
-from q4_conformance.recording import recorded
-from q4_conformance.subject import make_registry
+from q4_conformance.measurement.recording import recorded
+from q4_conformance.subjects.backend import make_registry
 from q4_nvfp4_native import find_library
 from q4_nvfp4_native.configurations import CUDA_FOLDER
 from q4_nvfp4_native.library import EXPORTS, VARIABLE

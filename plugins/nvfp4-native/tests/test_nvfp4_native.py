@@ -15,7 +15,7 @@ import pytest
 import torch
 from nvfp4_emulation import BLACKWELL, emulated_backend, emulated_library, emulated_tools
 
-from q4_conformance.subject import make_registry
+from q4_conformance.subjects.backend import make_registry
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.compiler import Compiled
 from q4_nvfp4_native.configurations import _data

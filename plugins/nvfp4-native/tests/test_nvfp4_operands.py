@@ -11,8 +11,8 @@ import pytest
 import torch
 from nvfp4_emulation import emulated_backend
 
-from q4_conformance.cases import weight_recipes
-from q4_conformance.subject import make_registry
+from q4_conformance.contract.cases import weight_recipes
+from q4_conformance.subjects.backend import make_registry
 from q4_nvfp4_native.operands import OperandMeta, export_operand, prepare_operand
 from q4core import (
     ActivationPrecision,

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from q4_conformance.subject import make_registry
+from q4_conformance.subjects.backend import make_registry
 from q4_nvfp4_native import Nvfp4Native, quantize_packed, swizzle_scales
 from q4_nvfp4_native.quantizer import KINDS, quantize_parts
 from q4core import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from q4_conformance import Case, Outcome, backend_cases, device_cases, linear_cases, run_case
-from q4_conformance.subject import BackendSubject
+from q4_conformance.subjects.backend import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
 from q4_nvfp4_native.scaled_dot import product

@@ -6,7 +6,7 @@ import pytest
 from pretended_driver import CONCURRENT, GB10, LEGACY, missing, pretend
 
 from q4_conformance import Case, Outcome, memory_cases, run_case
-from q4_conformance.managed import MemorySubject
+from q4_conformance.subjects.memory import MemorySubject
 from q4_um_managed import ManagedProvider
 
 CASES = memory_cases()

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
-from q4_conformance.oracle import as_given, judge_by
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.guard_pages import on_last_page
+from q4_conformance.oracle.exact import as_given, judge_by
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
-from q4_conformance.pages import on_last_page
-from q4_conformance.subject import BackendLayer
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import BackendLayer
 from q4core import InputError
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import Layer, Subject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import Layer, Subject
 
 _GUARD = 64
 _CANARY = 97.0

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_conformance.grids import draw_on_grid
-from q4_conformance.judge import judge
-from q4_conformance.oracle import exact_linear
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.allocations import watch
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import exact_linear
+from q4_conformance.oracle.grids import draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError
-from q4_conformance.subject import make_registry
-from q4_conformance.table import check, expect
-from q4_conformance.watch import watch
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.subjects.backend import make_registry
 from q4core import (
     BUILTIN_FORMATS,
     Precision,
@@ -34,7 +34,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
 
 _PROCESS_SECONDS = 120
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4_conformance.table import check, expect
+from q4_conformance.contract.case import check, expect
 from q4core import Catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from q4_conformance.dialect_subject import DialectSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.dialect import DialectSubject
     from q4core import LayerSchema
 
 _MISSING, _SHORT, _EMPTY = "missing", "one row short", "empty"

@@ -10,17 +10,17 @@ import torch
 
 from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import check_noise, check_values, draw, judge_call
+from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
-from q4_conformance.subject import make_registry
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import make_registry
 from q4core import ComputePath, PackedWeight, PathKind, Precision, Request, Session, SessionConfig, WeightSpec
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from q4_conformance.subject import BackendLayer, BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import Format
 
 _BUSY_CYCLES = 100_000_000

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.checks.layer import same_weight
-from q4_conformance.dialect_subject import DialectSubject, samples
-from q4_conformance.golden_vectors import Vector, golden_vectors
-from q4_conformance.oracle import exact_weight
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.exact import exact_weight
+from q4_conformance.oracle.golden_vectors import Vector, golden_vectors
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.dialect import DialectSubject, samples
 from q4core import Catalogue, dialects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
     from q4core import LayerSchema, PackedWeight, WrittenLayer
 
 _MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.judge import judge
-from q4_conformance.oracle import exact_linear
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.outcome import FailureError
-from q4_conformance.table import check, expect
 from q4core import ReasonCode
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import BackendLayer, BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import PackedWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

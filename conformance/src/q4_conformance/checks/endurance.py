@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from q4_conformance.judge import judge
-from q4_conformance.oracle import Reference, exact_weight
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.allocations import trim
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import Reference, exact_weight
 from q4_conformance.outcome import FailureError, NotTestableError
-from q4_conformance.table import check, expect
-from q4_conformance.watch import trim
 from q4core import BUILTIN_FORMATS, dequantize, quantize
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
     from q4core import PackedWeight
 
 CALLS = 10_000

@@ -15,16 +15,16 @@ import torch
 
 from q4_conformance.checks.policy import serves_kernels
 from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.dense_check import Bench, Benches, Point, weigh
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.table import check, expect
-from q4_conformance.weighing import Bench, Benches, Point, weigh
 from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import KernelPath, PackedWeight, Precision, Segment, Selection
 
 _MANY_ROWS = (64, 128, 257)

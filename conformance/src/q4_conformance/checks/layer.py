@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.decoding import as_float64, decode_codes, decode_scales
-from q4_conformance.oracle import as_given, exact_weight
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales
+from q4_conformance.oracle.exact import as_given, exact_weight
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.proxies import Proxy
-from q4_conformance.subject import make_registry
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import make_registry
+from q4_conformance.subjects.wrappers import Proxy
 from q4core import (
     BackendUnavailableError,
     BlockOrder,
@@ -26,8 +26,8 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import PackedWeight
 
 

@@ -12,18 +12,18 @@ import torch
 from q4_conformance.checks.endurance import Growth
 from q4_conformance.checks.layer import same_weight
 from q4_conformance.checks.values import draw, judge_call, make_bias
-from q4_conformance.elsewhere import call_elsewhere
-from q4_conformance.lent import lent
-from q4_conformance.oracle import as_given
+from q4_conformance.contract.case import check, expect
+from q4_conformance.execution.remote_call import call_elsewhere
+from q4_conformance.oracle.exact import as_given
 from q4_conformance.outcome import FailureError
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.temporary_plugin import lent
 from q4core import ActivationPrecision, BackendUnavailableError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4_conformance.subject import BackendLayer, BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import PackedWeight, Q4Linear
 
 LOST_LAYERS = 1 / 4

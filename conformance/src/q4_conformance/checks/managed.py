@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.checks.endurance import resident_bytes
-from q4_conformance.grids import draw_on_grid
-from q4_conformance.judge import judge
-from q4_conformance.managed import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
-from q4_conformance.oracle import exact_linear
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.allocations import trim, watch
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import exact_linear
+from q4_conformance.oracle.grids import draw_on_grid
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError
-from q4_conformance.presence import require_device
-from q4_conformance.table import check, expect
-from q4_conformance.watch import trim, watch
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.subjects.devices import require_device
+from q4_conformance.subjects.memory import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
 from q4core import Precision, ScaleKind, Session, SessionConfig, UnifiedMemoryError, UnifiedMemoryPolicy, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
     from q4core import Q4Linear
 
 _PREFER, _REQUIRE = UnifiedMemoryPolicy.PREFER_UNIFIED, UnifiedMemoryPolicy.REQUIRE_UNIFIED

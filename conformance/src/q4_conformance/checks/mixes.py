@@ -9,12 +9,12 @@ import attrs
 import torch
 
 from q4_conformance.checks.policy import require_kernels
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.recording import Recording, recorded, unique
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.proxies import broken, leaving, unavailable
-from q4_conformance.recording import Recording, recorded, unique
-from q4_conformance.reference import reference_backend
-from q4_conformance.subject import BackendSubject, make_registry
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import BackendSubject, make_registry
+from q4_conformance.subjects.reference import reference_backend
+from q4_conformance.subjects.wrappers import broken, leaving, unavailable
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
@@ -30,7 +30,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
     from q4core import Diagnostics, PackedWeight, Registry
 
 _NOBODY = "nobody-has-this-name"

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_conformance.history import Recorder, violations
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.history import Recorder, violations
 from q4_conformance.outcome import FailureError
-from q4_conformance.table import check, expect
 from q4core import WriteConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
 
 __all__ = ["actors", "content_of", "judge_race"]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.recording import recorded, unique
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError
-from q4_conformance.proxies import Proxy
-from q4_conformance.recording import recorded, unique
-from q4_conformance.reference import REFERENCE, reference_backend
-from q4_conformance.subject import BackendLayer, plugin_of
-from q4_conformance.table import check, expect
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.subjects.backend import BackendLayer, plugin_of
+from q4_conformance.subjects.reference import REFERENCE, reference_backend
+from q4_conformance.subjects.wrappers import Proxy
 from q4core import (
     API_VERSION,
     Backend,
@@ -28,11 +28,11 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import PluginRecord
 
-_RAISING = "q4_conformance.zoo.raising"
+_RAISING = "q4_conformance.subjects.raising"
 """A module that raises when it is imported."""
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.recording import recorded, unique
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.proxies import Proxy, unavailable
-from q4_conformance.recording import recorded, unique
-from q4_conformance.reference import reference_backend
-from q4_conformance.subject import BackendLayer, BackendSubject, make_registry
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import BackendLayer, BackendSubject, make_registry
+from q4_conformance.subjects.reference import reference_backend
+from q4_conformance.subjects.wrappers import Proxy, unavailable
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
@@ -26,7 +26,7 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
     from q4core import KernelPath, PackedWeight
 
 __all__ = ["require_kernels", "serves_kernels"]

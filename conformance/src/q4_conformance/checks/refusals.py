@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import FailureError
-from q4_conformance.table import check, expect
 from q4core import InputError, Q4Error, ScaleKind, WeightError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import PackedWeight
 
 _NAME = "model.layers.7.mlp.up_proj"

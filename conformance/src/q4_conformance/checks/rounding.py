@@ -14,18 +14,18 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.decoding import decode_scales
-from q4_conformance.oracle import exact_weight
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.decoding import decode_scales
+from q4_conformance.oracle.exact import exact_weight
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.table import check, expect
 from q4core import PackedWeight, Request, Rounding
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import Format
 
 _DRAWS = 400

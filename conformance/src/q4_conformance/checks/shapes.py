@@ -8,16 +8,16 @@ import attrs
 import numpy as np
 
 from q4_conformance.checks.values import check_awkward, draw, judge_call, make_bias, rows_of
-from q4_conformance.oracle import as_given, judge_by
+from q4_conformance.contract.case import check
+from q4_conformance.oracle.exact import as_given, judge_by
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.table import check
 from q4core import Feature, Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from q4_conformance.subject import Subject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import Subject
 
 _SHAPES = 12
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.checks.mutable import actors, content_of
-from q4_conformance.history import Operation, Recorder, violations
+from q4_conformance.contract.case import check, expect
+from q4_conformance.measurement.history import Operation, Recorder, violations
 from q4_conformance.outcome import FailureError, NotTestableError
-from q4_conformance.table import check, expect
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkServerContext, SpawnContext
 
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
 
 __all__ = ["judge_processes"]
 

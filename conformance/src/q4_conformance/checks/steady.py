@@ -11,17 +11,17 @@ import torch
 from q4_conformance.checks.device import expect_same_bytes
 from q4_conformance.checks.endurance import CALLS, STEPS, Adam, Growth, judge_ste, one_thread
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.lent import lent
+from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.temporary_plugin import lent
 from q4core import Feature, Request
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4_conformance.subject import BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
     from q4core import PackedWeight
 
 LOST_RESULTS = 1 / 2

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 
 from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
-from q4_conformance.subject import BackendLayer, BackendSubject
-from q4_conformance.table import check, expect
-from q4_conformance.weights import WeightRecipe
+from q4_conformance.subjects.backend import BackendLayer, BackendSubject
 from q4core import BUILTIN_FORMATS, BackendUnavailableError, ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from q4_conformance.subject import Layer, Subject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import Layer, Subject
     from q4core import PackedWeight
 
 _COUNTS = (1, 2, 3, 4, 7, 16)

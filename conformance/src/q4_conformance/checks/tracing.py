@@ -12,15 +12,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from q4_conformance.checks.values import draw, judge_call, make_bias
+from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import FailureError
-from q4_conformance.table import check, expect
 from q4core import Feature
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from q4_conformance.subject import BackendLayer, BackendSubject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import PackedWeight
 
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4_conformance.grids import draw_free, draw_on_grid
-from q4_conformance.judge import judge, judge_noise
-from q4_conformance.oracle import exact_input_gradient, exact_linear
+from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.compare import judge, judge_noise
+from q4_conformance.oracle.exact import exact_input_gradient, exact_linear
+from q4_conformance.oracle.grids import draw_free, draw_on_grid
 from q4_conformance.outcome import FailureError
-from q4_conformance.subject import BackendLayer, BackendSubject
-from q4_conformance.table import check, expect
+from q4_conformance.subjects.backend import BackendLayer, BackendSubject
 from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from q4_conformance.subject import Layer, Subject
-    from q4_conformance.table import Case
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import Layer, Subject
     from q4core import PackedWeight
 
 __all__ = ["draw", "judge_call", "make_bias", "rows_of"]

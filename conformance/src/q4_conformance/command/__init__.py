@@ -1,0 +1,1 @@
+"""The command ``q4 conform``."""

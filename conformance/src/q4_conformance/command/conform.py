@@ -1,0 +1,244 @@
+"""``q4 conform``: a backend, provider or dialect is judged, and what it shows is certified."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import tempfile
+import threading
+from pathlib import Path  # noqa: TC003  # typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from q4_conformance.execution.isolated import run_target
+from q4_conformance.execution.process import Limits
+from q4_conformance.execution.query import Query
+from q4_conformance.report.certificate import make_certificate
+from q4_conformance.report.compare import compare
+from q4_conformance.report.facts import counted, title_of
+from q4_conformance.report.files import write_files
+from q4_conformance.report.status import line_of, seal_of
+from q4_conformance.report.tally import BAD
+from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_run
+from q4_conformance.report.verify import check_census, installed_source, read_certificate
+from q4_conformance.subjects.profiles import PROFILES
+from q4core import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from q4_conformance.outcome import CaseResult
+
+__all__ = ["add_conform"]
+
+_WHAT = "q4 conform"
+_PERF_SECONDS = 1.0
+_MOST_SECONDS = 86_400.0
+_NO_FOLDER = {
+    *(
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+    )
+}
+"""What the system says of a path that no folder can have; a full disk is none of it."""
+_EPILOG = (
+    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage, a damaged certificate, or "
+    "one that says more than its results. --compare exits with 0 when every case ended alike and B certifies no less "
+    "than A, else with 1: a verdict changed, the standing fell, a bound was widened, a path or format is gone, and "
+    "so on. A run of all cases makes a certificate; --case and --format make a report."
+)
+
+
+def conform(  # noqa: PLR0913  # one argument per option
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Installed backend, provider or dialect; module:function; or q4core."),
+    ] = None,
+    *,
+    profile: Annotated[
+        str | None, typer.Option(help=f"{', '.join(PROFILES)}; what NAME is, unless told.", metavar="PROFILE")
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="FORMAT", help="Only this format (may be repeated).")
+    ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="ID", help="Only cases whose ids begin so, such as TC-09/bias (repeatable)."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:<index>.")] = "cpu",
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write JSON, JUnit XML, HTML and Markdown there.")
+    ] = None,
+    perf: Annotated[bool, typer.Option("--perf", help="Measure speed after the cases; changes no verdict.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
+    limit: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=_MOST_SECONDS,
+            help="Seconds that one case may take; loading a plugin half as much again, 10 at least.",
+        ),
+    ] = Limits().case_seconds,
+    verify: Annotated[
+        Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")
+    ] = None,
+    compared: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Show what changed from certificate A to B instead."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")] = False,
+) -> None:
+    """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
+    asked = [item for item in (name, verify, compared) if item]
+    if len(asked) != 1:
+        hint = "Try 'q4 conform --help'."
+        raise ConfigError(_WHAT, name="arguments", rule="one of NAME, --verify FILE and --compare A B", hint=hint)
+    if verify is not None:
+        _verify(verify, as_json=as_json)
+    elif compared is not None:
+        _compare(*compared, as_json=as_json)
+    else:
+        query = Query(
+            name=name or "",
+            profile=profile,
+            formats=tuple(formats or ()),
+            device=device,
+            only=tuple(cases or ()),
+            jobs=jobs,
+            limits=Limits(case_seconds=limit, slow_seconds=max(limit, Limits().slow_seconds)),
+        )
+        _judge(query, report, is_perf=perf, as_json=as_json)
+
+
+def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -> None:
+    if folder is not None:
+        _require_folder(folder)
+    with _progress(query.name, is_at_once=not query.only) as (announce, watch):
+        seconds = _PERF_SECONDS if is_perf else 0.0
+        run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds, is_command=True)
+    document = make_certificate(run, _command(query, folder, is_perf=is_perf))
+    files: Sequence[Path] = ()
+    if folder is not None:
+        files = write_files(folder, document, run.points, seconds=run.report.seconds)
+    if as_json:
+        told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        show_run(document, run, files)
+    if document["standing"] == "failed":
+        raise typer.Exit(1)
+
+
+def _require_folder(folder: Path) -> None:
+    """Make a folder and a file in it that goes at once, before minutes are spent on what could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise
+        rule, hint = "a folder that can be made and written", f"The system says: {error.strerror}."
+        raise ConfigError(_WHAT, name="--report", rule=rule, value=str(folder), hint=hint) from error
+
+
+def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
+    """Return the words that repeat a run."""
+    words = [*query.command(), "--perf"] if is_perf else query.command()
+    return words if folder is None else [*words, "--report", str(folder)]
+
+
+@contextlib.contextmanager
+def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
+    """Show on stderr how far a run has come, where that is a terminal: at once, or when the first process is there.
+
+    What is shown has a thread of its own, which that process, where it is a copy of this one, could not be made beside.
+    """
+    console = console_of(to_stderr=True)
+    if not console.is_terminal:
+        yield (lambda _: None), (lambda _: None)
+        return
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[bad]}", style="red"),
+        TextColumn("{task.fields[case]}", markup=False, style="dim"),
+        console=console,
+        transient=True,
+    )
+    lock, bad = threading.Lock(), []
+
+    task = bar.add_task(label, total=None, bad="", case="starting")
+    try:
+        if is_at_once:
+            bar.start()
+
+        def announce(total: int) -> None:
+            bar.start()
+            bar.update(task, total=total)
+
+        def watch(result: CaseResult) -> None:
+            with lock:
+                if result.outcome in BAD:
+                    bad.append(result.case)
+                text = f"{len(bad)} bad" if bad else ""
+                bar.update(task, advance=1, case=result.case, bad=text)
+
+        yield announce, watch
+    finally:
+        bar.stop()
+
+
+def _verify(path: Path, *, as_json: bool) -> None:
+    document = read_certificate(path)
+    census = check_census(document, str(path))
+    told = {
+        "file": str(path),
+        "undamaged": True,
+        "standing": document["standing"],
+        "sentence": document["sentence"],
+        "subject": document["subject"],
+        "counts": document["counts"],
+        "content_hash": document["content_hash"],
+        "census": census,
+        "installed": installed_source(document),
+        "statement": document["statement"],
+    }
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    console = console_of()
+    console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
+    seal, meaning = line_of(document)
+    console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
+    console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
+    console.print(census)
+    console.print(told["installed"])
+    console.print(Text(document["statement"], style="dim"))
+
+
+def _compare(before: Path, after: Path, *, as_json: bool) -> None:
+    told = compare(read_certificate(before), read_certificate(after))
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        show_changes(told)
+    if told["is_weaker"] or not told["same_verdicts"]:
+        raise typer.Exit(1)
+
+
+def add_conform(app: typer.Typer) -> None:
+    """Add ``conform`` to the ``q4`` command."""
+    app.command("conform", epilog=_EPILOG)(conform)

@@ -1,0 +1,1 @@
+"""How cases run: in this process, or in processes of their own with limits."""

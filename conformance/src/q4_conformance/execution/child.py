@@ -1,0 +1,183 @@
+"""What runs in a process of its own. It talks with ``process.Child`` alone, which starts it.
+
+Before a plugin is loaded, the pipes are put out of its reach: stdin becomes empty and stdout becomes stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.execution.environment import manifest_of, survey
+from q4_conformance.execution.in_process import run_case
+from q4_conformance.execution.reproducer import command_of, with_reproducer
+from q4_conformance.execution.steps import steps
+from q4_conformance.measurement.perf import measure
+from q4_conformance.outcome import CaseResult, FailureError, Outcome, said
+from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
+from q4_conformance.subjects.reference import REFERENCE, reference_backend
+from q4core import Q4Error, default_registry
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from q4_conformance.subjects.profiles import ConformanceTarget
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LONGEST_TEXT = 1 << 16
+_FAULTS = (Exception, SystemExit)
+
+
+class _Pipes:
+    """The two ends that only we know."""
+
+    def __init__(self) -> None:
+        self._in: TextIO = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self._mark = ""
+        first = self.receive()
+        self._mark = str(first["mark"])
+        _limit_memory(int(first["data_bytes"]))
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message; the process ends where nobody is left to send one."""
+        line = self._in.readline()
+        if not line:
+            gc.freeze()  # what is left ends with the process: it need not be looked through for garbage
+            raise SystemExit(0)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def tell(self, **message: Any) -> None:
+        """Send a message, whose texts come from a plugin: none is endless, none can't be written down."""
+        message = _plain(message)
+        self._out.write(f"\n{self._mark}{json.dumps(message)}\n")  # what stood before may have no end
+        self._out.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold, whose texts have an end, and no half of a surrogate pair."""
+    if isinstance(value, str):
+        text = value if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]}… ({len(value)} characters)"
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _plain(_shown(value))
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except _FAULTS as error:
+        return f"a {type(value).__name__} that can't be shown: {type(error).__name__}"
+
+
+def _limit_memory(data_bytes: int) -> None:
+    """Let what asks for far too much at once fail, and let the system take this process first when memory runs out."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # noqa: PLC0415  # not on every system
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if not any(Path("/dev").glob("nvidia*")):  # a CUDA process maps more than it takes
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            system = ctypes.CDLL(None)
+            system.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            system.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what hides from its own parent is still found among ours
+
+
+def _words(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
+    return said(error) + (f" (in {place})" if place else "")
+
+
+def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
+    """Find who is meant and tell so; end where nobody is. Return also what was asked."""
+    query = pipes.receive()
+    with steps(lambda step: pipes.tell(step=step), query["name"]):
+        default_registry().records()
+    pipes.tell(step="asking the plugins what they bring")
+    try:
+        target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
+        if target.profile != "dialect" and target.name != REFERENCE:
+            reference_backend()
+    except Q4Error as error:
+        fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}
+        lists = {name: getattr(error, name) for name in ("available", "closest") if hasattr(error, name)}
+        pipes.tell(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
+        raise SystemExit(0) from None
+    facts = survey(target) if query["survey"] else {}
+    pipes.tell(
+        target={
+            "profile": target.profile,
+            "name": target.name,
+            "formats": list(target.formats),
+            "device": target.device,
+        },
+        facts=facts,
+    )
+    return target, query
+
+
+def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> None:
+    """Run what is asked for until nobody asks."""
+    cases = {case.id: case for case in cases_for(target)}
+    subject, fault = None, None
+    pipes.tell(step=f"making {target.name!r}")
+    try:
+        subject = subject_for(target)
+    except FailureError as error:
+        fault = str(error)
+    except _FAULTS as error:
+        fault = f"{target.name!r} can't be had: {_words(error)}"
+    pipes.tell(step=f"asking {target.name!r} what it offers")
+    pipes.tell(manifest=manifest_of(subject, target.formats) if query["survey"] and fault is None else {})
+    reproduced: set[str] = set()
+    while True:
+        order = pipes.receive()
+        for name in order.get("cases", ()):
+            case = cases[name]
+            pipes.tell(start=name)
+            if fault is not None:
+                result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
+                pipes.tell(result=result.to_dict())
+                continue
+            result = run_case(case, subject)
+            pipes.tell(result=result.to_dict())
+            if result.outcome is Outcome.FAIL and case.contract not in reproduced:
+                pipes.tell(reproducing=name)  # told first, so that the failure stands whatever comes of this
+                reproduced.add(case.contract)
+                command = command_of(query["command"], name)
+                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case, command=command).to_dict())
+        if "measure" in order:
+            pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
+        pipes.tell(done=True)
+
+
+def main() -> None:
+    """Find the target, then run cases until the parent has no more."""
+    pipes = _Pipes()
+    target, query = _find(pipes)
+    _serve(pipes, target, query)

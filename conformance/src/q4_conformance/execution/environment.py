@@ -1,0 +1,243 @@
+"""The facts that a certificate states: versions, the machine, the plugin's source, and what it declares."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_conformance.contract.cases import weight_recipes
+from q4_conformance.outcome import said
+from q4_conformance.overrides import declared_by, judged_in
+from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from q4_conformance.subjects.profiles import ConformanceTarget
+
+__all__ = ["device_facts", "manifest_of", "source_of", "survey", "versions"]
+
+_GROUP = "q4core.plugins"
+_IGNORED = {".pyc", ".pyo"}
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of all that every run is made with."""
+    return {
+        "q4core": _version("q4core"),
+        "q4-conformance": _version("q4-conformance"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _package(subject: object) -> str:
+    return type(subject).__module__.partition(".")[0]
+
+
+def _distribution_of(package: str) -> importlib.metadata.Distribution | None:
+    """Return the distribution whose plugin lives in a package; no other one is asked, which would take long."""
+    for point in importlib.metadata.entry_points(group=_GROUP):
+        if point.value.partition(":")[0].partition(".")[0] == package and point.dist is not None:
+            return point.dist
+    return None
+
+
+def _requirements(distribution: importlib.metadata.Distribution) -> Iterator[str]:
+    for line in distribution.requires or ():
+        match = re.match(r"[\w.-]+", line)
+        if match is not None and "extra ==" not in line:
+            yield match[0]
+
+
+def _shared(distribution: importlib.metadata.Distribution) -> Iterator[importlib.metadata.Distribution]:
+    """Yield the distributions that a plugin needs and that build on q4core themselves: kernels that plugins share."""
+    for name in _requirements(distribution):
+        try:
+            other = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if "q4core" in _requirements(other):
+            yield other
+
+
+def _files_of(package: str) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of every file of a package, wherever an editable installation has it."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None  # a dotted name imports what it is in
+    if spec is None:
+        return
+    if not spec.submodule_search_locations:
+        if spec.origin and Path(spec.origin).is_file():  # a module of the interpreter's own has no file
+            yield Path(spec.origin).name, Path(spec.origin)
+        return
+    for folder in sorted({Path(item) for item in spec.submodule_search_locations}):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.suffix not in _IGNORED and "__pycache__" not in path.parts:
+                yield f"{package}/{path.relative_to(folder).as_posix()}", path
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> dict[str, Any]:
+    seen = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files}
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(seen.items()))
+    return {"files": len(seen), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def source_of(package: str) -> dict[str, Any]:
+    """Return the distribution, version and hash of the files of whoever is judged.
+
+    Args:
+        package: The top-level package in which they are defined.
+    """
+    distribution = _distribution_of(package)
+    packages = [package]
+    shared: dict[str, str] = {}
+    if distribution is not None:
+        for other in _shared(distribution):
+            shared[other.name] = other.version
+            packages.append(re.sub(r"[-.]+", "_", other.name))
+    files = {name: path for item in packages for name, path in _files_of(item)}
+    return {
+        "distribution": None if distribution is None else distribution.name,
+        "version": None if distribution is None else distribution.version,
+        "package": package,
+        "with": shared,
+        **_digest(files.items()),
+    }
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    """Return what the device of a run is."""
+    facts = machine_facts()
+    kind, _, index = device.partition(":")
+    told: dict[str, Any] = {
+        "device": device,
+        "system": facts.system,
+        "machine": facts.machine,
+        "processor": facts.processor,
+        "cpu_features": list(facts.cpu_features),
+        "cores": facts.cpu_count,
+        "threads": torch.get_num_threads(),
+        "gpu": None,
+        "compute_capability": None,
+        "cuda": facts.cuda_version,
+        "driver": None,
+    }
+    if kind == "cuda" and int(index or 0) < len(facts.cuda_devices):
+        chosen = facts.cuda_devices[int(index or 0)]
+        told |= {"gpu": chosen.name, "compute_capability": ".".join(map(str, chosen.capability))}
+        told["driver"] = _driver()
+    return told
+
+
+def _driver() -> str | None:
+    try:
+        text = _DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
+    return found[0] if found else None
+
+
+def survey(target: ConformanceTarget) -> dict[str, Any]:
+    """Return the facts of this machine; the source of who is judged stands in the manifest, which needs it loaded."""
+    broken = {record.name: list(record.errors) for record in default_registry().records() if record.errors}
+    return {
+        "versions": versions(),
+        "device": device_facts(target.device),
+        "broken_plugins": broken,
+        "executable": Path(sys.executable).name,
+    }
+
+
+def _declared(capabilities: Capabilities) -> dict[str, Any]:
+    """Return every field of a manifest as sorted texts."""
+    return {field.name: sorted(map(_plain, getattr(capabilities, field.name))) for field in attrs.fields(Capabilities)}
+
+
+def _plain(item: object) -> str:
+    return str(item.value) if isinstance(item, enum.Enum) else str(item).removeprefix("torch.")
+
+
+def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the paths that a backend offers for the usual weight of each format, whatever asks for them."""
+    seen: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name in formats:
+        weight = weight_recipes(find_format(name))[0].build()
+        for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
+            for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8, ActivationPrecision.FP4):
+                request = subject.request(weight, dtype=dtype, precision=wish)
+                if subject.backend.capabilities.refusals(request):
+                    continue
+                for path in subject.backend.check(request).paths:
+                    row = seen.setdefault((name, path.name, path.precision.value), _path_facts(name, path))
+                    short = str(dtype).removeprefix("torch.")
+                    if short not in row["dtypes"]:
+                        row["dtypes"].append(short)
+    yield from seen.values()
+
+
+def _path_facts(name: str, path: Any) -> dict[str, Any]:
+    told = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
+    told |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
+    return told | {"standing": path.standing.value}
+
+
+def _numbers(version: object) -> object:
+    """Return a version as a list; what is none as it is."""
+    return list(version) if isinstance(version, (list, tuple)) else version
+
+
+def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what a subject declares, with its source and its overrides; the core declares nothing.
+
+    Where it declares overrides that are none, raises where a field is read, or can't say what it offers, ``fault`` says
+    so. Fields may hold anything that the subject has there.
+
+    Args:
+        subject: What ``subject_for`` gave.
+        formats: For which formats to ask a backend what paths it offers.
+    """
+    judged: Any = judged_in(subject)
+    if judged is None:
+        return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
+    kind = type(judged)
+    told: dict[str, Any] = {
+        "name": None,
+        "api_version": None,
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "source": {},
+        "overrides": [],
+    }
+    try:
+        told["name"] = getattr(judged, "name", None)
+        capabilities = getattr(judged, "capabilities", None)
+        if isinstance(capabilities, Capabilities):  # before what may raise: it is judged on this
+            told["capabilities"] = _declared(capabilities)
+        told["source"] = source_of(_package(judged))
+        told["api_version"] = _numbers(getattr(judged, "api_version", ()))
+        if hasattr(subject, "dialect"):
+            told["formats"] = sorted(judged.formats)
+        told["overrides"] = [item.to_dict() for item in declared_by(subject)]
+        if "capabilities" in told and hasattr(subject, "request"):
+            told["offered"] = list(_offered(subject, formats))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: the cases will judge it
+        told["fault"] = said(error)
+    return told

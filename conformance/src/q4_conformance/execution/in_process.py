@@ -1,0 +1,160 @@
+"""Runs a table of cases against a backend, a bare function, or the core."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance import checks
+from q4_conformance.contract.case import CHECKS
+from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
+from q4_conformance.contract.plain_cases import core_cases
+from q4_conformance.execution.reproducer import with_command, with_reproducer
+from q4_conformance.measurement.recording import muted
+from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report, said
+from q4_conformance.overrides import declared_by, overriding
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.function import FunctionSubject
+from q4_conformance.subjects.reference import REFERENCE
+from q4core import BUILTIN_FORMATS, PathKind, Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from q4_conformance.contract.case import Case
+    from q4_conformance.overrides import Override
+    from q4core import Backend, Format
+
+__all__ = ["check_core", "check_linear", "run_case", "run_cases"]
+
+_HELD = checks
+"""Importing it fills ``CHECKS``."""
+_FRAMES = 3
+_clock = time.perf_counter
+"""Taken before a subject may put another in its place."""
+_REFERENCE_KIND = PathKind.REFERENCE.value
+
+
+def run_case(case: Case, subject: Any) -> CaseResult:
+    """Run one case; every way of ending becomes a result."""
+    started = _clock()
+    ran: set[str] = getattr(subject, "ran", set())
+    tried: set[str] = getattr(subject, "tried", set())
+    ran.clear()
+    tried.clear()
+    overrides: tuple[Override, ...] = ()
+    try:
+        overrides = declared_by(subject)
+        with overriding(overrides, case.id) as overrides, muted():
+            message = CHECKS[case.check](case, subject)
+        outcome = Outcome.PASS
+    except FailureError as error:
+        outcome, message = Outcome.FAIL, str(error)
+    except NotDeclaredError as error:
+        outcome, message = Outcome.NOT_DECLARED, str(error)
+    except NotTestableError as error:
+        outcome, message = Outcome.NOT_TESTABLE, str(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: whatever it raises, or exits with, is a failure
+        place = " < ".join(
+            f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
+        )
+        outcome, message = Outcome.FAIL, f"{said(error)} (in {place})"
+    is_reference = getattr(subject, "name", None) == REFERENCE or any(f"|{_REFERENCE_KIND}|" in path for path in ran)
+    return CaseResult(
+        case=case.id,
+        contract=case.contract,
+        outcome=outcome,
+        message=message,
+        seconds=_clock() - started,
+        is_fallback=outcome is Outcome.PASS and is_reference,
+        paths=sorted(ran | tried if outcome is Outcome.FAIL else ran),
+        overrides=[item.reason for item in overrides],
+    )
+
+
+def _run(
+    cases: tuple[Case, ...],
+    subject: Any,
+    name: str,
+    watch: Callable[[CaseResult], object] | None,
+    *,
+    reproduce: bool = True,
+) -> Report:
+    expected = tuple(case.id for case in cases)
+    results: list[CaseResult] = []
+    for case in cases:
+        result = run_case(case, subject)
+        if reproduce and result.outcome is Outcome.FAIL:
+            is_first = all(item.contract != case.contract or not item.reproducer for item in results)
+            # Forty failures of one cause need one search.
+            result = (
+                with_reproducer(result, case, subject, run_case) if is_first else with_command(result, case, subject)
+            )
+        results.append(result)
+        if watch is not None:
+            watch(result)
+    return Report(subject=name, expected=expected, results=results)
+
+
+def run_cases(
+    backend: Backend | str,
+    formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS),
+    *,
+    device: str = "cpu",
+    only: Iterable[str] = (),
+    watch: Callable[[CaseResult], object] | None = None,
+) -> Report:
+    """Judge a backend by every case that concerns it.
+
+    Args:
+        backend: The backend, or the name of an installed one.
+        formats: Formats to judge it on; those that it does not declare end as NOT_DECLARED.
+        device: Where to compute.
+        only: Texts with which the ids to run start; none runs all.
+        watch: Called with each result as it comes.
+
+    Raises:
+        LookupError: No such backend is installed, or the reference is not.
+    """
+    subject = BackendSubject(backend, device=device)
+    chosen = tuple(formats)
+    cases = select_cases(cases_of(chosen, device), only)
+    return _run(cases, subject, subject.name, watch)
+
+
+def check_linear(  # noqa: PLR0913  # the facts of one run
+    function: Callable[..., torch.Tensor],
+    format: str | Format,  # noqa: A002  # what people call it
+    *,
+    only: Iterable[str] = (),
+    cases: Iterable[Case] | None = None,
+    watch: Callable[[CaseResult], object] | None = None,
+    reproduce: bool = True,
+    **claims: Any,
+) -> Report:
+    """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
+
+    Args:
+        function: Takes x [..., K], a ``PackedWeight`` and a bias [N] or None.
+        format: The format to judge it on.
+        only: As for ``run_cases``.
+        cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
+            the function takes.
+        watch: As for ``run_cases``.
+        reproduce: Whether to look for the least that still fails. A function that may end the process would do so
+            during the search as well, so that whoever runs it in a process of its own may want none.
+        **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
+            ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
+    """
+    claims.setdefault("precision", Precision.W4A32)
+    subject = FunctionSubject(function=function, **claims)
+    chosen = linear_cases([format]) if cases is None else tuple(cases)
+    return _run(select_cases(chosen, only), subject, subject.name, watch, reproduce=reproduce)
+
+
+def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:
+    """Judge the core and its reference path."""
+    return _run(select_cases(core_cases(), only), None, "q4core", watch)

@@ -1,0 +1,184 @@
+"""Runs cases in processes of their own, so that a crash or a hang is a result and not the end of the run.
+
+Cases of one format share a process, because starting one costs seconds. Where it dies, or says nothing for too long,
+the case that it was at ends as CRASH or TIMEOUT, and another process takes up the rest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import difflib
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.contract.cases import select_cases
+from q4_conformance.execution.process import Child, Ended, Limits
+from q4_conformance.execution.query import Query, Run
+from q4_conformance.execution.run import Judging
+from q4_conformance.outcome import CaseResult, Report
+from q4_conformance.report.tally import part_order
+from q4_conformance.subjects.declared import declared_in, narrowed
+from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for
+from q4core import BUILTIN_FORMATS, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from q4_conformance.contract.case import Case
+
+__all__ = ["group_of", "run_isolated", "run_target"]
+
+
+def group_of(case: Case) -> str:
+    """Return the name of the cases that share a process with this one."""
+    return case.recipe.format.name if case.recipe is not None else case.profile
+
+
+def _groups(cases: Iterable[Case]) -> Iterator[tuple[Case, ...]]:
+    """Yield the cases group by group, the group with most cases first, so that the last process is a short one."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(group_of(case), []).append(case)
+    yield from (tuple(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name)))
+
+
+def _stand_in(query: Query) -> ConformanceTarget:
+    """Return the target of a run whose processes all end before they find it: every case of it is due."""
+    profile = query.profile if query.profile in PROFILES else "kernel"
+    return ConformanceTarget(profile or "kernel", query.name, query.formats or tuple(BUILTIN_FORMATS), query.device)
+
+
+def _chosen(cases: tuple[Case, ...], only: tuple[str, ...], manifest: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Return the cases that are asked for; each text must ask for one at least."""
+    if only and not cases:
+        rule = f"such that one of them has cases: {', '.join(BUILTIN_FORMATS)}"
+        declared = ", ".join(declared_in(manifest) or ()) or "none"
+        raise ConfigError("q4 conform", name="formats that the manifest declares", rule=rule, value=declared)
+    for text in only:
+        if not any(case.id.startswith(text) for case in cases):
+            raise ConfigError(
+                "q4 conform", name="--case", rule="the beginning of a case's id", value=text, hint=_nearest(text, cases)
+            )
+    return select_cases(cases, only)
+
+
+def _nearest(text: str, cases: tuple[Case, ...]) -> str:
+    """Return what may have been meant, as far into an id as the text goes, and which contracts there are."""
+    words = text.rstrip("/").count("/") + 1
+    beginnings = dict.fromkeys("/".join(case.id.split("/")[:words]) for case in cases)
+    close = difflib.get_close_matches(text, beginnings, n=1, cutoff=0.3)
+    contracts = sorted({case.contract for case in cases}, key=part_order)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"{meant}There are {', '.join(contracts)}."
+
+
+def run_target(  # noqa: PLR0913  # the facts of one run
+    query: Query,
+    *,
+    watch: Callable[[CaseResult], object] | None = None,
+    announce: Callable[[int], object] | None = None,
+    measure_seconds: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
+    is_command: bool = False,
+) -> Run:
+    """Judge a target in processes of its own. Whatever it does there, every case gets a result.
+
+    Args:
+        query: Who, and on what.
+        watch: Called with each result as soon as it is whole; a failure brings its reproducer.
+        announce: Called with the number of cases before the first.
+        measure_seconds: How long to measure each point after the cases; 0 measures nothing.
+        is_over: Says when to end, within a case as well; the report then says that results are missing.
+        is_command: Whether this process is there for this run alone. Where a few cases are asked for, the first process
+            then is a copy of it, which is there at once; all processes of a whole run are new ones, and so alike.
+
+    Raises:
+        UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
+        MissingReferenceError: The reference is not installed, which the kit needs beside whoever it judges.
+    """
+    started = time.monotonic()
+    runner = Judging(query, watch, is_over)
+    child: Child | None = None
+    with contextlib.suppress(TimeoutError):
+        try:
+            child = runner.open(survey=True, as_copy=is_command and bool(query.only))
+        except Ended as ended:
+            runner.fault = ended
+    target = runner.target or _stand_in(query)
+    if not (query.formats or query.only):  # where cases are named, those of other formats say that they are undeclared
+        target = narrowed(target, runner.manifest)
+    try:
+        cases = _chosen(cases_for(target), query.only, runner.manifest)
+        if announce is not None:
+            announce(len(cases))
+        _run_groups(runner, list(_groups(cases)), child)
+        if measure_seconds:
+            runner.measure(target.formats, measure_seconds)
+    finally:
+        if child is not None:
+            child.close()
+    expected = tuple(case.id for case in cases)
+    ordered = [runner.results[name] for name in expected if name in runner.results]
+    return Run(
+        query=query,
+        target=target,
+        report=Report(subject=query.name, expected=expected, results=ordered),
+        facts=runner.facts,
+        manifest=runner.manifest,
+        points=tuple(runner.points),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _run_groups(runner: Judging, groups: list[tuple[Case, ...]], first: Child | None) -> None:
+    """Run all groups, some at once; the process that found the target begins with the first."""
+    with concurrent.futures.ThreadPoolExecutor(runner.query.processes) as pool:
+        futures = [
+            pool.submit(runner.run_group, cases, first if index == 0 else None) for index, cases in enumerate(groups)
+        ]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        except BaseException:
+            runner.stop()
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def run_isolated(  # noqa: PLR0913  # the facts of one run
+    backend: str,
+    formats: Iterable[str],
+    *,
+    device: str = "cpu",
+    only: Iterable[str] = (),
+    limit_seconds: float = 60.0,
+    budget_seconds: float = math.inf,
+) -> Report:
+    """Judge a backend in processes of its own, one after the other.
+
+    Args:
+        backend: Name of an installed backend, or ``module:function`` that returns one.
+        formats: Names of the formats to judge it on.
+        device: Where to compute.
+        only: Texts with which the ids to run start; none runs all.
+        limit_seconds: How long one case may take.
+        budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
+
+    Raises:
+        UnknownTargetError: No backend of that name is installed.
+    """
+    limits = Limits(case_seconds=limit_seconds, slow_seconds=max(limit_seconds, Limits().slow_seconds))
+    query = Query(
+        name=backend,
+        profile="kernel",
+        formats=tuple(formats),
+        device=device,
+        only=tuple(only),
+        jobs=1,
+        limits=limits,
+        budget_seconds=budget_seconds,
+    )
+    return run_target(query).report

@@ -1,0 +1,92 @@
+"""What is asked of a run, and what it gave."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.execution.process import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4_conformance.outcome import Report
+    from q4_conformance.subjects.profiles import ConformanceTarget
+
+__all__ = ["Query", "Run"]
+
+
+@attrs.frozen(kw_only=True)
+class Query:
+    """Who is to be judged, on what, and how.
+
+    Args:
+        name: As ``ConformanceTarget.name``.
+        profile: As ``ConformanceTarget.profile``; the first that fits unless told.
+        formats: Formats to judge it on; all that it declares unless told.
+        device: Where to compute.
+        only: Texts with which the ids to run start; none runs all.
+        jobs: Processes at once; as many as there are cores, and two at most, unless told.
+        limits: What one process may take.
+        budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
+    """
+
+    name: str
+    profile: str | None = None
+    formats: tuple[str, ...] = ()
+    device: str = "cpu"
+    only: tuple[str, ...] = ()
+    jobs: int | None = None
+    limits: Limits = attrs.field(factory=Limits)
+    budget_seconds: float = math.inf
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the query leaves out cases by wish."""
+        return bool(self.only or self.formats or self.budget_seconds < math.inf)
+
+    @property
+    def processes(self) -> int:
+        """How many processes at once."""
+        return max(1, min(2, os.cpu_count() or 1) if self.jobs is None else self.jobs)
+
+    def words(self) -> list[str]:
+        """Return the beginning of the command that asks the same subject, in the same way, for cases."""
+        words = ["q4", "conform", self.name]
+        words += [] if self.profile is None else ["--profile", self.profile]
+        words += [] if self.device == "cpu" else ["--device", self.device]
+        changed = self.limits.case_seconds != Limits().case_seconds
+        return [*words, "--limit", f"{self.limits.case_seconds:g}"] if changed else words
+
+    def command(self) -> list[str]:
+        """Return the words that ask for the same run."""
+        words = self.words()
+        words += [word for item in self.formats for word in ("--format", item)]
+        words += [word for item in self.only for word in ("--case", item)]
+        return words if self.jobs is None else [*words, "--jobs", str(self.jobs)]
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """What a query gave.
+
+    Args:
+        query: What was asked.
+        target: Who was judged.
+        report: The results.
+        facts: What the first process told of the machine and of who was judged.
+        manifest: What is declared.
+        points: Measurements, where they were asked for.
+        seconds: How long it took.
+    """
+
+    query: Query
+    target: ConformanceTarget
+    report: Report
+    facts: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    points: tuple[Mapping[str, Any], ...] = ()
+    seconds: float = 0.0

@@ -1,0 +1,80 @@
+"""Calls a pickled layer in a new process, which runs ``serve``."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from q4_conformance.outcome import FailureError, NotTestableError
+from q4_conformance.subjects.factory import make, maker_of
+from q4_conformance.subjects.temporary_plugin import is_installed, lent
+
+if TYPE_CHECKING:
+    import torch
+
+    from q4core import Backend, PackedWeight, Q4Linear
+
+__all__ = ["call_elsewhere"]
+
+_SECONDS = 120
+_START = (
+    "import gc; gc.disable(); from q4_conformance.execution.remote_call import serve; gc.freeze(); gc.enable(); serve()"
+)
+"""What torch is made of is looked through for garbage neither while it is loaded nor later."""
+
+
+def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[PackedWeight, torch.Tensor]:
+    """Return a layer's weight and its result for x, on the CPU, from a new process that the layer was pickled to.
+
+    Raises:
+        NotTestableError: The backend is neither installed, nor made by ``module:function``, nor can it be pickled, so
+            that no other process has it.
+        FailureError: The other process fails.
+    """
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(None if is_installed(backend) else maker_of(backend) or backend, buffer)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        message = f"{backend.name!r} is not installed and can't be pickled: {error}"
+        raise NotTestableError(message) from error
+    pickle.dump((layer, x.cpu()), buffer)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(  # noqa: S603  # an interpreter like this one, with this module
+            [sys.executable, "-c", _START],
+            input=buffer.getvalue(),
+            env=environment,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FailureError(f"the other process gave no answer in {_SECONDS} s") from error
+    if done.returncode:
+        told = done.stderr.decode(errors="replace").strip()[-800:]
+        raise FailureError(f"the other process ended with {done.returncode}: {told}")
+    weight, y = pickle.loads(done.stdout)  # noqa: S301  # from this very file
+    return weight, y
+
+
+def serve() -> None:
+    """Call the layer that comes in on standard input."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a backend may print what it likes
+    backend = pickle.load(sys.stdin.buffer)  # noqa: S301  # from this very file
+    if backend is None:
+        _answer(answers)
+    else:
+        with lent(make(backend) if isinstance(backend, str) else backend):
+            _answer(answers)
+    answers.close()
+
+
+def _answer(answers: io.BufferedWriter) -> None:
+    layer, x = pickle.load(sys.stdin.buffer)  # noqa: S301  # as above
+    y = layer(x.to(layer.device))
+    pickle.dump((layer.packed_weight().to("cpu"), y.cpu()), answers)

@@ -1,0 +1,256 @@
+"""One run under way: processes are asked for cases, group by group, until each case has a result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from q4_conformance.execution.process import Child, Ended
+from q4_conformance.execution.reproducer import command_of
+from q4_conformance.outcome import CaseResult, Outcome
+from q4_conformance.report.tally import BAD
+from q4_conformance.subjects.profiles import ConformanceTarget, UnknownTargetError
+from q4_conformance.subjects.reference import MissingReferenceError
+from q4core import ConfigError, Q4Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from q4_conformance.contract.case import Case
+    from q4_conformance.execution.query import Query
+
+__all__ = ["Judging"]
+
+_MODULE = "q4_conformance.execution.child"
+_THREADS = 2
+"""Of each process: enough to let kernels share their work, and the same on every machine."""
+
+
+@attrs.define
+class _Talk:
+    """What a process is at.
+
+    Args:
+        cases: What it was asked for, by id.
+        current: The case that it has begun.
+        since: When that was.
+        failed: What it told of a failure that is not shown yet: a search for the least that fails may follow.
+        is_reproducing: Whether it searches.
+    """
+
+    cases: dict[str, Case]
+    current: Case | None = None
+    since: float = attrs.field(factory=time.monotonic)
+    failed: CaseResult | None = None
+    is_reproducing: bool = False
+
+
+class Judging:
+    """One run under way."""
+
+    def __init__(
+        self,
+        query: Query,
+        watch: Callable[[CaseResult], object] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.query = query
+        self.results: dict[str, CaseResult] = {}
+        self.points: list[Mapping[str, Any]] = []
+        self.manifest: Mapping[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
+        self.target: ConformanceTarget | None = None
+        self._watch = watch
+        self._is_over = is_over
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._end = time.monotonic() + query.budget_seconds
+        self.fault: Ended | None = None
+        """Why no process comes to its first case, once that was found."""
+
+    def _over(self) -> bool:
+        """Say whether no further case may begin."""
+        return self._stopped.is_set() or self._is_over() or time.monotonic() >= self._end
+
+    def stop(self) -> None:
+        """Let no further case begin."""
+        self._stopped.set()
+
+    def open(self, *, survey: bool = False, threads: int = _THREADS, as_copy: bool = False) -> Child:
+        """Start a process and let it find the target.
+
+        Args:
+            survey: Whether it is asked for facts and manifest as well.
+            threads: How many threads its libraries may use.
+            as_copy: As ``Child`` takes it.
+
+        Raises:
+            Ended: It did not come so far.
+            UnknownTargetError, ConfigError: Nobody of that name is there.
+            MissingReferenceError: The reference is not, beside which it would be judged.
+        """
+        query = self.query
+        child = Child(_MODULE, query.limits, threads=threads, as_copy=as_copy)
+        try:
+            child.send(
+                {
+                    "name": query.name,
+                    "profile": query.profile,
+                    "formats": query.formats,
+                    "device": query.device,
+                    "survey": survey,
+                    "command": query.words(),
+                }
+            )
+            message = self._answer(child, query.limits.start_seconds)
+            if "refused" in message:
+                raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
+            if survey:
+                self.target, self.facts = ConformanceTarget(**message["target"]), message["facts"]
+            manifest = self._answer(child, query.limits.load_seconds)["manifest"]
+            if survey:
+                self.manifest = manifest
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    def _answer(self, child: Child, seconds: float) -> dict[str, Any]:
+        """Return what a process answers before its first case; each step until then has its own time.
+
+        Raises:
+            Ended: It did not come so far; the reason says at which step.
+        """
+        step = ""
+        try:
+            while True:
+                message = child.receive(seconds, is_over=self._over)
+                if "step" not in message:
+                    return message
+                step, seconds = f"{message['step']}: ", self.query.limits.load_seconds
+        except Ended as ended:
+            raise Ended(ended.outcome, f"{step}{ended.reason}") from None
+
+    def keep(self, result: CaseResult, *, is_whole: bool = True) -> None:
+        """Keep a result, with the command that asks for it again where it is bad, and show it where it is whole."""
+        if result.outcome in BAD and not result.reproducer:
+            result = attrs.evolve(result, reproducer=command_of(self.query.words(), result.case))
+        with self._lock:
+            self.results[result.case] = result
+            if self._watch is not None and is_whole:
+                self._watch(result)
+
+    def run_group(self, cases: tuple[Case, ...], child: Child | None) -> None:
+        """Run the cases of one group until each has a result."""
+        limits, deaths, served = self.query.limits, 0, False
+        last: Ended | None = None
+        while left := [case for case in cases if case.id not in self.results]:
+            if self._over():
+                break
+            if self.fault is not None:
+                self._give_up(left, self.fault, "no process came to its first case")
+                break
+            if last is not None and deaths >= limits.deaths:
+                self._give_up(left, last, f"not begun: {deaths} processes of this group had ended badly, the last so")
+                break
+            try:
+                child = child or self.open()
+                served = True
+                self._converse(child, left)
+                child.finish()
+            except TimeoutError:
+                if child is not None:
+                    child.close()
+                break
+            except Ended as ended:
+                deaths, last = deaths + 1, ended
+                if not served:
+                    self.fault = ended
+            child = None
+        if child is not None:
+            child.close()
+
+    def _converse(self, child: Child, cases: list[Case]) -> None:
+        """Let a process run cases; the one at which it ends gets its result here.
+
+        Raises:
+            Ended: The process did not come to the end of them.
+            TimeoutError: The time is spent.
+        """
+        talk = _Talk({case.id: case for case in cases})
+        child.send({"cases": list(talk.cases)})
+        limits = self.query.limits
+        try:
+            while True:
+                slow = talk.current is not None and talk.current.is_slow
+                seconds = limits.slow_seconds if slow else limits.case_seconds
+                if self._is_done(child.receive(seconds, is_over=self._over), talk):
+                    self._keep_lost(cases)
+                    return
+                if talk.current is None and self._over():
+                    raise TimeoutError
+        except Ended as ended:
+            if talk.is_reproducing:
+                raise  # the failure itself was told, and no further case was begun
+            if talk.current is None:  # it ended between two cases: the one that it should have begun answers for it
+                talk.current, talk.since = next(case for case in cases if case.id not in self.results), time.monotonic()
+            result = _bad(talk.current, ended.outcome, ended.reason)
+            self.keep(attrs.evolve(result, seconds=time.monotonic() - talk.since))
+            raise
+        finally:
+            self._show_failed(talk)  # the search may have come to no end
+
+    def _is_done(self, message: dict[str, Any], talk: _Talk) -> bool:
+        """Take in a message, and return whether it is the last."""
+        talk.is_reproducing = "reproducing" in message
+        if "reproduced" in message:
+            talk.failed = CaseResult.from_dict(message["reproduced"])
+        if not talk.is_reproducing:
+            self._show_failed(talk)
+        if "start" in message:
+            talk.current, talk.since = talk.cases[message["start"]], time.monotonic()
+        elif "result" in message and talk.current is not None:
+            result = CaseResult.from_dict(message["result"])
+            talk.current, talk.failed = None, result if result.outcome is Outcome.FAIL else None
+            self.keep(result, is_whole=talk.failed is None)
+        return bool(message.get("done"))
+
+    def _show_failed(self, talk: _Talk) -> None:
+        if talk.failed is not None:
+            self.keep(talk.failed)
+            talk.failed = None
+
+    def _keep_lost(self, cases: list[Case]) -> None:
+        """Let no case be asked for again whose result did not come, though its process came to the end."""
+        for case in cases:
+            if case.id not in self.results:
+                self.keep(_bad(case, Outcome.CRASH, "its process ended well, and told no result"))
+
+    def _give_up(self, cases: Iterable[Case], ended: Ended, why: str) -> None:
+        for case in cases:
+            self.keep(_bad(case, ended.outcome, f"{why}: {ended.reason}"))
+
+    def measure(self, formats: Iterable[str], seconds: float) -> None:
+        """Measure, one format after the other, in a process of its own each."""
+        for name in formats:
+            with contextlib.suppress(Ended, TimeoutError):
+                child = self.open(threads=os.cpu_count() or 1)
+                with contextlib.closing(child):
+                    child.send({"measure": name, "seconds": seconds})
+                    self.points += child.receive(self.query.limits.slow_seconds, is_over=self._over)["points"]
+
+
+def _bad(case: Case, outcome: Outcome, message: str) -> CaseResult:
+    return CaseResult(case=case.id, contract=case.contract, outcome=outcome, message=message)
+
+
+def _refusal(message: dict[str, Any]) -> Q4Error:
+    fields = dict(message["fields"])
+    what = fields.pop("what")
+    kinds: dict[str, type[Q4Error]] = {kind.__name__: kind for kind in (MissingReferenceError, UnknownTargetError)}
+    return kinds.get(message["refused"], ConfigError)(what, **{key: item for key, item in fields.items() if item})

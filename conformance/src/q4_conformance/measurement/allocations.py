@@ -1,0 +1,214 @@
+"""What a call allocates: torch's own tensors that are alive at once, and the peak of the process's memory.
+
+A path that says KERNEL computes from 4-bit data. One that makes the dense weight first holds N × K elements at some
+time. torch's dispatcher sees those that torch makes, and the peak of resident memory shows those of native code. A path
+that decodes a few rows and lets them go holds few at any time, however many in sum. What stays after a call is no peak:
+``taken_bytes`` before and after tells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from q4_conformance.measurement.heap import own_mappings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Allocations", "taken_bytes", "trim", "watch"]
+
+_PEAKS = 4
+"""Calls, of which the least peak counts: other threads of the process allocate at times, a call each time."""
+_KIB = 1024
+_STATUS = Path("/proc/self/status")
+_MAPPINGS = Path("/proc/self/smaps")
+_PLACES = Path("/proc/self/maps")
+_OPEN = Path("/proc/self/fd")
+_BLOCK = 512
+"""Bytes of the blocks that ``stat`` counts in."""
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+@attrs.frozen
+class Allocations:
+    """What one call allocated.
+
+    Args:
+        elements: The most elements of tensors made by torch in the call that were alive at once.
+        peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above what it was before and
+            above what it was afterwards; None where nobody says.
+    """
+
+    elements: int
+    peak_bytes: int | None
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the elements of new storages that are alive at once."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let torch not load its compiler, which takes a second, only to keep it away from this."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.elements = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        inputs = _tensors(args) + _tensors(tuple((kwargs or {}).values()))
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # what torch tells storages apart by
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        for tensor in _tensors((result,)):
+            storage = tensor.untyped_storage()
+            key = storage._cdata  # noqa: SLF001  # as above
+            if key in self._alive or key not in given:  # views and in-place results of what was there make nothing
+                self._alive[key] = (StorageWeakRef(storage), storage.nbytes() // tensor.element_size())
+        self.elements = max(self.elements, sum(elements for _, elements in self._alive.values()))
+        return result
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(tuple(value))
+    return found
+
+
+def _status() -> dict[str, int]:
+    """Return the sizes in this process's status, in bytes; nothing where the system does not say."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    words = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(value) * _KIB for name, value, _ in words}
+
+
+def trim() -> None:
+    """Give freed memory back to the system, where the C library can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _absent_heap_bytes() -> int:
+    """Return how much of the heap is not resident: its size without what is."""
+    absent = 0
+    in_heap = False
+    with _MAPPINGS.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not line[0].isupper():  # the next mapping; the heap's pieces, if there are several, follow each other
+                if in_heap and "[heap]" not in line:
+                    break
+                in_heap = "[heap]" in line
+            elif in_heap and line.startswith("Size:"):
+                absent += int(line.split()[1]) * _KIB
+            elif in_heap and line.startswith("Rss:"):
+                absent -= int(line.split()[1]) * _KIB
+    return absent
+
+
+def _file_bytes() -> int:
+    """Return the size of all mapped files, shared memory among them, and of all that are open and not mapped."""
+    total, mapped = 0, set()
+    for line in _PLACES.read_text(encoding="utf-8", errors="replace").splitlines():
+        span, _, _, device, inode = line.split(maxsplit=5)[:5]
+        if inode != "0":
+            start, end = (int(place, 16) for place in span.split("-"))
+            total += end - start
+            mapped.add((device, int(inode)))
+    for entry in _OPEN.iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them is gone by now
+            facts = entry.stat()
+            place = (f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", facts.st_ino)
+            if stat.S_ISREG(facts.st_mode) and place not in mapped:
+                total += facts.st_blocks * _BLOCK
+    return total
+
+
+def taken_bytes(device: torch.device) -> int | None:
+    """Return the memory that this process has taken on a device; None where nobody says.
+
+    On the CPU that is its own resident memory, and the files and shared memory that it has mapped or open. Of those and
+    of the heap every page counts, resident or not: the pages of a file may be in memory without being anybody's, and
+    freed pages of the heap come and go with whatever asks for a small block.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    facts = _status()
+    if "RssAnon" not in facts:
+        return None
+    try:
+        return facts["RssAnon"] + _file_bytes() + _absent_heap_bytes()
+    except OSError:
+        return None
+
+
+def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    with torch.no_grad():
+        call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - start
+
+
+def watch(call: Callable[[], object], device: torch.device | None = None, *, enough_bytes: int = 0) -> Allocations:
+    """Run ``call`` under torch's dispatcher, then plainly where its peak is high, and return what it allocated.
+
+    Args:
+        call: Does the same each time. What it keeps from its first run on is no part of any peak.
+        device: Where it computes; the CPU unless told.
+        enough_bytes: A peak that is no higher ends the search for the least.
+    """
+    counter = _Counter()
+
+    def counted() -> None:
+        with counter:
+            call()
+
+    if device is not None and device.type == "cuda":
+        peak = _cuda_peak(device, counted)
+        return Allocations(counter.elements, peak)
+    with own_mappings():
+        peaks = [_host_peak(counted)]
+        while len(peaks) < _PEAKS and (peaks[-1] or 0) > enough_bytes:
+            peaks.append(_host_peak(call))
+    return Allocations(counter.elements, min((peak for peak in peaks if peak is not None), default=None))
+
+
+def _host_peak(call: Callable[[], object]) -> int | None:
+    """Return how far resident memory rose above what it was and what it then is.
+
+    A page that becomes resident and stays is the heap's; a large block is a mapping of its own and goes.
+    """
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5", encoding="ascii")  # the peak starts anew
+    before = _status().get("VmRSS") if sys.platform == "linux" else None
+    with torch.no_grad():
+        call()
+    after = _status()
+    if before is None or "VmHWM" not in after or "VmRSS" not in after:
+        return None
+    return max(0, after["VmHWM"] - max(before, after["VmRSS"]))

@@ -1,0 +1,134 @@
+"""How fast a backend is here. Another mode: it changes no verdict, and no case knows of it.
+
+Each point is warmed up and measured for at least a second; median and spread are told, with the shares of the speed at
+which this machine copies and reads memory in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_conformance.contract.cases import weight_recipes
+from q4_conformance.measurement.yardsticks import Memory, synchronise
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4core import ActivationPrecision, Q4Error, find_format
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from q4core import PackedWeight
+
+__all__ = ["POINTS", "figures", "measure", "rounds"]
+
+POINTS = (("decode", 1), ("prefill", 128))
+"""Name and rows of x of each point."""
+_SIZE = 4096
+_WEIGHTS = 8
+"""So many weights take turns. Between two turns of one, memory's yardsticks clear the caches of it."""
+_LEAST_ROUNDS = 3
+
+
+@attrs.frozen
+class _Round:
+    """Each weight once, at memory's speed of the same moment."""
+
+    samples: tuple[float, ...]
+    copying: float
+    reading: float
+
+
+def rounds(
+    calls: Sequence[Callable[[], object]], memory: Memory, seconds: float, *, least: int = _LEAST_ROUNDS
+) -> list[_Round]:
+    """Return what calls take, each on a weight of its own, in seconds.
+
+    Before each round memory is measured, over more than the caches hold. The first call of a round wakes threads, and
+    is not counted.
+
+    Args:
+        calls: Two at least.
+        memory: What is measured beside them.
+        seconds: How long to go on.
+        least: How many rounds there are whatever they take.
+    """
+    found: list[_Round] = []
+    end = memory.clock() + seconds
+    while len(found) < least or memory.clock() < end:
+        copying, reading = memory.speeds()
+        samples = []
+        for call in calls:
+            started = memory.clock()
+            call()
+            synchronise(memory.device)
+            samples.append(memory.clock() - started)
+        found.append(_Round(tuple(samples[1:]), copying, reading))
+    return found
+
+
+def _bytes_of(weight: PackedWeight) -> int:
+    tensors = (weight.qdata, weight.scale, weight.offset, weight.zero)
+    return sum(item.numel() * item.element_size() for item in tensors if item is not None)
+
+
+def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, Any]]:
+    """Return the points of one format; those that the subject does not serve say so.
+
+    Args:
+        subject: A ``BackendSubject``.
+        format_name: Name of the format.
+        seconds: How long to measure each point.
+    """
+    device: torch.device = subject.device
+    recipe = weight_recipes(find_format(format_name))[0]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    memory = Memory(device)
+    weights = [attrs.evolve(recipe, n=_SIZE, k=_SIZE, seed=seed).build() for seed in range(_WEIGHTS)]
+    points: list[dict[str, Any]] = []
+    for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8):
+        try:
+            layers = [subject.layer(weight, dtype=dtype, precision=wish) for weight in weights]
+        except (NotDeclaredError, NotTestableError, FailureError, Q4Error):
+            continue
+        for name, rows in POINTS:
+            x = torch.randn(rows, _SIZE, dtype=dtype, device=device)
+            calls = [functools.partial(layer.module, x) for layer in layers]
+            with torch.inference_mode():
+                rounds(calls, memory, 0.0, least=1)
+                found = rounds(calls, memory, seconds)
+            points.append(
+                {"format": format_name, "point": name, "path": layers[0].paths(rows).name, "precision": wish.value}
+                | {"rows": rows, "n": _SIZE, "k": _SIZE, "dtype": str(dtype).removeprefix("torch.")}
+                | {"weights": len(weights)}
+                | figures(found, _bytes_of(weights[0]), 2 * rows * _SIZE * _SIZE)
+            )
+    return points
+
+
+def figures(found: Sequence[_Round], weight_bytes: int, operations: int) -> dict[str, Any]:
+    """Return what is told of a point. Shares are of the best that memory showed beside it.
+
+    Whoever else uses the machine then makes a share smaller, never larger. Decode only reads, and a machine may read
+    faster than it copies: more than all of copying says no more than that.
+    """
+    samples = [item for turn in found for item in turn.samples]
+    median = statistics.median(samples)
+    tenths = statistics.quantiles(samples, n=10)
+    speed = weight_bytes / median
+    copying, reading = (max(values) for values in zip(*((turn.copying, turn.reading) for turn in found), strict=True))
+    return {
+        "calls": len(samples),
+        "median_us": round(median * 1e6, 2),
+        "p10_us": round(tenths[0] * 1e6, 2),
+        "p90_us": round(tenths[-1] * 1e6, 2),
+        "gb_per_s": round(speed / 1e9, 2),
+        "gflop_per_s": round(operations / median / 1e9, 2),
+        "copy_gb_per_s": round(copying / 1e9, 2),
+        "read_gb_per_s": round(reading / 1e9, 2),
+        "share_of_copy": round(speed / copying, 3),
+        "share_of_read": round(speed / reading, 3),
+    }

@@ -1,0 +1,1 @@
+"""What is right: weights and their exact values, draws on a grid, and the comparison by derived bounds."""

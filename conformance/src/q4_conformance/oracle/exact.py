@@ -1,0 +1,266 @@
+"""The oracle: what a packed weight stands for, in float64, read from its stored bytes alone.
+
+It shares no code with the core's codec; ``decoding`` reads codes and scales. The exact value of a weight is
+
+    CODEBOOK:  scale[n, b] * codebook[q[n, k]] + offset[n, b]
+    INTEGER:   (q[n, k] - zero[n, b]) * scale[n, b]
+
+computed in float64, where ``scale`` is the *resolved* float32 scale: the one that the dialect's own library computes
+from the stored levels, each operation rounded to float32 once. Then come the permutation of the in-features and the
+scale of the input channels.
+
+A product of a float32 scale and a float32 code has 48 significant bits and is exact in float64; the sums that follow
+are rounded at 2^-53, which is 2^-29 of a float32 rounding and is lost in the judge's bound.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales
+from q4core import BlockOrder, Form
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from q4core import PackedWeight
+
+__all__ = [
+    "Reference",
+    "as_given",
+    "exact_input_gradient",
+    "exact_linear",
+    "exact_weight",
+    "judge_by",
+    "term_sizes",
+]
+
+_SYMMETRIC_ZERO = 8
+_EXTRA_STEPS = 8
+"""Roundings beside the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
+_ROUNDING = {
+    torch.float32: (2.0**-24, 2.0**-150),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float16: (2.0**-11, 2.0**-25),
+}
+"""What one rounding to a dtype may change: relative to the number, and absolute, where it is subnormal."""
+
+
+_twins: weakref.WeakKeyDictionary[PackedWeight, PackedWeight] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[PackedWeight, dict[Any, _Exact]] = weakref.WeakKeyDictionary()
+
+
+def judge_by(weight: PackedWeight, twin: PackedWeight) -> None:
+    """Let ``weight`` be judged by ``twin`` from now on, for as long as both live.
+
+    Args:
+        weight: What a subject is given. Should it write there, it can't move its own target.
+        twin: The same bytes in memory that no subject holds; nobody writes to it.
+    """
+    _twins[weight] = twin
+    _known.setdefault(twin, {})
+
+
+def as_given(weight: PackedWeight) -> PackedWeight:
+    """Return the weight as it was before a subject held it: its twin, where ``judge_by`` named one."""
+    return _twins.get(weight, weight)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Reference:
+    """The exact result of a linear layer, with what bounds the error of one computed in float32.
+
+    Args:
+        value: float64 [..., N].
+        size: float64 [..., N]: the sum of the magnitudes of all terms, of which ``value`` is the sum with signs.
+        underflow: float64 [..., 1]: the sum over k of (1 + |x|) (1 + |channel scale|), which bounds underflow.
+        is_zero: bool [..., N]: every term is exactly zero, so that zero is the only right result.
+        steps: Float32 roundings on the way of any term.
+        slack: float64 [..., N]: what weights that are rounded to fewer bits may add to the error; 0 where none are.
+    """
+
+    value: NDArray[np.float64]
+    size: NDArray[np.float64]
+    underflow: NDArray[np.float64]
+    is_zero: NDArray[np.bool_]
+    steps: int
+    slack: NDArray[np.float64] | float = 0.0
+
+
+def _per_element(values: NDArray[Any], weight: PackedWeight) -> NDArray[np.float64]:
+    """Spread one number per block over [N, K]."""
+    rows, columns = weight.shape
+    if weight.blocks is BlockOrder.FLAT:
+        owner = np.arange(rows * columns) // weight.block_size
+        return values.astype(np.float64)[owner].reshape(rows, columns)
+    return values.astype(np.float64)[:, np.arange(columns) // weight.block_size]
+
+
+def _codebook(weight: PackedWeight, codebook: Sequence[float] | None) -> NDArray[np.float64]:
+    if codebook is not None:
+        return np.asarray(codebook, dtype=np.float32).astype(np.float64)
+    if weight.codebook is not None:
+        return as_float64(weight.codebook).astype(np.float32).astype(np.float64)
+    return np.asarray(weight.format.codebook, dtype=np.float32).astype(np.float64)
+
+
+def _terms(weight: PackedWeight, codebook: Sequence[float] | None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the two terms of each stored weight: the product, and what is added to it."""
+    codes = decode_codes(weight)
+    scale = _per_element(decode_scales(weight), weight)
+    if weight.format.form is Form.CODEBOOK:
+        product = scale * _codebook(weight, codebook)[codes]
+        added = np.zeros_like(product) if weight.offset is None else _per_element(as_float64(weight.offset), weight)
+        return product, added
+    if weight.zero is None:
+        zero = np.full_like(scale, _SYMMETRIC_ZERO)
+    else:
+        zero = _per_element(as_float64(weight.zero), weight)
+    return codes * scale, -zero * scale
+
+
+def _channels(weight: PackedWeight) -> NDArray[np.float64]:
+    if weight.input_channel_scale is None:
+        return np.ones(weight.in_features)
+    return as_float64(weight.input_channel_scale)
+
+
+def _to_input_order(stored: NDArray[np.float64], weight: PackedWeight) -> NDArray[np.float64]:
+    """Put stored column j where in-feature ``input_permutation[j]`` stands."""
+    if weight.input_permutation is None:
+        return stored
+    result = np.empty_like(stored)
+    result[:, weight.input_permutation.cpu().numpy()] = stored
+    return result
+
+
+@attrs.frozen(eq=False)
+class _Exact:
+    """float64 [N, K]: the dense weight, its magnitudes, and the magnitudes of its terms."""
+
+    dense: NDArray[np.float64]
+    magnitudes: NDArray[np.float64]
+    terms: NDArray[np.float64]
+
+
+def _exact(weight: PackedWeight, codebook: Sequence[float] | None) -> _Exact:
+    """Return what a weight stands for; computed once where its bytes can't change."""
+    given = as_given(weight)
+    known = _known.get(given)
+    key = None if codebook is None else tuple(codebook)
+    if known is not None and key in known:
+        return known[key]
+    dense = exact_weight(given, codebook=codebook)
+    exact = _Exact(dense, np.abs(dense), term_sizes(given, codebook=codebook))
+    if known is not None:
+        known[key] = exact
+    return exact
+
+
+def exact_weight(weight: PackedWeight, *, codebook: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """Return the dense weight, float64 [N, K], so that ``y = x @ result.T``.
+
+    Args:
+        weight: The weight, on any device; only its public fields are read.
+        codebook: 2**bits values to use instead of the format's or the weight's own, for a path that approximates them.
+
+    Returns:
+        float64 [N, K]. ``(q - zero) * scale`` is computed with one float64 rounding, not as a difference of products.
+    """
+    weight = as_given(weight)
+    codes, scale = decode_codes(weight), _per_element(decode_scales(weight), weight)
+    if weight.format.form is Form.CODEBOOK:
+        product, added = _terms(weight, codebook)
+        # Without an offset nothing is added: -0 + 0 would be +0.
+        dense = product if weight.offset is None else product + added
+    elif weight.zero is None:
+        dense = (codes.astype(np.float64) - _SYMMETRIC_ZERO) * scale
+    else:
+        dense = (codes - _per_element(as_float64(weight.zero), weight)) * scale
+    dense = _to_input_order(dense, weight)
+    return dense if weight.input_channel_scale is None else dense * _channels(weight)
+
+
+def term_sizes(weight: PackedWeight, *, codebook: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """Return float64 [N, K]: the magnitudes of the two terms of each weight, added.
+
+    Where offset or zero point nearly cancel the code, this is much larger than the weight itself, and a kernel that
+    sums the two terms apart (``scale Σ q x - zero scale Σ x``) is right to within roundings of these.
+    """
+    weight = as_given(weight)
+    product, added = _terms(weight, codebook)
+    return _to_input_order(np.abs(product) + np.abs(added), weight) * np.abs(_channels(weight))
+
+
+def _slack(
+    sizes: NDArray[np.float64], terms: NDArray[np.float64], dtype: torch.dtype, roundings: int
+) -> NDArray[np.float64] | float:
+    """Return what ``roundings`` of each weight to ``dtype`` may change in ``sizes @ terms``."""
+    if not roundings:
+        return 0.0
+    relative, absolute = _ROUNDING[dtype]
+    tiny = roundings * absolute * sizes.sum(axis=-1, keepdims=True)
+    slack: NDArray[np.float64] = ((1 + relative) ** roundings - 1) * (sizes @ terms) + tiny
+    return slack
+
+
+def exact_linear(
+    weight: PackedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    codebook: Sequence[float] | None = None,
+    roundings: int = 0,
+) -> Reference:
+    """Return the exact ``x @ wᵀ + bias``, with what the judge needs to bound a computed one.
+
+    Args:
+        weight: The source weight [N, K].
+        x: [..., K], any float dtype.
+        bias: [N] or None.
+        codebook: As in ``exact_weight``.
+        roundings: How often each weight is rounded to x's dtype on its way, where that is claimed.
+    """
+    values = as_float64(x)
+    sizes = np.abs(values)
+    weight, exact = as_given(weight), _exact(weight, codebook)
+    value = values @ exact.dense.T
+    is_zero = sizes @ exact.magnitudes.T == 0
+    size = sizes @ exact.terms.T
+    slack = _slack(sizes, exact.terms.T, x.dtype, roundings)
+    if bias is not None:
+        value = value + as_float64(bias)
+        size = size + np.abs(as_float64(bias))
+        is_zero = is_zero & (as_float64(bias) == 0)
+    underflow = ((1 + sizes) * (1 + np.abs(_channels(weight)))).sum(axis=-1, keepdims=True)
+    steps = weight.in_features + _EXTRA_STEPS
+    return Reference(value=value, size=size, underflow=underflow, is_zero=is_zero, steps=steps, slack=slack)
+
+
+def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor, *, roundings: int = 0) -> Reference:
+    """Return the exact ``grad @ w``, the gradient of a linear layer to its input, ready to be judged.
+
+    Args:
+        weight: The source weight [N, K].
+        grad: [..., N], any float dtype.
+        roundings: As in ``exact_linear``.
+    """
+    values = as_float64(grad)
+    sizes = np.abs(values)
+    weight, exact = as_given(weight), _exact(weight, None)
+    largest_channel = np.abs(_channels(weight)).max()
+    return Reference(
+        value=values @ exact.dense,
+        size=sizes @ exact.terms,
+        underflow=((1 + sizes) * (1 + largest_channel)).sum(axis=-1, keepdims=True),
+        is_zero=sizes @ exact.magnitudes == 0,
+        steps=weight.out_features + _EXTRA_STEPS,
+        slack=_slack(sizes, exact.terms, grad.dtype, roundings),
+    )

@@ -1,0 +1,168 @@
+"""Random packed weights, built from random bytes and scales, never through a quantiser.
+
+A ``WeightRecipe`` is plain data: it can be printed, compared, and built again from its seed. Every nibble is random,
+the ones that pad a row as well, so that a kernel that reads beyond K computes something else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from q4_conformance.oracle.scales import draw_scales
+from q4core import BUILTIN_FORMATS, BlockOrder, Feature, Form, Format, PackedWeight, Packing, ScaleKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+__all__ = ["WeightRecipe"]
+
+_GGML_HEADER_BYTES = {"q4_0": 2, "q4_1": 4, "q8_0": 2, "mxfp4": 1, "nvfp4": 4}
+"""Bytes before the codes of a block in ggml's layout, which grouped codes are laid out like."""
+_SCALE_DTYPES = {"q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16, "int4": torch.bfloat16}
+
+
+def _usual_scale_dtype(kind: Format) -> torch.dtype:
+    return _SCALE_DTYPES.get(kind.name, torch.float32)
+
+
+def _to_format(value: str | Format) -> Format:
+    return BUILTIN_FORMATS[value] if isinstance(value, str) else value
+
+
+def _to_features(items: Iterable[Feature]) -> frozenset[Feature]:
+    return frozenset(items)
+
+
+@attrs.frozen(kw_only=True)
+class WeightRecipe:
+    """What a random weight is like.
+
+    Args:
+        format: Name of the format, or a ``Format``.
+        n: Out-features.
+        k: In-features.
+        seed: Equal recipes with equal seeds give equal bytes.
+        scale_kind: One of the format's.
+        packing: The format's own unless told.
+        block_size: The format's own unless told.
+        features: OFFSET and TAIL_BLOCK follow from the format and K; the others are as asked for.
+        is_grouped: Codes [N, G, P] as a strided view between other bytes, as ggml's blocks lie in a file.
+        has_edges: The first rows hold what a kernel may get wrong: zero scales, one zero block, subnormal and large
+            scales, codes of negative zero.
+        has_coarse_channels: Input channel scales are powers of two, so that activations on a grid exist.
+        is_misaligned: The codes start at an odd byte of their storage.
+        activation_scale: The checkpoint's static activation scale; None for none.
+        scale_dtype: dtype in which plain scales, offsets and float zero points are stored; the format's usual one
+            unless told.
+    """
+
+    format: Format = attrs.field(converter=_to_format)
+    n: int = 48
+    k: int = 256
+    seed: int = 0
+    scale_kind: ScaleKind = ScaleKind.PLAIN
+    packing: Packing = attrs.field(default=attrs.Factory(lambda self: self.format.default_packing(), takes_self=True))
+    block_size: int = attrs.field(default=attrs.Factory(lambda self: self.format.block_size, takes_self=True))
+    features: frozenset[Feature] = attrs.field(default=frozenset(), converter=_to_features)
+    is_grouped: bool = False
+    has_edges: bool = False
+    has_coarse_channels: bool = False
+    is_misaligned: bool = False
+    activation_scale: float | None = None
+    scale_dtype: torch.dtype = attrs.field(
+        default=attrs.Factory(lambda self: _usual_scale_dtype(self.format), takes_self=True)
+    )
+
+    @property
+    def label(self) -> str:
+        """A short text that tells recipes apart."""
+        words = [self.format.name, self.scale_kind.value, str(self.packing).replace(":", "")]
+        words.append(f"{self.n}x{self.k}b{self.block_size}")
+        words += sorted(feature.value for feature in self.features)
+        flags = ("is_grouped", "has_edges", "has_coarse_channels", "is_misaligned")
+        words += [flag.split("_", 1)[1] for flag in flags if getattr(self, flag)]
+        if self.activation_scale is not None:
+            words.append(f"activation{self.activation_scale:.3g}")
+        if self.scale_dtype != _usual_scale_dtype(self.format):
+            words.append(f"scale_{str(self.scale_dtype).removeprefix('torch.')}")
+        return "-".join([*words, f"s{self.seed}"])
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether blocks run over the flattened weight."""
+        return Feature.FLAT_BLOCKS in self.features
+
+    def build(self) -> PackedWeight:
+        """Return the weight.
+
+        Raises:
+            FormatError, WeightError: The recipe asks for what no weight can be.
+        """
+        random = np.random.default_rng([self.seed, self.n, self.k, sum(self.format.name.encode())])
+        blocks = -(-self.k // self.block_size)
+        shape = (-(-self.n * self.k // self.block_size),) if self.is_flat else (self.n, blocks)
+        fields: dict[str, Any] = draw_scales(self, shape, random)
+        fields["qdata"] = self._codes(random)
+        fields |= self._sides(shape, random)
+        return PackedWeight(
+            format=self.format,
+            out_features=self.n,
+            in_features=self.k,
+            block_size=self.block_size,
+            scale_kind=self.scale_kind,
+            packing=self.packing,
+            blocks=BlockOrder.FLAT if self.is_flat else BlockOrder.ROW,
+            name=self.label,
+            **fields,
+        )
+
+    def _codes(self, random: np.random.Generator) -> torch.Tensor:
+        per_byte = self.packing.codes_per_byte
+        if self.is_flat:
+            shape: tuple[int, ...] = (-(-self.n * self.k // per_byte),)
+        elif self.is_grouped:
+            shape = (self.n, -(-self.k // self.block_size), self.block_size // per_byte)
+        else:
+            unit = self.packing.group or per_byte
+            shape = (self.n, -(-self.k // unit) * unit // per_byte)
+        values = random.integers(0, 256, size=shape, dtype=np.uint8)
+        if self.has_edges and not self.is_flat and self.format.bits == 4:  # noqa: PLR2004  # two nibbles of 8 each
+            values[min(4, self.n - 1)] = 0x88
+        return self._laid_out(values)
+
+    def _laid_out(self, values: NDArray[np.uint8]) -> torch.Tensor:
+        """Place the bytes as a view into a larger storage, where the recipe asks for one."""
+        start = 1 if self.is_misaligned else 0
+        header = _GGML_HEADER_BYTES.get(self.format.name, 2) if self.is_grouped else 0
+        stored = np.full((*values.shape[:-1], values.shape[-1] + header), 0xA5, dtype=np.uint8)
+        stored[..., header:] = values
+        storage = torch.full((stored.size + start,), 0x5A, dtype=torch.uint8)
+        view = storage[start:].view(stored.shape)
+        view.copy_(torch.from_numpy(stored))
+        return view[..., header:]
+
+    def _sides(self, shape: tuple[int, ...], random: np.random.Generator) -> dict[str, torch.Tensor]:
+        sides: dict[str, torch.Tensor] = {}
+        levels = 2**self.format.bits
+        if self.format.form is Form.INTEGER and Feature.ZERO_POINT in self.features:
+            sides["zero"] = torch.from_numpy(random.integers(0, levels, size=shape, dtype=np.uint8))
+        if self.format.form is Form.INTEGER and Feature.FLOAT_ZERO_POINT in self.features:
+            sides["zero"] = torch.from_numpy(random.uniform(0, levels - 1, size=shape)).to(self.scale_dtype)
+        if Feature.CUSTOM_CODEBOOK in self.features:
+            sides["codebook"] = torch.from_numpy(np.sort(random.uniform(-1, 1, size=levels))).to(torch.float32)
+        if Feature.INPUT_CHANNEL_SCALE in self.features:
+            values = np.ldexp(1.0, random.integers(-2, 3, size=self.k))
+            if not self.has_coarse_channels:
+                values = values * random.uniform(1.0, 2.0, size=self.k)
+            sides["input_channel_scale"] = torch.from_numpy(values).to(torch.float32)
+        if Feature.INPUT_PERMUTATION in self.features:
+            sides["input_permutation"] = torch.from_numpy(random.permutation(self.k))
+        if self.activation_scale is not None:
+            sides["activation_scale"] = torch.tensor(self.activation_scale, dtype=torch.float32)
+        return sides

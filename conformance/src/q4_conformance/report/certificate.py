@@ -1,0 +1,305 @@
+"""The certificate: what a run showed, with all that one needs to believe it or to repeat it.
+
+A document is a *certificate* where every case of the target was due and every declared one passed; of anything less it
+is a *report*. ``verdict_hash`` covers who was judged and how each case ended, so that two runs can be compared;
+``content_hash`` covers everything, so that an edited file shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.outcome import Outcome
+from q4_conformance.report.status import kind_of, sentence_of, standing_of
+from q4_conformance.report.tally import (
+    count,
+    format_of,
+    formats_of,
+    matrix_of,
+    part_of,
+    part_order,
+    path_label,
+    paths_of,
+)
+from q4_conformance.subjects.profiles import cases_for
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from q4_conformance.execution.query import Run
+    from q4_conformance.outcome import CaseResult
+
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "STATEMENT",
+    "canonical",
+    "conclusions",
+    "content_hash",
+    "make_certificate",
+    "not_tested",
+    "to_text",
+    "verdict_hash",
+]
+
+SCHEMA = "q4-conformance/certificate"
+SCHEMA_VERSION = 1
+STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
+_LONGEST = 2000
+_WEAKNESS = [item.value for item in Standing]
+_NOT_DECLARED = "not declared"
+_PREFIX = "sha256:"
+_TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
+"""Beginnings of the environment variables that may change a result."""
+
+
+def canonical(value: object) -> bytes:
+    """Return the one spelling of a JSON value that is hashed: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def _hash(value: object) -> str:
+    return _PREFIX + hashlib.sha256(canonical(value)).hexdigest()
+
+
+def content_hash(document: Mapping[str, Any]) -> str:
+    """Return the hash over all of a document but the hash itself."""
+    return _hash({key: item for key, item in document.items() if key != "content_hash"})
+
+
+def verdict_hash(document: Mapping[str, Any]) -> str:
+    """Return the hash over who was judged and how each case ended."""
+    ends = sorted([item["case"], item["outcome"], item.get("fallback", False)] for item in document["results"])
+    return _hash({"subject": document["subject"], "results": ends})
+
+
+def _spelled(value: Any) -> Any:
+    """Return a value with what is no UTF-8 in its texts spelled out, because no file can hold it."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_spelled(key): _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list) else value
+
+
+def _result(result: CaseResult) -> dict[str, Any]:
+    told: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
+    if result.paths:
+        told["paths"] = [path_label(path) for path in result.paths]
+    if result.is_fallback:
+        told["fallback"] = True
+    if result.overrides:
+        told["overrides"] = list(result.overrides)
+    if result.outcome is not Outcome.PASS:
+        told["message"] = result.message[:_LONGEST]
+    if result.reproducer:
+        told["reproducer"] = result.reproducer[:_LONGEST]
+    return told
+
+
+def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
+    """Return what a reader might take for tested: formats, devices, paths and cases, each with the reason.
+
+    Args:
+        document: With its subject, run, manifest, results and what is missing.
+        due: How many cases the whole table has for the subject.
+    """
+    rows: list[dict[str, Any]] = []
+    subject, manifest, results = document["subject"], document["manifest"], document["results"]
+    if subject["profile"] == "dialect" and manifest.get("formats"):
+        beside = _formats_left(subject["formats"], set(manifest["formats"]))
+        rows += [row for row in beside if row["why"] != _NOT_DECLARED]  # no gap: most dialects hold one format
+    if subject["profile"] == "kernel":
+        capabilities = manifest.get("capabilities", {})
+        declared = set(capabilities.get("formats", ()))
+        rows += _formats_left(subject["formats"], declared, is_told="formats" in capabilities)
+        here = subject["device"].partition(":")[0]
+        for name in sorted(set(capabilities.get("devices", ())) - {here}):
+            why = f"declared; --device {name} judges it, on a machine that has it"
+            rows.append({"what": f"device {name}", "why": why, "cases": 0})
+    ran = {(format_of(result["case"]), path) for result in results for path in result.get("paths", ())}
+    for item in manifest.get("offered", ()):
+        label = f"{item['path']}/{item['precision']}"
+        if item["format"] in subject["formats"] and (item["format"], label) not in ran:
+            text = f"path {label} of {item['format']}"
+            rows.append({"what": text, "why": "offered; no case that ran came to it", "cases": 0})
+    rows += _unmet(results)
+    if document["run"]["only"]:
+        text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
+        left = due - len(results) - len(document["missing"])
+        rows.append({"what": text, "why": "not asked for", "cases": left})
+    rows += _silent(results)
+    if document["missing"]:
+        lacking = len(document["missing"])
+        rows.append({"what": "cases without a result", "why": "the run ended before them", "cases": lacking})
+    return rows
+
+
+def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the paths that no case of some part came to, though cases of it ran on another path of that precision."""
+    met: dict[tuple[str, str], set[str]] = {}
+    for result in results:
+        for path in result.get("paths", ()):
+            met.setdefault((format_of(result["case"]), path), set()).add(part_of(result["case"]))
+    rows = []
+    for (kind, path), parts in sorted(met.items()):
+        alike = (both for (of, other), both in met.items() if of == kind and _precision(other) == _precision(path))
+        left = sorted(set().union(*alike) - parts, key=part_order)
+        if left:
+            why = f"no case of {', '.join(left)} came to it"
+            rows.append({"what": f"path {path} of {kind}", "why": why, "cases": 0})
+    return rows
+
+
+def _precision(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _formats_left(judged: Sequence[str], declared: set[str], *, is_told: bool = True) -> Iterator[dict[str, Any]]:
+    """Yield the formats that a subject was not judged on, whether or not it declares them."""
+    everything = EVERY_FORMAT in declared or not is_told
+    for name in BUILTIN_FORMATS:
+        if name not in judged:
+            is_asked = everything or name in declared
+            yield {"what": f"format {name}", "why": "not asked for" if is_asked else _NOT_DECLARED, "cases": 0}
+    for name in sorted(declared - BUILTIN_FORMATS.keys() - {EVERY_FORMAT}):
+        yield {"what": f"format {name}", "why": "declared; this kit has no cases for it", "cases": 0}
+    if EVERY_FORMAT in declared:
+        yield {"what": "formats of plugins", "why": "declared; this kit has no cases for them", "cases": 0}
+
+
+def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str, str], int] = {}
+    for result in results:
+        if result["outcome"] in {Outcome.NOT_DECLARED.value, Outcome.NOT_TESTABLE.value}:
+            key = (part_of(result["case"]), result["outcome"], result.get("message", ""))
+            groups[key] = groups.get(key, 0) + 1
+    return [
+        {"what": part, "why": f"{outcome.replace('_', ' ')}: {why}", "cases": number}
+        for (part, outcome, why), number in sorted(groups.items())
+    ]
+
+
+def _is_interpreted(document: Mapping[str, Any]) -> bool:
+    """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
+    rows = (*document["paths"], *document["manifest"].get("offered", ()))
+    return any(row.get("standing") == Standing.INTERPRETED.value for row in rows)
+
+
+def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return kind and standing of every (format, path) that ran; of several standings the least."""
+    kinds: dict[tuple[str, str], set[str]] = {}
+    standings: dict[tuple[str, str], set[str]] = {}
+    for result in results:
+        for path in result.paths:
+            key = (format_of(result.case), path_label(path))
+            _, kind, _, standing = path.rsplit("|", 3)
+            kinds.setdefault(key, set()).add(kind)
+            standings.setdefault(key, set()).add(standing)
+    return {key: (", ".join(sorted(kinds[key])), max(standings[key], key=_WEAKNESS.index)) for key in kinds}
+
+
+def conclusions(document: Mapping[str, Any], facts: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, Any]:
+    """Return all that follows from the results of a document: whoever makes one and whoever checks one asks here.
+
+    Args:
+        document: With its results, what is missing, its overrides, its manifest and the facts of its run.
+        facts: (format, path) → kind and standing.
+    """
+    results, missing = document["results"], document["missing"]
+    told: dict[str, Any] = {
+        "counts": count(results),
+        "formats": formats_of(results, missing),
+        "paths": paths_of(results, missing, facts),
+        "matrix": matrix_of(results),
+    }
+    whole = {**document, **told}
+    told["device"] = {**document["device"], "interpreted": _is_interpreted(whole)}
+    standing = standing_of({**whole, **told})
+    return told | {"kind": kind_of(standing), "standing": standing, "sentence": sentence_of(whole, standing)}
+
+
+def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
+    """Return the document of a run, ready for JSON.
+
+    Args:
+        run: What ``run_target`` gave.
+        command: The words by which the run can be repeated.
+        now: When it was made; now unless told.
+    """
+    overrides = list(run.manifest.get("overrides", ()))
+    cases = cases_for(run.target)
+    basis: dict[str, Any] = {
+        "subject": {
+            "name": run.target.name,
+            "profile": run.target.profile,
+            "formats": list(run.target.formats),
+            "device": run.target.device,
+        },
+        "device": {"device": run.target.device, **run.facts.get("device", {})},
+        "run": {
+            "command": list(command),
+            "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
+            "partial": run.query.is_partial,
+            "only": list(run.query.only),
+            "processes": run.query.processes,
+            "case_seconds": run.query.limits.case_seconds,
+            "memory_bytes": run.query.limits.memory_bytes,
+        },
+        "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
+        "missing": list(run.report.missing),
+        "overrides": [item for item in overrides if not item["is_known_failure"]],
+        "known_failures": [item for item in overrides if item["is_known_failure"]],
+        "results": [_result(result) for result in run.report.results],
+    }
+    basis = _spelled(basis)
+    follows = conclusions(basis, _path_facts(run.report.results))
+    document = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "statement": STATEMENT,
+        "subject": basis["subject"],
+        "versions": dict(run.facts.get("versions", {})),
+        "source": dict(run.manifest.get("source", {})),
+        "device": follows["device"],
+        "run": basis["run"],
+        "manifest": basis["manifest"],
+        "counts": follows["counts"],
+        "missing": basis["missing"],
+        "formats": follows["formats"],
+        "paths": follows["paths"],
+        "matrix": follows["matrix"],
+        "parts": {part_of(case.id): case.text for case in cases},
+        "overrides": basis["overrides"],
+        "known_failures": basis["known_failures"],
+        "not_tested": not_tested(basis, len(cases)),
+        "broken_plugins": dict(run.facts.get("broken_plugins", {})),
+        "results": basis["results"],
+        "volatile": {
+            "date": (now or datetime.now(timezone.utc)).isoformat(timespec="seconds"),
+            "seconds": round(run.seconds, 1),
+            "case_seconds": round(sum(result.seconds for result in run.report.results), 1),
+        },
+        **{name: follows[name] for name in ("kind", "standing", "sentence")},
+    }
+    document["verdict_hash"] = verdict_hash(document)
+    document["content_hash"] = content_hash(document)
+    return document
+
+
+def to_text(document: Mapping[str, Any]) -> str:
+    """Return a document as JSON, one line for each result, so that two files can be compared line by line."""
+    lines = []
+    for key, item in document.items():
+        if isinstance(item, list) and item and isinstance(item[0], dict):
+            inner = ",\n".join("  " + json.dumps(one, ensure_ascii=False) for one in item)
+            lines.append(f" {json.dumps(key)}: [\n{inner}\n ]")
+        else:
+            text = json.dumps(item, indent=1, ensure_ascii=False).replace("\n", "\n ")
+            lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

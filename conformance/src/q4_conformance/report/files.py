@@ -1,0 +1,66 @@
+"""Writes the files of a run: JSON, JUnit XML, an HTML page, Markdown, and the measurements beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.report.certificate import to_text
+from q4_conformance.report.html import to_html
+from q4_conformance.report.junit import to_junit
+from q4_conformance.report.markdown import to_markdown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["write_files"]
+
+_SUFFIXES = ("json", "xml", "html", "md")
+_PERFORMANCE = "performance.json"
+
+
+def write_files(
+    folder: Path,
+    document: Mapping[str, Any],
+    points: Sequence[Mapping[str, Any]] = (),
+    *,
+    seconds: Mapping[str, float] | None = None,
+) -> tuple[Path, ...]:
+    """Write a document in every form, and return the files.
+
+    A certificate takes the place of a report. A run that failed, of all cases or of some, takes an older certificate
+    away, because it holds no more; one that passed and is partial leaves it alone.
+
+    Args:
+        folder: Where to; made where it is not there.
+        document: What ``make_certificate`` gave.
+        points: Measurements, which get a file of their own.
+        seconds: Case → how long it took, for the JUnit file; ``Report.seconds`` has it.
+
+    Raises:
+        OSError: The folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = document["kind"]
+    texts = {
+        f"{kind}.json": to_text(document),
+        f"{kind}.xml": to_junit(document, seconds),
+        f"{kind}.html": to_html(document, points),
+        f"{kind}.md": to_markdown(document),
+    }
+    if points:
+        facts = {"subject": document["subject"], "device": document["device"], "versions": document["versions"]}
+        told = {**facts, "date": document["volatile"]["date"], "points": list(points)}
+        texts[_PERFORMANCE] = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+    written = []
+    for name, text in texts.items():
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        written.append(temporary.replace(folder / name))
+    if document["standing"] != "partial":
+        other = "report" if kind == "certificate" else "certificate"
+        for suffix in _SUFFIXES:
+            (folder / f"{other}.{suffix}").unlink(missing_ok=True)
+    return tuple(written)

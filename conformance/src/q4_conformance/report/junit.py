@@ -1,0 +1,70 @@
+"""A document as JUnit XML: what CI systems read. What is not declared or not testable never reads as a pass there."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
+
+from q4_conformance.report.tally import format_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["to_junit"]
+
+_ELEMENTS = {"fail": "failure", "crash": "error", "timeout": "error"}
+_FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 has no place for, and the carriage return, of which every parser makes an end of line."""
+
+
+def _legal(text: str) -> str:
+    """Return a text with all that XML can't hold spelled out."""
+    return _FORBIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _tell_time(element: ET.Element, results: Iterable[Mapping[str, Any]], seconds: Mapping[str, float] | None) -> None:
+    if seconds is not None:
+        element.set("time", f"{sum(seconds.get(result['case'], 0.0) for result in results):.3f}")
+
+
+def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> str:
+    """Return the XML: one suite for each format, one test case for each case.
+
+    Args:
+        document: What ``make_certificate`` gave.
+        seconds: Case → how long it took, which no document holds; no times are told unless given.
+    """
+    who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
+    root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in document["results"]:
+        groups.setdefault(format_of(result["case"]), []).append(result)
+    for name, results in groups.items():
+        outcomes = [result["outcome"] for result in results]
+        suite = ET.SubElement(
+            root,
+            "testsuite",
+            name=f"{who}.{_legal(name)}",
+            tests=str(len(results)),
+            failures=str(outcomes.count("fail")),
+            errors=str(outcomes.count("crash") + outcomes.count("timeout")),
+            skipped=str(outcomes.count("not_declared") + outcomes.count("not_testable")),
+            timestamp=document["volatile"]["date"][:19],
+        )
+        _tell_time(suite, results, seconds)
+        for result in results:
+            contract, _, rest = result["case"].partition("/")
+            classname = f"{who}.{_legal(name)}.{_legal(contract)}"
+            case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(rest))
+            _tell_time(case, [result], seconds)
+            if result["outcome"] != "pass":
+                element = ET.SubElement(case, _ELEMENTS.get(result["outcome"], "skipped"))
+                text = _legal(result.get("message", ""))
+                element.set("message", f"{result['outcome']}: {text}")
+                if element.tag != "skipped":
+                    element.set("type", result["outcome"])
+            elif result.get("fallback"):
+                ET.SubElement(case, "system-out").text = "passed by fallback: the reference computed"
+    ET.indent(root, " ")
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

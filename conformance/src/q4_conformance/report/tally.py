@@ -1,0 +1,187 @@
+"""Results counted: by contract, part, format and path; the matrix that certificates and pages show.
+
+Results are those of a document, so that whoever reads one counts as whoever wrote it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from q4_conformance.outcome import Outcome
+from q4_conformance.subjects.backend import WISHES
+from q4core import BUILTIN_FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "BAD",
+    "NO_FORMAT",
+    "NO_PATH",
+    "by_part",
+    "by_path",
+    "count",
+    "format_of",
+    "format_order",
+    "formats_of",
+    "matrix_of",
+    "part_of",
+    "path_label",
+    "paths_of",
+    "verdict_of",
+]
+
+BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
+_BAD = {outcome.value for outcome in BAD}
+_PASS = Outcome.PASS.value
+NO_FORMAT = "any"
+"""Format of a case that has no weight."""
+NO_PATH = "-"
+"""Path of a case that ran no kernel path of its own, such as a refusal."""
+_LEAST_WORDS = 3
+_FALLBACK = "passed_by_fallback"
+_WISHES = {wish.value: {item.value for item in precisions} for wish, precisions in WISHES.items()}
+"""Last word of a case's id → the precisions of the paths that serve what it asks for."""
+
+
+def part_of(case: str) -> str:
+    """Return contract and part of a case's id."""
+    return "/".join(case.split("/")[:2])
+
+
+def format_of(case: str) -> str:
+    """Return the format of a case's id."""
+    words = case.split("/")
+    return words[2].partition("-")[0] if len(words) >= _LEAST_WORDS else NO_FORMAT
+
+
+def part_order(part: str) -> tuple[bool, str]:
+    """Return the sort key of a part: the contract's own cases before the extended ones."""
+    return (not part.startswith("TC"), part)
+
+
+def format_order(name: str) -> tuple[int, str]:
+    """Return the sort key of a format: the core's order, then others."""
+    order = [*BUILTIN_FORMATS, NO_FORMAT]
+    return (order.index(name) if name in order else len(order), name)
+
+
+def path_label(path: str) -> str:
+    """Return ``name/precision`` of a path that a result names as ``name|kind|precision|standing``."""
+    name, _, precision, _ = path.rsplit("|", 3)
+    return f"{name}/{precision}"
+
+
+def count(results: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many results there are of each outcome, how many at all, and how many passes are the reference's."""
+    counts = {"cases": 0, **{outcome.value: 0 for outcome in Outcome}, _FALLBACK: 0}
+    for result in results:
+        counts["cases"] += 1
+        counts[result["outcome"]] += 1
+        counts[_FALLBACK] += result["outcome"] == _PASS and result.get("fallback", False)
+    return counts
+
+
+def verdict_of(counts: Mapping[str, int]) -> str:
+    """Return one word for a cell: the worst that happened, else ``pass``, else why nothing passed."""
+    order = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.FAIL, Outcome.PASS, Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED)
+    return next((outcome.value for outcome in order if counts.get(outcome.value)), "empty")
+
+
+def matrix_of(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each part × format × path; a case that ran on several paths counts for each."""
+    cells: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for result in results:
+        for path in result.get("paths") or [NO_PATH]:
+            cells.setdefault((part_of(result["case"]), format_of(result["case"]), path), []).append(result)
+    rows = []
+    for (part, kind, path), members in sorted(cells.items(), key=lambda item: (part_order(item[0][0]), item[0])):
+        counts = count(members)
+        row = {"part": part, "format": kind, "path": path, "verdict": verdict_of(counts)}
+        rows.append(row | {name: number for name, number in counts.items() if number})
+    return rows
+
+
+def formats_of(results: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the counts of every format, and whether all that was due of it passed."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(format_of(result["case"]), []).append(result)
+    lacking = {format_of(case) for case in missing}
+    rows = []
+    for name in sorted(groups, key=format_order):
+        counts = count(groups[name])
+        rows.append({"format": name, "passed": _all_passed(counts) and name not in lacking} | counts)
+    return rows
+
+
+def paths_of(
+    results: Iterable[Mapping[str, Any]], missing: Iterable[str], facts: Mapping[tuple[str, str], tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Return every (format, path) that ran, with its counts and whether all cases that concern it passed.
+
+    A case that ended without a path, such as a crash, counts against every path that it could have concerned.
+
+    Args:
+        results: As they stand in a document.
+        missing: Cases without a result.
+        facts: (format, path) → its kind and its standing.
+    """
+    told = list(results)
+    seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for result in told:
+        for path in result.get("paths", ()):
+            seen.setdefault((format_of(result["case"]), path), []).append(result)
+    lacking = {format_of(case) for case in missing}
+    rows = []
+    for (kind, path), members in sorted(seen.items(), key=lambda item: (format_order(item[0][0]), item[0])):
+        counts = count([*members, *(result for result in told if _may_concern(result, kind, path))])
+        passed = _all_passed(counts) and not lacking & {kind, NO_FORMAT}
+        what, standing = facts[kind, path]
+        rows.append({"format": kind, "path": path, "kind": what, "standing": standing, "passed": passed} | counts)
+    return rows
+
+
+def _all_passed(counts: Mapping[str, int]) -> bool:
+    """Say whether something passed, and nothing that was due ended otherwise."""
+    return counts[_PASS] > 0 and not any(counts[outcome.value] for outcome in (*BAD, Outcome.NOT_TESTABLE))
+
+
+def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
+    """Say whether a case that ended badly, nobody knows on which path, may have been on this one."""
+    if result.get("paths") or format_of(result["case"]) not in {kind, NO_FORMAT}:
+        return False
+    if result["outcome"] == Outcome.NOT_TESTABLE.value:
+        # Nothing ran: what was missing is what the activations asked for need.
+        wanted = _WISHES.get(result["case"].rpartition("/")[2])
+        return wanted is None or path.rpartition("/")[2] in wanted
+    return result["outcome"] in _BAD
+
+
+def by_part(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return part → format → counts of a document's results."""
+    cells: dict[str, dict[str, dict[str, int]]] = {}
+    for result in document["results"]:
+        row = cells.setdefault(part_of(result["case"]), {})
+        counts = row.setdefault(format_of(result["case"]), count(()))
+        counts["cases"] += 1
+        counts[result["outcome"]] += 1
+        counts[_FALLBACK] += bool(result.get("fallback"))
+    return dict(sorted(cells.items(), key=lambda item: part_order(item[0])))
+
+
+def by_path(document: Mapping[str, Any]) -> tuple[list[str], list[tuple[Mapping[str, Any], list[dict[str, int]]]]]:
+    """Return the contract cases that concern kernel paths, and each path with its counts for each of them."""
+    told = document["results"]
+    rows, seen = [], set()
+    for path in document["paths"]:
+        kind, name = path["format"], path["path"]
+        cells: dict[str, list[Mapping[str, Any]]] = {}
+        for result in told:
+            is_here = format_of(result["case"]) == kind and name in result.get("paths", ())
+            if is_here or _may_concern(result, kind, name):
+                cells.setdefault(result["case"].partition("/")[0], []).append(result)
+        seen |= set(cells)
+        rows.append((path, cells))
+    contracts = sorted(seen, key=part_order)
+    return contracts, [(path, [count(cells.get(name, ())) for name in contracts]) for path, cells in rows]

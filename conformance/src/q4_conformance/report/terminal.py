@@ -1,0 +1,126 @@
+"""What ``q4 conform`` prints of a run and of two certificates that are compared."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from q4_conformance.outcome import Outcome
+from q4_conformance.report.facts import counted, title_of
+from q4_conformance.report.html import NAMES, SIGNS
+from q4_conformance.report.status import line_of, seal_of
+from q4_conformance.report.tally import BAD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from q4_conformance.execution.query import Run
+
+__all__ = ["STYLES", "console_of", "show_changes", "show_run"]
+
+_PIPE_WIDTH = 1 << 14
+_MOST_SHOWN = 20
+"""Messages of failures; each may be of many cases."""
+STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
+"""Where an object lies, which its text may say, differs between the processes of a run."""
+_BAD = {outcome.value for outcome in BAD}
+
+
+def console_of(*, to_stderr: bool = False) -> Console:
+    """Return what prints to stdout, or to stderr."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    # Where the output is no terminal nothing is cut, so that grep finds whole ids.
+    width = None if stream.isatty() else _PIPE_WIDTH
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=width, soft_wrap=False)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text that say something, without what a terminal can't show."""
+    lines = [line.expandtabs(1) for line in text.splitlines() if line.strip()]
+    return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
+
+
+def _show_failures(console: Console, bad: Sequence[Mapping[str, Any]]) -> None:
+    """Show each message once, with the first case that has it: one cause may fail every case."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for item in bad:
+        groups.setdefault((item["outcome"], _ADDRESS.sub("0x", item["message"])), []).append(item)
+    for members in list(groups.values())[:_MOST_SHOWN]:
+        first, others = members[0], len(members) - 1
+        head = Text(f"{SIGNS[first['outcome']]} {NAMES[first['outcome']]} ", style="red")
+        line = Text.assemble(head, first["case"])
+        if others:
+            cases = "1 other case" if others == 1 else f"{others:,} other cases"
+            line.append(f" and {cases}, all with this message:")
+        console.print(line)
+        for text in (*_lines(first["message"]), *_lines(first.get("reproducer", ""))):
+            console.print(Text(f"    {text}", style="dim"))
+    left = sum(len(members) for members in list(groups.values())[_MOST_SHOWN:])
+    if left:
+        console.print(f"… and {left:,} more; --report and --json have all")
+
+
+def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
+    """Show on stdout how a run ended: what failed, the counts, the seal, and what was written."""
+    console = console_of()
+    _show_failures(console, [item for item in document["results"] if item["outcome"] in _BAD])
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    names = ["cases", "pass", "passed_by_fallback", *(item.value for item in Outcome if item is not Outcome.PASS)]
+    table.add_column("format")
+    for name in names:
+        table.add_column(NAMES[name].replace(" ", "\n"), justify="right")
+    for row in document["formats"]:
+        table.add_row(row["format"], *(str(row[name] or "") for name in names))
+    counts = document["counts"]
+    if len(document["formats"]) > 1:
+        table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
+    console.print(table)
+    seal, meaning = line_of(document)
+    console.print()
+    console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
+    if document["missing"]:
+        console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
+    console.print(Text(counted(document), style="dim"))
+    console.print(Text(f"{title_of(document)} on {document['subject']['device']}, in {run.seconds:.0f} s", style="dim"))
+    for point in run.points:
+        console.print(Text(_speed(point), style="dim"))
+    for path in files:
+        console.print(Text(f"wrote {path}", style="dim"))
+
+
+def _speed(point: Mapping[str, Any]) -> str:
+    return (
+        f"{point['format']} {point['point']} M={point['rows']} {point['path']}: {point['median_us']:,.0f} µs, "
+        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s; "
+        f"{point['share_of_read']:.0%} of reading memory, {point['share_of_copy']:.0%} of copying it"
+    )
+
+
+def show_changes(told: Mapping[str, Any]) -> None:
+    """Show on stdout what changed between two certificates."""
+    console = console_of()
+    for item in told["verdicts"]:
+        style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
+        line = Text(f"{item['change']:<7}", style=style)
+        console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
+    for item in told["weaker"]:
+        console.print(Text("weaker ", style="red").append(f"{item['what']}: {item['before']} → {item['after']}"))
+    for item in told["paths"]:
+        console.print(f"path   {item['case']}: {', '.join(item['before'])} → {', '.join(item['after'])}")
+    for section in ("facts", "counts"):
+        for item in told[section]:
+            console.print(Text(f"{item['what']}: {item['before']} → {item['after']}", style="dim"))
+    alike = "every case ended alike" if told["same_verdicts"] else f"{len(told['verdicts'])} cases ended differently"
+    if told["is_weaker"]:
+        console.print(Text(f"✗ {alike}; the second certifies less", style="bold red"))
+    elif told["same_verdicts"]:
+        console.print(Text(f"✓ {alike}", style="bold green"))
+    else:
+        console.print(Text(alike, style="bold"))

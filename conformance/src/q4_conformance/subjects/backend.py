@@ -1,0 +1,296 @@
+"""Who is judged: a backend behind a session."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import torch
+
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.subjects.devices import require_device
+from q4_conformance.subjects.reference import REFERENCE, reference_backend
+from q4core import (
+    ActivationPrecision,
+    BackendUnavailableError,
+    ComputePath,
+    PathKind,
+    Precision,
+    PrepareContext,
+    Registry,
+    Request,
+    Session,
+    SessionConfig,
+    Standing,
+    default_registry,
+    hookimpl,
+    select,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason, Selection
+
+__all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of"]
+
+WISHES = {
+    ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
+    ActivationPrecision.INT8: frozenset({Precision.W4A8}),
+    ActivationPrecision.FP4: frozenset({Precision.W4A4}),
+}
+
+
+class Layer(Protocol):
+    """A linear layer over one weight, as checks call it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where x must be."""
+        ...
+
+    @property
+    def roundings(self) -> int:
+        """How often each weight is rounded to x's dtype before it is multiplied, where that is claimed."""
+        ...
+
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``."""
+        ...
+
+    def precision(self, rows: int) -> Precision:
+        """Return the precision in which that many rows are computed."""
+        ...
+
+    def codebook(self, rows: int) -> tuple[float, ...] | None:
+        """Return the values that the path uses in place of the format's codebook, or None."""
+        ...
+
+
+class Subject(Protocol):
+    """Who is judged."""
+
+    name: str
+    device: torch.device
+
+    def layer(
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        precision: ActivationPrecision = ActivationPrecision.EXACT,
+        gradients: bool = False,
+    ) -> Layer:
+        """Return a layer.
+
+        Raises:
+            NotDeclaredError: The subject does not claim to serve such a weight.
+            FailureError: It claims to, and does not.
+        """
+        ...
+
+
+def plugin_of(*backends: Backend) -> types.SimpleNamespace:
+    """Return a plugin that brings these backends."""
+
+    @hookimpl
+    def q4_backends() -> list[Backend]:
+        return list(backends)
+
+    return types.SimpleNamespace(q4_backends=q4_backends)
+
+
+def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:
+    """Return a registry of these backends and the reference, whatever list of plugins the environment allows."""
+    plugins: list[tuple[str, object]] = [(f"plugin of {item.name}", plugin_of(item)) for item in backends]
+    if with_reference and all(item.name != REFERENCE for item in backends):
+        plugins.append((REFERENCE, plugin_of(reference_backend())))
+    return Registry(plugins, environment={})  # who is judged was found by that list before
+
+
+@attrs.frozen(eq=False)
+class BackendLayer:
+    """A ``Q4Linear`` that one backend serves."""
+
+    module: Q4Linear
+    session: Session
+    """Kept, because its end would close the layer."""
+    paths: Callable[[int], KernelPath]
+    ran: set[str] = attrs.field(factory=set)
+    """``name|kind|precision|standing`` of every path that the core says has run."""
+    tried: set[str] = attrs.field(factory=set)
+    """The same of every path whose call raised, which the core does not count."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where x must be."""
+        return self.module.device
+
+    @property
+    def roundings(self) -> int:
+        """A backend computes from the exact weight."""
+        return 0
+
+    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias``."""
+        try:
+            y: torch.Tensor = self.module(x, out=out)
+        except BaseException:
+            with contextlib.suppress(LookupError):  # a number of rows that no path serves
+                self.tried.add(_told(self.paths(max(x.numel() // max(*x.shape[-1:], 1, 1), 1))))
+            raise
+        record = self.module.diagnostics()
+        for segment, calls in zip(record.segments, record.calls, strict=True):
+            if calls:
+                self.ran.add(_told(segment.path))
+        return y
+
+    def precision(self, rows: int) -> Precision:
+        """Return the precision of the path that serves that many rows."""
+        return self.paths(max(rows, 1)).precision
+
+    def codebook(self, rows: int) -> tuple[float, ...] | None:
+        """Return the codebook that this path approximates by, or None."""
+        return self.paths(max(rows, 1)).codebook
+
+    def diagnostics(self) -> Diagnostics:
+        """Return the layer's record."""
+        return self.module.diagnostics()
+
+
+def _told(path: KernelPath) -> str:
+    return f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}"
+
+
+def _require_hardware(reasons: Sequence[Reason]) -> None:
+    """Raise ``NotTestableError`` where all reasons, and there are some, speak of hardware."""
+    if reasons and all(reason.code.domain == "hardware" for reason in reasons):
+        raise NotTestableError("; ".join(reason.message for reason in reasons))
+
+
+def _refuse_interpreted(record: Diagnostics) -> None:
+    """Raise ``FailureError`` where a path on an accelerator is interpreted: it says nothing about the device."""
+    names = {segment.path.name for segment in record.segments if segment.path.standing is Standing.INTERPRETED}
+    if names:
+        raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(sorted(names))}")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return a CUDA device with its index, as backends are asked about it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+
+
+class BackendSubject:
+    """A backend, called through sessions that name it.
+
+    Args:
+        backend: The backend, or the name of an installed one.
+        device: Where to compute.
+
+    Raises:
+        LookupError: No backend of that name is installed.
+    """
+
+    def __init__(self, backend: Backend | str, *, device: str = "cpu") -> None:
+        if isinstance(backend, str):
+            installed = default_registry().backends()
+            if backend not in installed:
+                raise LookupError(f"no backend {backend!r} is installed; there are {', '.join(installed) or 'none'}")
+            backend = installed[backend]
+        self.backend = backend
+        self.name = backend.name
+        self.device = _with_index(torch.device(device))
+        self.registry = make_registry(backend)
+        self.ran: set[str] = set()
+        self.tried: set[str] = set()
+
+    def anew(self) -> BackendSubject:
+        """Return the same subject, with no path proven or refused yet: a proof holds for other sizes, too."""
+        return BackendSubject(self.backend, device=str(self.device))
+
+    def config(self, **wishes: Any) -> SessionConfig:
+        """Return a configuration that names this backend, with further wishes."""
+        facts: dict[str, Any] = {"backend": self.name, "compute_path": ComputePath.AUTO, "device": str(self.device)}
+        return SessionConfig(**facts | wishes)
+
+    def request(self, weight: PackedWeight, **facts: Any) -> Request:
+        """Return the request that a layer over ``weight`` makes."""
+        return Request.for_weight(weight, device=self.device, **facts)
+
+    def require_declared(self, request: Request) -> None:
+        """Raise ``NotDeclaredError`` where the manifest alone refuses a request.
+
+        Raises:
+            NotTestableError: The request is declared, and its device is not here.
+        """
+        reasons = self.backend.capabilities.refusals(request)
+        if reasons:
+            raise NotDeclaredError("; ".join(reason.message for reason in reasons))
+        wanted = WISHES.get(request.precision)
+        if wanted is not None and not wanted & self.backend.capabilities.precisions:
+            raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
+        require_device(self.device)
+
+    def require_hardware(self, request: Request) -> None:
+        """Raise ``NotTestableError`` where the backend refuses a request for nothing but this machine's hardware."""
+        _require_hardware(self.backend.check(request).reasons)
+
+    def layer(  # noqa: PLR0913  # the facts of one layer
+        self,
+        weight: PackedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        precision: ActivationPrecision = ActivationPrecision.EXACT,
+        gradients: bool = False,
+        compute_path: ComputePath = ComputePath.AUTO,
+        m: tuple[int, int | None] = (1, None),
+    ) -> BackendLayer:
+        """Return a layer that this backend serves, as ``Subject.layer`` says; ``m`` are the rows that it must serve."""
+        request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients, m=m)
+        self.require_declared(request)
+        config = self.config(
+            compute_dtype=dtype, activation_precision=precision, gradients=gradients, compute_path=compute_path
+        )
+        session = Session(config, registry=self.registry)
+        try:
+            module = session.linear(weight, bias, m=m)
+        except BackendUnavailableError as error:
+            own = [reason for item in error.rejections if item.backend == self.name for reason in item.reasons]
+            _require_hardware(own)
+            raise FailureError(f"declared, then refused: {'; '.join(map(str, own)) or error}") from error
+        record = module.diagnostics()
+        served = record.backend
+        if served != self.name:
+            raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
+        if self.device.type != "cpu":
+            _refuse_interpreted(record)
+        paths = select(request, config, registry=self.registry).path_for
+        return BackendLayer(module, session, paths, self.ran, self.tried)
+
+    def choose(self, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Selection:
+        """Return which paths of this backend would serve a request.
+
+        Raises:
+            BackendUnavailableError, PolicyConflictError: None would.
+        """
+        config = self.config(activation_precision=request.precision, compute_path=compute_path)
+        return select(request, config, registry=self.registry)
+
+    def prepare(self, weight: PackedWeight, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Prepared:
+        """Prepare a weight without a session, after the core's own conversions of what the backend does not read."""
+        seen = self.choose(request, compute_path)
+        source = weight.to(self.device)
+        if source.scale_kind is not seen.backend_request.scale_kind:
+            source = source.with_plain_scale()
+        return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
+
+    def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
+        """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""
+        verdict = self.backend.check(request)
+        return tuple(path for path in verdict.paths if path.kind is PathKind.KERNEL)

@@ -1,0 +1,146 @@
+"""Who is judged under the profile of memory: a provider of managed memory, on one device."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.outcome import FailureError, NotTestableError
+from q4_conformance.subjects.reference import reference_backend
+from q4core import Registry, default_registry, hookimpl
+from q4core import memory as contract
+
+if TYPE_CHECKING:
+    from q4core import MemoryProvider
+
+__all__ = ["CountedProvider", "MemorySubject", "UnableProvider", "driver_says_managed"]
+
+_IS_MANAGED = 8
+"""CU_POINTER_ATTRIBUTE_IS_MANAGED."""
+
+
+def driver_says_managed(tensor: torch.Tensor) -> bool:
+    """Return whether the CUDA driver calls a tensor's memory managed.
+
+    Raises:
+        NotTestableError: There is no driver to ask.
+    """
+    name = ctypes.util.find_library("cuda") or "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(name)
+    except OSError as error:
+        raise NotTestableError(f"there is no CUDA driver to ask: {error}") from error
+    answer = ctypes.c_uint(0)
+    status = driver.cuPointerGetAttribute(ctypes.byref(answer), _IS_MANAGED, ctypes.c_uint64(tensor.data_ptr()))
+    return status == 0 and bool(answer.value)
+
+
+class UnableProvider:
+    """A provider as it is on a machine that has no managed memory.
+
+    Args:
+        provider: The provider that it stands for.
+        reason: Why not.
+        attributes: The device attributes that are to have decided.
+    """
+
+    def __init__(self, provider: MemoryProvider, reason: str, attributes: dict[str, Any]) -> None:
+        self.name = provider.name
+        self._provider = provider
+        self._answer = contract.Availability(is_available=False, reason=reason, attributes=attributes)
+
+    def is_available(self, device: torch.device) -> contract.Availability:
+        """Say no."""
+        del device
+        return self._answer
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave everything else to the provider."""
+        return getattr(self._provider, name)
+
+
+class CountedProvider:
+    """A provider whose calls are counted.
+
+    Args:
+        provider: The provider that is asked.
+    """
+
+    def __init__(self, provider: MemoryProvider) -> None:
+        self.name = provider.name
+        self._provider = provider
+        self.calls: list[str] = []
+        """Names of the methods that were called, but for the questions."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Count whatever is called, and leave it to the provider."""
+        found = getattr(self._provider, name)
+        if name in {"to_managed", "prefetch", "empty", "free"}:
+            self.calls.append(name)
+        return found
+
+
+class MemorySubject:
+    """A provider of managed memory.
+
+    Args:
+        provider: The provider, or the name of an installed one.
+        device: Who is to reach the memory.
+
+    Raises:
+        LookupError: No provider of that name is installed.
+    """
+
+    def __init__(self, provider: MemoryProvider | str, *, device: str = "cpu") -> None:
+        if isinstance(provider, str):
+            installed: dict[str, MemoryProvider] = {item.name: item for item in default_registry().memory_providers()}
+            if provider not in installed:
+                there = ", ".join(installed) or "none"
+                raise LookupError(f"no memory provider {provider!r} is installed; there are {there}")
+            provider = installed[provider]
+        self.provider: MemoryProvider = provider
+        self.name = provider.name
+        self.device = torch.device(device)
+
+    def availability(self) -> contract.Availability:
+        """Return the provider's answer for the device.
+
+        Raises:
+            FailureError: It raises, or answers with something else.
+        """
+        try:
+            answer: object = self.provider.is_available(self.device)
+        except (Exception, SystemExit) as error:
+            raise FailureError(f"is_available raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, contract.Availability):
+            raise FailureError(f"is_available must return an Availability, got {type(answer).__name__}")
+        return answer
+
+    def require_available(self) -> None:
+        """Raise ``NotTestableError`` where the provider says that there is no managed memory here."""
+        answer = self.availability()
+        if not answer:
+            facts = ", ".join(f"{key} = {value}" for key, value in answer.attributes.items())
+            raise NotTestableError(f"{answer.reason} ({facts or 'no attributes'})")
+
+    def managed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a managed copy of a tensor, made by the provider."""
+        return self.provider.to_managed(tensor, device=self.device, read_mostly=False, prefetch=False)
+
+    def registry(self, provider: Any = None) -> Registry:
+        """Return a registry of the reference backend and the provider, or one that stands for it."""
+        chosen = self.provider if provider is None else provider
+
+        class _Plugin:
+            @hookimpl
+            def q4_memory_providers(self) -> list[Any]:
+                return [chosen]
+
+            @hookimpl
+            def q4_backends(self) -> list[Any]:
+                return [reference_backend()]
+
+        return Registry([(f"plugin of {self.name}", _Plugin())])

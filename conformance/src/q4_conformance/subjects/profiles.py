@@ -1,0 +1,271 @@
+"""Who can be judged, by which cases: a profile keeps each author to the cases that concern them."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_conformance.contract.cases import cases_of
+from q4_conformance.contract.plain_cases import core_cases, dialect_cases, memory_cases
+from q4_conformance.outcome import FailureError
+from q4_conformance.subjects.backend import BackendSubject, plugin_of
+from q4_conformance.subjects.declared import with_cases
+from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.factory import make
+from q4_conformance.subjects.memory import MemorySubject
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from q4_conformance.contract.case import Case
+    from q4core import Backend, PluginRecord
+
+__all__ = [
+    "PROFILES",
+    "ConformanceTarget",
+    "UnknownTargetError",
+    "cases_for",
+    "find_target",
+    "formats_of",
+    "subject_for",
+    "target_names",
+]
+
+PROFILES = ("kernel", "memory", "dialect", "core")
+CORE = "q4core"
+_WHAT = "q4 conform"
+_LONGEST_FAULT = 400
+
+
+class UnknownTargetError(Q4Error, LookupError):
+    """Nobody of that name can be judged; ``available`` lists the names there are, ``closest`` is the likeliest."""
+
+    code = "unknown_target"
+
+    def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
+        self.available = tuple(available)
+        self.closest = closest
+        super().__init__(what, **data)
+        self._arguments.update(available=self.available, closest=closest)
+
+    def __str__(self) -> str:
+        """Return the message, which ``LookupError`` would otherwise quote."""
+        return str(self.args[0])
+
+
+def _texts(items: Iterable[str]) -> tuple[str, ...]:
+    return tuple(items)
+
+
+@attrs.frozen
+class ConformanceTarget:
+    """Who is judged, and on what.
+
+    Args:
+        profile: One of ``PROFILES``.
+        name: Of an installed backend, provider or dialect, ``module:function`` that returns one, or ``"q4core"``.
+        formats: Names of the formats; () where the profile knows none.
+        device: Where to compute.
+    """
+
+    profile: str
+    name: str
+    formats: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    device: str = "cpu"
+
+
+def _refuse_profile(name: str, profile: str, choices: Iterable[str]) -> ConfigError:
+    names = [*choices]
+    rule = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)} for {name!r}"
+    return ConfigError(_WHAT, name="profile", rule=rule, value=profile)
+
+
+def _backend_names() -> tuple[str, ...]:
+    registry = default_registry()
+    refused = {item.name for item in registry.refused_backends()}
+    return tuple(sorted({*registry.backends(), *refused}))
+
+
+def _provider_names() -> tuple[str, ...]:
+    return tuple(sorted(item.name for item in default_registry().memory_providers()))
+
+
+_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "kernel": _backend_names,
+    "memory": _provider_names,
+    "dialect": lambda: tuple(sorted(item.name for item in dialects() if item.formats)),
+    "core": lambda: (CORE,),
+}
+"""Profile → the names that are judged under it."""
+
+
+def target_names(profile: str | None = None) -> tuple[str, ...]:
+    """Return the names of all that can be judged here, under one profile or under any.
+
+    Raises:
+        ConfigError: There is no such profile.
+    """
+    if profile is not None and profile not in _NAMES:
+        raise _refuse_profile("a target", profile, _NAMES)
+    chosen = _NAMES if profile is None else (profile,)
+    return tuple(sorted({name for item in chosen for name in _NAMES[item]()}))
+
+
+def find_target(
+    name: str, *, profile: str | None = None, formats: Iterable[str] = (), device: str = "cpu"
+) -> ConformanceTarget:
+    """Return who is meant.
+
+    Args:
+        name: As ``ConformanceTarget.name``.
+        profile: Under which profile; the first that has the name unless told.
+        formats: Formats to judge it on; all that it declares unless told.
+        device: Where to compute.
+
+    Raises:
+        UnknownTargetError: Nobody of that name is installed.
+        ConfigError: The profile is none of that target, a format does not exist, or the profile knows no such device.
+    """
+    of_functions = [item for item in PROFILES if item != "core"]
+    if ":" in name and profile is not None and profile not in of_functions:
+        raise _refuse_profile(name, profile, of_functions)
+    if ":" in name and not all(name.split(":", 1)):
+        raise ConfigError(_WHAT, name="NAME", rule="module:function", value=name)
+    found = profile if ":" in name else _profile_of(name, profile)
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        rule = "a device that torch knows, such as cpu or cuda:0"
+        raise ConfigError(_WHAT, name="device", rule=rule, value=device) from error
+    if found in {"core", "dialect"} and kind != "cpu":
+        raise ConfigError(_WHAT, name="device", rule=f"cpu for {name!r}, which computes nowhere else", value=device)
+    chosen = _known_formats(formats)
+    if found in {None, "kernel"}:
+        return ConformanceTarget("kernel", name, chosen or formats_of(name), device)
+    if found == "dialect":
+        return ConformanceTarget("dialect", name, chosen or _dialect_formats(name), device)
+    return ConformanceTarget(found or "kernel", name, (), device)
+
+
+def _profile_of(name: str, profile: str | None) -> str:
+    having = [item for item, names in _NAMES.items() if name in names()]
+    if not having:
+        names = target_names(profile)  # which refuses a profile that there is not
+        close = difflib.get_close_matches(name, names, n=1)
+        there = f"There are {', '.join(names)}." if names else "None is installed."
+        there = " ".join([*(f"It may be of one that is not there: {item}." for item in _broken()), there])
+        raise UnknownTargetError(
+            _WHAT,
+            name="NAME",
+            rule="installed",
+            value=name,
+            hint=f"Did you mean {close[0]!r}? {there}" if close else there,
+            available=names,
+            closest=close[0] if close else None,
+        )
+    if profile is None:
+        return having[0]
+    if profile not in having:
+        raise _refuse_profile(name, profile, having)
+    return profile
+
+
+def _broken() -> Iterator[str]:
+    """Yield what is wrong with each plugin that brings less than it should, or that is shut out."""
+    for record in default_registry().records():
+        if record.errors:
+            yield _fault_of(record)
+        elif record.state == "disabled":
+            yield f"the plugin {record.name!r} is shut out by Q4_PLUGINS or Q4_DISABLE_PLUGINS"
+
+
+def _fault_of(record: PluginRecord) -> str:
+    at = "failed at import: " if record.state == "failed" else "is faulty: "
+    return f"the plugin {record.name!r} {at}{'; '.join(record.errors)[:_LONGEST_FAULT]}"
+
+
+def _known_formats(formats: Iterable[str]) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(formats))
+    for item in chosen:
+        if item not in BUILTIN_FORMATS:
+            raise ConfigError(_WHAT, name="--format", rule=f"one of {', '.join(BUILTIN_FORMATS)}", value=item)
+    return chosen
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """Return the formats that a backend declares; every one where it is not there to be asked."""
+    backend = default_registry().backends().get(name)
+    return with_cases({EVERY_FORMAT} if backend is None else backend.capabilities.formats)
+
+
+def _dialect_formats(name: str) -> tuple[str, ...]:
+    """Return the formats that a dialect declares; every one where it is not there to be asked."""
+    return with_cases(next((item.formats for item in dialects() if item.name == name), {EVERY_FORMAT}))
+
+
+def cases_for(target: ConformanceTarget) -> tuple[Case, ...]:
+    """Return every case that concerns a target. It is not asked anything, and need not be there.
+
+    Raises:
+        ConfigError: There is no such profile.
+    """
+    if target.profile == "core":
+        return core_cases()
+    if target.profile == "kernel":
+        return cases_of(target.formats, target.device)
+    if target.profile == "memory":
+        return memory_cases()
+    if target.profile == "dialect":
+        return dialect_cases(target.formats or tuple(BUILTIN_FORMATS))
+    raise _refuse_profile(target.name, target.profile, _NAMES)
+
+
+def subject_for(target: ConformanceTarget) -> Any:
+    """Return what the cases of a target are run against; None for the core.
+
+    Raises:
+        ConfigError: There is no such profile.
+        FailureError: The target was found, but did not load; the message has the reasons.
+    """
+    if target.profile == "core":
+        return None
+    if target.profile == "kernel":
+        return BackendSubject(_backend(target.name), device=target.device)
+    if target.profile == "dialect":
+        return DialectSubject(_made(target.name) or target.name)
+    if target.profile == "memory":
+        return MemorySubject(_made(target.name) or target.name, device=target.device)
+    raise _refuse_profile(target.name, target.profile, _NAMES)
+
+
+def _made(name: str) -> Any:
+    """Return what ``module:function`` makes; None for any other name."""
+    return make(name) if ":" in name else None
+
+
+def _served(name: str, made: Backend) -> Backend:
+    """Return what a function made, where the core takes it for a backend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is raised below
+        refused = Registry([(name, plugin_of(made))]).refused_backends()
+    if refused:
+        raise FailureError(f"what {name!r} made is no backend: {refused[0].reason.message}")
+    return made
+
+
+def _backend(name: str) -> Backend:
+    if ":" in name:
+        return _served(name, _made(name))
+    registry = default_registry()
+    if name in registry.backends():
+        return registry.backends()[name]
+    failed = [record for record in registry.records() if record.name == name and record.state == "failed"]
+    if failed:
+        raise FailureError(_fault_of(failed[0]))
+    reasons = [str(item.reason) for item in registry.refused_backends() if item.name == name]
+    raise FailureError(f"{name!r} does not load: {'; '.join(reasons) or 'no such backend is installed'}")

@@ -1,0 +1,54 @@
+"""A plugin that brings a backend which nobody has installed.
+
+Copies and pickles of a layer look for their backend in the process's registry. A backend that is judged as an object
+stands in none, so it is lent to the registry for as long as a case needs it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from q4core import Backend, default_registry, hookimpl, reset_registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_installed", "lent", "q4_backends"]
+
+_VARIABLE = "Q4_PLUGIN_MODULES"
+_MODULE = "q4_conformance.subjects.temporary_plugin"
+_lent: list[Backend] = []
+
+
+@hookimpl
+def q4_backends() -> list[Backend]:
+    """Return what is lent."""
+    return list(_lent)
+
+
+def is_installed(backend: Backend) -> bool:
+    """Return whether the process's registry has this very backend."""
+    return default_registry().backends().get(backend.name) is backend
+
+
+@contextlib.contextmanager
+def lent(backend: Backend) -> Iterator[None]:
+    """Let the process's registry have ``backend`` inside the ``with`` block."""
+    if is_installed(backend):
+        yield
+        return
+    before = os.environ.get(_VARIABLE)
+    _lent.append(backend)
+    os.environ[_VARIABLE] = ",".join(filter(None, (before, _MODULE)))
+    reset_registry()
+    try:
+        yield
+    finally:
+        _lent.remove(backend)
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+        reset_registry()
