@@ -4,10 +4,10 @@
     def test_conformance(q4_case):
         q4_case.check()
 
-Cases run in processes of their own, so that a crash or a hang is one failed test. What is not declared, or can't be
-tested here, is counted under its own name and never as passed. ``--q4-report DIR`` writes the report, and a certificate
-where every case of the target ran. Several workers of pytest-xdist would each judge the whole target and see a part of
-it, so that they are refused.
+Cases run in processes of their own, so that a crash or a hang is one failed test. Cases of what the manifest does not
+declare are no tests: the summary counts them. What can't be tested here is counted under its own name and never as
+passed. ``--q4-report DIR`` writes the report, and a certificate where every case of the target ran. Several workers of
+pytest-xdist would each judge the whole target and see a part of it, so that they are refused.
 
 pytest imports this module in every run, so it imports the kit only where a test asks for it.
 """
@@ -76,10 +76,14 @@ class CaseOfTarget:
 class _Run:
     """The chosen cases of one target, run in processes of their own from the first that is asked for."""
 
-    def __init__(self, target: ConformanceTarget, claims: dict[str, Any], every: list[str]) -> None:
+    def __init__(self, target: ConformanceTarget, claims: dict[str, Any]) -> None:
+        from q4_conformance.execution.isolated import due_cases  # noqa: PLC0415  # see the module's docstring
+        from q4_conformance.execution.query import Query  # noqa: PLC0415  # as above
+
         self.target = target
         self.claims = claims
-        self.every = every
+        due, self.undeclared = due_cases(Query(name=target.name, **claims))
+        self.every = [case.id for case in due]
         self.chosen: list[str] = []
         self.results: dict[str, CaseResult] = {}
         self.done: Run | None = None
@@ -116,22 +120,7 @@ class _Run:
             self.results[told.case] = told
         else:
             self.done = told
-            self._settle(told)
             self._told.put(LookupError(f"the run of {self.target.name} has ended"))
-
-    def _settle(self, run: Run) -> None:
-        """Let the cases of formats that it turned out not to declare say so, which no run came to."""
-        from q4_conformance import CaseResult, Outcome, cases_for  # noqa: PLC0415  # see the module's docstring
-
-        if run.target == self.target:
-            return
-        due = set(run.report.expected)
-        for case in cases_for(self.target):
-            if case.id not in due:
-                message = "its format is not declared"
-                self.results[case.id] = CaseResult(
-                    case=case.id, contract=case.contract, outcome=Outcome.NOT_DECLARED, message=message
-                )
 
     def _work(self) -> None:
         from q4_conformance import Query, run_target  # noqa: PLC0415  # see the module's docstring
@@ -145,7 +134,7 @@ class _Run:
 
 
 def _run_of(metafunc: pytest.Metafunc) -> _Run:
-    from q4_conformance import cases_for, find_target  # noqa: PLC0415  # see the module's docstring
+    from q4_conformance import find_target  # noqa: PLC0415  # see the module's docstring
 
     mark = metafunc.definition.get_closest_marker(MARK)
     name = metafunc.function.__name__
@@ -162,7 +151,7 @@ def _run_of(metafunc: pytest.Metafunc) -> _Run:
         raise pytest.UsageError(f"{name}: {error}") from error
     known = metafunc.config.stash[_RUNS]
     if target not in known:
-        known[target] = _Run(target, claims, [case.id for case in cases_for(target)])
+        known[target] = _Run(target, claims)
     return known[target]
 
 
@@ -243,7 +232,15 @@ def _reports(runs: Iterable[_Run]) -> Generator[tuple[_Run, Any]]:
 
     for run in runs:
         if run.chosen:
-            yield run, Report(subject=run.target.name, expected=run.chosen, results=run.results.values())
+            yield (
+                run,
+                Report(
+                    subject=run.target.name,
+                    expected=run.chosen,
+                    results=run.results.values(),
+                    undeclared=run.undeclared,
+                ),
+            )
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -272,6 +269,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for run, report in _reports(config.stash[_RUNS].values()):
         terminalreporter.section(f"conformance of {run.target.name} on {run.target.device}")
         terminalreporter.line(str(report).splitlines()[-1])
+        for reason, count in report.not_declared.items():
+            terminalreporter.line(f"not declared: {reason}, {count:,} cases")
         if len(run.chosen) < len(run.every):
             terminalreporter.line(f"{len(run.chosen)} of {len(run.every)} cases were chosen: no certificate")
         for line in config.stash[_WRITTEN].get(run.target, ()):

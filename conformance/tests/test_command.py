@@ -20,6 +20,7 @@ from q4_conformance.command.conform import add_conform
 from q4_conformance.command.plugin import q4_commands
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.report.certificate import to_text
+from q4_conformance.report.markdown import to_markdown
 from q4_conformance.report.tally import part_order
 from q4_conformance.report.verify import CertificateError, read_certificate
 from q4_conformance.subjects.profiles import UnknownTargetError
@@ -196,23 +197,18 @@ def test_verify_and_compare(tmp_path: Path) -> None:
     assert _answer("--compare", good, other, status=1)["verdicts"][0]["change"] == "gone"
 
 
-def test_comparing_with_what_certifies_less_fails(tmp_path: Path) -> None:
-    """Where every case ended alike, but the second certifies less, that is told, and the status is 1."""
-    good, wide, interpreted = (tmp_path / f"{name}.json" for name in ("good", "wide", "interpreted"))
-    good.write_text(to_text(documents.document()), encoding="utf-8")
-    wide.write_text(to_text(documents.widened()), encoding="utf-8")
-    interpreted.write_text(to_text(documents.document(standing="interpreted")), encoding="utf-8")
-    for other, words in (
-        (wide, "weaker bound of TC-09/bias…: × 1 → × 8"),
-        (interpreted, "weaker standing: certified →"),
-    ):
-        told = _answer("--compare", good, other, status=1)
-        assert (told["same_verdicts"], told["is_weaker"]) == (True, True)
-        result = _call("--compare", good, other)
-        assert result.exit_code == 1
-        assert words in result.stdout
-        assert "the second certifies less" in result.stdout
-        assert _call("--compare", other, good).exit_code == 0
+def test_a_run_is_checked_against_a_committed_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--check compares how cases end with a page's hash, and says how to see the difference."""
+    page = tmp_path / "certificate.md"
+    page.write_text(to_markdown(documents.document()), encoding="utf-8")
+    monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, **__: documents.run())
+    same = _call("made-up", "--check", page)
+    assert same.exit_code == 0
+    assert f"every case ended as in {page}" in same.stdout
+    monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, **__: documents.run(documents.bad()))
+    other = _call("made-up", "--check", page, "--report", tmp_path / "fresh")
+    assert other.exit_code == 1
+    assert f"to see the difference: diff {page} {tmp_path / 'fresh' / 'report.md'}" in other.stdout
 
 
 def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.execution.isolated import run_isolated, run_target
 from q4_conformance.execution.process import Limits, resident_bytes
 from q4_conformance.execution.query import Query
-from q4_conformance.report.agreement import disagreements
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
-from q4_conformance.report.verify import check_census
 from q4_conformance.subjects.profiles import UnknownTargetError
 
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -77,8 +75,6 @@ def test_what_a_function_makes_is_judged_on_all_that_it_declares(name: str, prof
     assert document["subject"]["formats"] == formats
     assert {row["format"] for row in document["formats"]} <= {*formats, "any"}
     assert (document["standing"], document["kind"]) == ("certified", "certificate"), document["sentence"]
-    assert "are accounted for" in check_census(document, "x.json")
-    assert list(disagreements(document)) == []
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_conformance import Outcome, exact_linear, linear_cases, run_case, smaller_case
+from q4_conformance import Outcome, dialect_cases, exact_linear, linear_cases, memory_cases, run_case
 from q4_conformance.execution.environment import manifest_of
 from q4_conformance.oracle.compare import error_bound
 from q4_conformance.overrides import MOST_BOUND, Override, bound_factor, declared_by, overrides_of, overriding
@@ -115,6 +115,7 @@ _SUBJECTS: dict[str, Callable[..., Any]] = {
     "TC-21/empty": lambda **facts: MemorySubject(type("Declaring", (ToyProvider,), facts)()),
 }
 """A case → makes who is judged by it, with further attributes."""
+_CASES = {case.id: case for case in (*dialect_cases(), *memory_cases())}
 
 
 @pytest.mark.parametrize("case", sorted(_SUBJECTS))
@@ -122,7 +123,7 @@ def test_a_known_failure_of_a_dialect_or_a_provider_stands_in_the_result(case: s
     """What their authors know stands beside the cases that it concerns, and in the manifest, as a backend's does."""
     known = {"case": case, "reason": "known since long", "is_known_failure": True}
     subject = _SUBJECTS[case](conformance_overrides=[known])
-    result = run_case(smaller_case(case), subject)
+    result = run_case(_CASES[case], subject)
     assert (result.outcome, result.overrides) == (Outcome.PASS, ("known since long",))
     assert [item["reason"] for item in manifest_of(subject)["overrides"]] == ["known since long"]
 
@@ -133,6 +134,6 @@ def test_a_wider_bound_of_a_dialect_or_a_provider_is_refused(case: str) -> None:
     subject = _SUBJECTS[case](conformance_overrides=[{"case": case, "reason": "rounds", "bound": 2.0}])
     with pytest.raises(q4.ConfigError, match=r"bound of .* must be 1 for a provider or a dialect"):
         declared_by(subject)
-    result = run_case(smaller_case(case), subject)
+    result = run_case(_CASES[case], subject)
     assert (result.outcome, "must be 1 for a provider or a dialect" in result.message) == (Outcome.FAIL, True)
     assert "must be 1" in manifest_of(subject)["fault"]

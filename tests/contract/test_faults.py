@@ -84,7 +84,7 @@ def test_a_plugin_that_raises_at_import_is_told_of(monkeypatch: pytest.MonkeyPat
 def test_faulty_function_is_caught_without_the_core(fault: Fault) -> None:
     """The same arithmetic in a bare function fails, so that the judge sees it without the core's self-probe."""
     function = function_of(fault.make(fault.name))
-    report = check_linear(function, fault.format, only=[fault.caught_by], dtypes=DTYPES, reproduce=False)
+    report = check_linear(function, fault.format, only=[fault.caught_by], dtypes=DTYPES)
     assert report.failures(), report
     assert all("probe" not in result.message for result in report.failures())
 
@@ -99,7 +99,6 @@ def test_fault_of_functions_alone_is_caught(fault: FunctionFault) -> None:
         dtypes=DTYPES,
         has_out=True,
         has_gradients=True,
-        reproduce=False,
     )
     assert [result for result in report.failures() if fault.says in result.message], report
 

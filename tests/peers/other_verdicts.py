@@ -98,7 +98,6 @@ def _serve() -> None:
             request["format"],
             cases=cases,
             watch=lambda result: _tell(json.dumps(result.to_dict())),
-            reproduce=False,
             name=subject.name,
             **subject.claims,
         )

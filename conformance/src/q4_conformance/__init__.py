@@ -11,7 +11,6 @@ from q4_conformance.contract.plain_cases import core_cases, dialect_cases, memor
 from q4_conformance.execution.in_process import check_core, check_linear, run_case, run_cases
 from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query, Run
-from q4_conformance.execution.reproducer import smaller_case
 from q4_conformance.oracle.compare import Comparison, judge, judge_noise
 from q4_conformance.oracle.exact import Reference, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.oracle.weights import WeightRecipe
@@ -62,7 +61,6 @@ __all__ = [
     "run_case",
     "run_cases",
     "run_target",
-    "smaller_case",
     "subject_for",
     "target_names",
     "write_files",

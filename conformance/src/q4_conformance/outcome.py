@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report", "said"]
+__all__ = ["BAD", "CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report", "said"]
 
 
 _MOST_NAMED = 4
@@ -29,6 +29,10 @@ class Outcome(enum.Enum):
     CRASH = "crash"
     """The process died."""
     TIMEOUT = "timeout"
+
+
+BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
+"""The outcomes of a case that ended badly."""
 
 
 def said(error: BaseException) -> str:
@@ -105,18 +109,28 @@ class Report:
 
     Args:
         subject: Who was judged.
-        expected: The ids of all cases of the table, counted apart from the results.
+        expected: The ids of all cases of the table that are due, counted apart from the results.
         results: One for each case that ran.
+        undeclared: Id → what the manifest does not declare, of all cases that are therefore not due; none of them ran.
     """
 
     subject: str
     expected: tuple[str, ...] = attrs.field(converter=_as_tuple)
     results: tuple[CaseResult, ...] = attrs.field(converter=_as_tuple)
+    undeclared: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
     @property
     def counts(self) -> dict[Outcome, int]:
         """How many cases ended in each way."""
         return {outcome: sum(result.outcome is outcome for result in self.results) for outcome in Outcome}
+
+    @property
+    def not_declared(self) -> dict[str, int]:
+        """What is not declared → of how many cases that keeps from running, most first."""
+        counts: dict[str, int] = {}
+        for reason in self.undeclared.values():
+            counts[reason] = counts.get(reason, 0) + 1
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     @property
     def passed_by_fallback(self) -> int:
@@ -160,6 +174,7 @@ class Report:
                 "counts": {outcome.value: count for outcome, count in self.counts.items()},
                 "passed_by_fallback": self.passed_by_fallback,
                 "missing": list(self.missing),
+                "not_declared": self.not_declared,
                 "results": [result.to_dict() for result in self.results],
             },
             indent=indent,
@@ -178,4 +193,5 @@ class Report:
             shown = ", ".join(self.missing[:_MOST_NAMED])
             more = len(self.missing) - _MOST_NAMED
             total += f"; results do not add up: {shown}" + (f" and {more} more" if more > 0 else "")
-        return "\n".join([*lines, total])
+        undeclared = [f"not declared: {reason}, {count:,} cases" for reason, count in self.not_declared.items()]
+        return "\n".join([*lines, *undeclared, total])

@@ -7,13 +7,13 @@ import torch
 
 from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
 from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.manifest import split
 from q4_nf4_cuda import Nf4Cuda
+from q4_triton_kernels import Facts
 from q4_triton_kernels.interpreting import IGNORED_WARNINGS, hasten, require_interpreter
 from q4core import (
-    ActivationPrecision,
     BackendUnavailableError,
     ComputePath,
-    Feature,
     PathKind,
     Precision,
     ReasonCode,
@@ -23,9 +23,8 @@ from q4core import (
 )
 
 FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
-NOT_SERVED = frozenset(
-    {Feature.INPUT_CHANNEL_SCALE, Feature.INPUT_PERMUTATION, Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK}
-)
+INTERPRETED = Facts(torch_cuda=None, is_cuda_available=False, driver=None, triton=None, is_interpreted=True)
+"""Where the manifest declares the CPU."""
 ONCE = {
     *("threads", "counts", "kind", "long", "tiles", "neighbours", "rows", "awkward", "shapes", "inference"),
     *("export", "copies", "ranges", "dtypes", "record", "modes", "compile", "mix", "isolation", "override"),
@@ -33,7 +32,11 @@ ONCE = {
 """Parts that judge what all formats share, run for one of them: an interpreted kernel takes a second."""
 MANY = {"calls", "varied", "frozen", "dispose", "elsewhere", "wide", "many"}
 """Parts of thousands of calls or rows, or of other processes, which an interpreter does not get through."""
-CASES = [case for case in (*linear_cases(FORMATS), *backend_cases(FORMATS)) if case.part not in MANY]
+CASES = [
+    case
+    for case in split((*linear_cases(FORMATS), *backend_cases(FORMATS)), BackendSubject(Nf4Cuda(INTERPRETED)))[0]
+    if case.part not in MANY
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +47,11 @@ def subject() -> BackendSubject:
     return BackendSubject("nf4-cuda")  # the installed one: copies of layers look for their backend by its name
 
 
-ABOUT_QUANTISERS = {"quantise_calls", "ste_native", "stochastic"}
-"""Checks of an op that these kernels do not have."""
-
-
-def _expected(case: Case) -> Outcome:
-    if case.check in ABOUT_QUANTISERS or case.precision in {ActivationPrecision.FP4, ActivationPrecision.INT8}:
-        return Outcome.NOT_DECLARED
-    return Outcome.NOT_DECLARED if case.weight_recipe.features & NOT_SERVED else Outcome.PASS
-
-
 def _is_common(case: Case) -> bool:
     """Say whether each run takes a case; what is left out differs from one that is taken in x's dtype alone."""
     if case.part in ONCE:
         return case.weight_recipe.format.name == "nf4" and case.dtype is torch.bfloat16
-    return case.dtype is torch.bfloat16 or case.profile == "backend" or _expected(case) is Outcome.NOT_DECLARED
+    return case.dtype is torch.bfloat16 or case.profile == "backend"
 
 
 @pytest.mark.interpreted
@@ -68,9 +61,9 @@ def _is_common(case: Case) -> bool:
 )
 @pytest.mark.filterwarnings(*IGNORED_WARNINGS)
 def test_case(case: Case, subject: BackendSubject) -> None:
-    """The case passes by a kernel of ours; what is not declared is said to be so."""
+    """The case passes by a kernel of ours; the table holds what the manifest declares alone."""
     result = run_case(case, subject)
-    assert result.outcome is _expected(case), result
+    assert result.outcome is Outcome.PASS, result
     assert not result.is_fallback
 
 

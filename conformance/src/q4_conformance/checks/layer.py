@@ -12,17 +12,23 @@ import torch
 
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.cases import linear_cases
 from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales
 from q4_conformance.oracle.exact import as_given, exact_weight
 from q4_conformance.outcome import FailureError, NotDeclaredError
-from q4_conformance.subjects.backend import make_registry
+from q4_conformance.subjects.backend import WISHES, make_registry
+from q4_conformance.subjects.manifest import request_of, undeclared_reason
 from q4_conformance.subjects.wrappers import Proxy
 from q4core import (
+    BUILTIN_FORMATS,
+    EVERY_FORMAT,
     BackendUnavailableError,
     BlockOrder,
     Feature,
+    PolicyConflictError,
     ReasonCode,
     Session,
+    select,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +138,37 @@ def check_undeclared(case: Case, subject: BackendSubject) -> str:
             raise FailureError(f"a weight that needs {feature.value!r} was served without its being declared")
         expect(proxy.checks == 0, f"{feature.value}: the backend was asked")
     return ", ".join(feature.value for feature in needed)
+
+
+@check("refused")
+def check_refused(case: Case, subject: BackendSubject) -> str:
+    """Every request of the table that the manifest does not declare is refused by the core, with reasons, unasked.
+
+    The cases of these requests are counted and not run; this one stands for them.
+    """
+    kind = case.weight_recipe.format.name
+    subject.require_declared(request_of(case, subject.device))
+    strange = [other for other in BUILTIN_FORMATS if not subject.backend.capabilities.formats & {other, EVERY_FORMAT}]
+    table = [item for item in linear_cases([kind]) if undeclared_reason(item, subject)]
+    table += [next(iter(linear_cases([other]))) for other in strange]
+    manifest, refused = subject.backend.capabilities, 0
+    for request in dict.fromkeys(request_of(item, subject.device) for item in table):
+        reasons = manifest.refusals(request)
+        wanted = WISHES.get(request.precision)
+        if not reasons and (wanted is None or wanted & manifest.precisions):
+            continue  # what is lacking is another op, or gradients, which a layer need not ask for
+        proxy = Proxy(subject.backend)
+        config = subject.config(compute_dtype=request.dtype, activation_precision=request.precision)
+        try:
+            select(request, config, registry=make_registry(proxy))
+        except (BackendUnavailableError, PolicyConflictError):
+            refused += 1
+        else:
+            raise FailureError(f"a request was served that is not declared: {request}")
+        expect(not reasons or proxy.checks == 0, f"the backend was asked, although its manifest refuses {request}")
+    if not refused:
+        raise NotDeclaredError("the manifest declares every request of the table")
+    return f"{refused} requests refused"
 
 
 @check("record")

@@ -17,14 +17,14 @@ from rich.text import Text
 from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.process import Limits
 from q4_conformance.execution.query import Query
+from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.compare import compare
 from q4_conformance.report.facts import counted, title_of
 from q4_conformance.report.files import write_files
 from q4_conformance.report.status import line_of, seal_of
-from q4_conformance.report.tally import BAD
-from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_run
-from q4_conformance.report.verify import check_census, installed_source, read_certificate
+from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_check, show_run
+from q4_conformance.report.verify import committed_hash, installed_source, read_certificate
 from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
@@ -52,10 +52,9 @@ _NO_FOLDER = {
 }
 """What the system says of a path that no folder can have; a full disk is none of it."""
 _EPILOG = (
-    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage, a damaged certificate, or "
-    "one that says more than its results. --compare exits with 0 when every case ended alike and B certifies no less "
-    "than A, else with 1: a verdict changed, the standing fell, a bound was widened, a path or format is gone, and "
-    "so on. A run of all cases makes a certificate; --case and --format make a report."
+    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
+    "--compare and --check exit with 1 where a case ended otherwise. A run of all cases makes a certificate; --case "
+    "and --format make a report."
 )
 
 
@@ -96,6 +95,10 @@ def conform(  # noqa: PLR0913  # one argument per option
         tuple[Path, Path] | None,
         typer.Option("--compare", metavar="A B", help="Show what changed from certificate A to B instead."),
     ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option("--check", metavar="FILE", help="Fail where a case ends otherwise than in this certificate.md."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")] = False,
 ) -> None:
     """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
@@ -117,15 +120,16 @@ def conform(  # noqa: PLR0913  # one argument per option
             jobs=jobs,
             limits=Limits(case_seconds=limit, slow_seconds=max(limit, Limits().slow_seconds)),
         )
-        _judge(query, report, is_perf=perf, as_json=as_json)
+        _judge(query, report, check, is_perf=perf, as_json=as_json)
 
 
-def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -> None:
+def _judge(query: Query, folder: Path | None, page: Path | None, *, is_perf: bool, as_json: bool) -> None:
+    due = None if page is None else committed_hash(page)
     if folder is not None:
         _require_folder(folder)
-    with _progress(query.name, is_at_once=not query.only) as (announce, watch):
+    with _progress(query.name) as (announce, watch):
         seconds = _PERF_SECONDS if is_perf else 0.0
-        run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds, is_command=True)
+        run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds)
     document = make_certificate(run, _command(query, folder, is_perf=is_perf))
     files: Sequence[Path] = ()
     if folder is not None:
@@ -135,7 +139,10 @@ def _judge(query: Query, folder: Path | None, *, is_perf: bool, as_json: bool) -
         typer.echo(json.dumps(told, indent=2))
     else:
         show_run(document, run, files)
-    if document["standing"] == "failed":
+    is_same = due in {None, document["verdict_hash"]}
+    if page is not None and not as_json:
+        show_check(page, next((path for path in files if path.suffix == ".md"), None), is_same=is_same)
+    if document["standing"] == "failed" or not is_same:
         raise typer.Exit(1)
 
 
@@ -159,11 +166,8 @@ def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
-    """Show on stderr how far a run has come, where that is a terminal: at once, or when the first process is there.
-
-    What is shown has a thread of its own, which that process, where it is a copy of this one, could not be made beside.
-    """
+def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
+    """Show on stderr how far a run has come, where that is a terminal."""
     console = console_of(to_stderr=True)
     if not console.is_terminal:
         yield (lambda _: None), (lambda _: None)
@@ -182,11 +186,9 @@ def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int],
 
     task = bar.add_task(label, total=None, bad="", case="starting")
     try:
-        if is_at_once:
-            bar.start()
+        bar.start()
 
         def announce(total: int) -> None:
-            bar.start()
             bar.update(task, total=total)
 
         def watch(result: CaseResult) -> None:
@@ -203,7 +205,6 @@ def _progress(label: str, *, is_at_once: bool) -> Iterator[tuple[Callable[[int],
 
 def _verify(path: Path, *, as_json: bool) -> None:
     document = read_certificate(path)
-    census = check_census(document, str(path))
     told = {
         "file": str(path),
         "undamaged": True,
@@ -212,7 +213,6 @@ def _verify(path: Path, *, as_json: bool) -> None:
         "subject": document["subject"],
         "counts": document["counts"],
         "content_hash": document["content_hash"],
-        "census": census,
         "installed": installed_source(document),
         "statement": document["statement"],
     }
@@ -224,7 +224,6 @@ def _verify(path: Path, *, as_json: bool) -> None:
     seal, meaning = line_of(document)
     console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
-    console.print(census)
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))
 

@@ -288,6 +288,7 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-06", "state", "state", "saved, loaded and copied layers give the same bits"),
         ("EX-14", "record", "record", "the record of what ran is true for every M"),
         ("EX-17", "undeclared", "undeclared", "what is not declared is refused by the core"),
+        ("EX-17", "refused", "refused", "every request of the table that is not declared is refused by the core"),
         ("EX-19", "ranges", "ranges", "layers for few, all and some rows are right wherever they serve"),
         ("TC-09", "prepare", "prepare_again", "preparing again gives the same layout and bits"),
         ("TC-18", "calls", "calls", "10,000 calls: the same bits, memory flat"),

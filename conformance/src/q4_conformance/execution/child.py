@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.execution.environment import manifest_of, survey
 from q4_conformance.execution.in_process import run_case
-from q4_conformance.execution.reproducer import command_of, with_reproducer
 from q4_conformance.execution.steps import steps
 from q4_conformance.measurement.perf import measure
 from q4_conformance.outcome import CaseResult, FailureError, Outcome, said
+from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
 from q4_conformance.subjects.reference import REFERENCE, reference_backend
 from q4core import Q4Error, default_registry
@@ -153,8 +153,10 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
     except _FAULTS as error:
         fault = f"{target.name!r} can't be had: {_words(error)}"
     pipes.tell(step=f"asking {target.name!r} what it offers")
-    pipes.tell(manifest=manifest_of(subject, target.formats) if query["survey"] and fault is None else {})
-    reproduced: set[str] = set()
+    if query["survey"] and fault is None:
+        pipes.tell(manifest=manifest_of(subject, target.formats), undeclared=split(cases.values(), subject)[1])
+    else:
+        pipes.tell(manifest={}, undeclared={})
     while True:
         order = pipes.receive()
         for name in order.get("cases", ()):
@@ -164,13 +166,7 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
                 result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
                 pipes.tell(result=result.to_dict())
                 continue
-            result = run_case(case, subject)
-            pipes.tell(result=result.to_dict())
-            if result.outcome is Outcome.FAIL and case.contract not in reproduced:
-                pipes.tell(reproducing=name)  # told first, so that the failure stands whatever comes of this
-                reproduced.add(case.contract)
-                command = command_of(query["command"], name)
-                pipes.tell(reproduced=with_reproducer(result, case, subject, run_case, command=command).to_dict())
+            pipes.tell(result=run_case(case, subject).to_dict())
         if "measure" in order:
             pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
         pipes.tell(done=True)

@@ -10,12 +10,13 @@ from q4_conformance import checks
 from q4_conformance.contract.case import CHECKS
 from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
 from q4_conformance.contract.plain_cases import core_cases
-from q4_conformance.execution.reproducer import with_command, with_reproducer
+from q4_conformance.execution.reproducer import with_command
 from q4_conformance.measurement.recording import muted
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report, said
 from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.function import FunctionSubject
+from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.reference import REFERENCE
 from q4core import BUILTIN_FORMATS, PathKind, Precision
 
@@ -80,23 +81,17 @@ def _run(
     subject: Any,
     name: str,
     watch: Callable[[CaseResult], object] | None,
-    *,
-    reproduce: bool = True,
 ) -> Report:
-    expected = tuple(case.id for case in cases)
+    due, undeclared = split(cases, subject)
     results: list[CaseResult] = []
-    for case in cases:
+    for case in due:
         result = run_case(case, subject)
-        if reproduce and result.outcome is Outcome.FAIL:
-            is_first = all(item.contract != case.contract or not item.reproducer for item in results)
-            # Forty failures of one cause need one search.
-            result = (
-                with_reproducer(result, case, subject, run_case) if is_first else with_command(result, case, subject)
-            )
+        if result.outcome is Outcome.FAIL:
+            result = with_command(result, case, subject)
         results.append(result)
         if watch is not None:
             watch(result)
-    return Report(subject=name, expected=expected, results=results)
+    return Report(subject=name, expected=[case.id for case in due], results=results, undeclared=undeclared)
 
 
 def run_cases(
@@ -111,7 +106,7 @@ def run_cases(
 
     Args:
         backend: The backend, or the name of an installed one.
-        formats: Formats to judge it on; those that it does not declare end as NOT_DECLARED.
+        formats: Formats to judge it on; cases of what it does not declare are counted and not run.
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
         watch: Called with each result as it comes.
@@ -125,14 +120,13 @@ def run_cases(
     return _run(cases, subject, subject.name, watch)
 
 
-def check_linear(  # noqa: PLR0913  # the facts of one run
+def check_linear(  # the facts of one run
     function: Callable[..., torch.Tensor],
     format: str | Format,  # noqa: A002  # what people call it
     *,
     only: Iterable[str] = (),
     cases: Iterable[Case] | None = None,
     watch: Callable[[CaseResult], object] | None = None,
-    reproduce: bool = True,
     **claims: Any,
 ) -> Report:
     """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
@@ -144,15 +138,13 @@ def check_linear(  # noqa: PLR0913  # the facts of one run
         cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
             the function takes.
         watch: As for ``run_cases``.
-        reproduce: Whether to look for the least that still fails. A function that may end the process would do so
-            during the search as well, so that whoever runs it in a process of its own may want none.
         **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
             ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
     """
     claims.setdefault("precision", Precision.W4A32)
     subject = FunctionSubject(function=function, **claims)
     chosen = linear_cases([format]) if cases is None else tuple(cases)
-    return _run(select_cases(chosen, only), subject, subject.name, watch, reproduce=reproduce)
+    return _run(select_cases(chosen, only), subject, subject.name, watch)
 
 
 def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:

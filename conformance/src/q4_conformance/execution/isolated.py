@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
 
-__all__ = ["group_of", "run_isolated", "run_target"]
+__all__ = ["due_cases", "group_of", "run_isolated", "run_target"]
 
 
 def group_of(case: Case) -> str:
@@ -74,14 +74,37 @@ def _nearest(text: str, cases: tuple[Case, ...]) -> str:
     return f"{meant}There are {', '.join(contracts)}."
 
 
-def run_target(  # noqa: PLR0913  # the facts of one run
+def due_cases(query: Query) -> tuple[tuple[Case, ...], dict[str, str]]:
+    """Return the cases that a run of a query would run, and id → reason of those that its manifest does not declare.
+
+    A process of its own is asked. Where it ends before it answers, every case is due, and will say why.
+
+    Raises:
+        UnknownTargetError, ConfigError, MissingReferenceError: As ``run_target`` raises them.
+    """
+    runner = Judging(query)
+    with contextlib.suppress(Ended, TimeoutError), contextlib.closing(runner.open(survey=True)):
+        pass
+    return _split(runner)[1:]
+
+
+def _split(runner: Judging) -> tuple[ConformanceTarget, tuple[Case, ...], dict[str, str]]:
+    """Return who is judged, the cases that are due, and id → reason of those that are not declared."""
+    query, target = runner.query, runner.target or _stand_in(runner.query)
+    if not (query.formats or query.only):  # where cases are named, those of other formats are told to be undeclared
+        target = narrowed(target, runner.manifest)
+    chosen = _chosen(cases_for(target), query.only, runner.manifest)
+    undeclared = {case.id: runner.undeclared[case.id] for case in chosen if case.id in runner.undeclared}
+    return target, tuple(case for case in chosen if case.id not in undeclared), undeclared
+
+
+def run_target(  # the facts of one run
     query: Query,
     *,
     watch: Callable[[CaseResult], object] | None = None,
     announce: Callable[[int], object] | None = None,
     measure_seconds: float = 0.0,
     is_over: Callable[[], bool] = lambda: False,
-    is_command: bool = False,
 ) -> Run:
     """Judge a target in processes of its own. Whatever it does there, every case gets a result.
 
@@ -91,8 +114,6 @@ def run_target(  # noqa: PLR0913  # the facts of one run
         announce: Called with the number of cases before the first.
         measure_seconds: How long to measure each point after the cases; 0 measures nothing.
         is_over: Says when to end, within a case as well; the report then says that results are missing.
-        is_command: Whether this process is there for this run alone. Where a few cases are asked for, the first process
-            then is a copy of it, which is there at once; all processes of a whole run are new ones, and so alike.
 
     Raises:
         UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
@@ -103,14 +124,11 @@ def run_target(  # noqa: PLR0913  # the facts of one run
     child: Child | None = None
     with contextlib.suppress(TimeoutError):
         try:
-            child = runner.open(survey=True, as_copy=is_command and bool(query.only))
+            child = runner.open(survey=True)
         except Ended as ended:
             runner.fault = ended
-    target = runner.target or _stand_in(query)
-    if not (query.formats or query.only):  # where cases are named, those of other formats say that they are undeclared
-        target = narrowed(target, runner.manifest)
     try:
-        cases = _chosen(cases_for(target), query.only, runner.manifest)
+        target, cases, undeclared = _split(runner)
         if announce is not None:
             announce(len(cases))
         _run_groups(runner, list(_groups(cases)), child)
@@ -124,7 +142,7 @@ def run_target(  # noqa: PLR0913  # the facts of one run
     return Run(
         query=query,
         target=target,
-        report=Report(subject=query.name, expected=expected, results=ordered),
+        report=Report(subject=query.name, expected=expected, results=ordered, undeclared=undeclared),
         facts=runner.facts,
         manifest=runner.manifest,
         points=tuple(runner.points),

@@ -21,7 +21,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.execution.copied import Copied, is_copyable, label_of
 from q4_conformance.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -125,15 +124,14 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _owned(token: str, *, is_copied: bool) -> Iterator[int]:
+def _owned(token: str) -> Iterator[int]:
     """Yield the processes that a run left behind, whatever parent or session they have by now."""
-    wanted, mapped = f"{_OWNER}={token}".encode(), label_of(token).encode()
+    wanted = f"{_OWNER}={token}".encode()
     with contextlib.suppress(OSError):
         for entry in _PROC.iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    begun_with = (entry / "environ").read_bytes().split(b"\0")
-                    if wanted in begun_with or (is_copied and mapped in (entry / "maps").read_bytes()):
+                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         yield int(entry.name)
 
 
@@ -154,10 +152,9 @@ class Child:
         module: Its ``main`` is what the process runs.
         limits: What it may take.
         threads: How many threads its libraries may use.
-        as_copy: Begin as a copy of this process where that is as good, which is quicker.
     """
 
-    def __init__(self, module: str, limits: Limits, *, threads: int, as_copy: bool = False) -> None:
+    def __init__(self, module: str, limits: Limits, *, threads: int) -> None:
         self.limits = limits
         self._mark = secrets.token_hex(16)
         self._owner = secrets.token_hex(16)
@@ -165,19 +162,14 @@ class Child:
         self._is_closed = False
         self._bred: set[int] = set()
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        environment = self._environment(threads)
-        self._process: subprocess.Popen[bytes] | Copied
-        if as_copy and is_copyable():
-            self._process = Copied(module, environment, owner=self._owner, threads=threads)
-        else:
-            self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
-                [sys.executable, "-c", _START.format(module=module)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
+            [sys.executable, "-c", _START.format(module=module)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self._environment(threads),
+            start_new_session=True,
+        )
         self._readers = [
             threading.Thread(target=target, args=(stream,), daemon=True)
             for target, stream in (
@@ -269,7 +261,7 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        _end({*self._bred, *_owned(self._owner, is_copied=isinstance(self._process, Copied))})
+        _end({*self._bred, *_owned(self._owner)})
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_LINGER)
             if not reader.is_alive() and stream is not None:

@@ -12,8 +12,7 @@ import attrs
 
 from q4_conformance.execution.process import Child, Ended
 from q4_conformance.execution.reproducer import command_of
-from q4_conformance.outcome import CaseResult, Outcome
-from q4_conformance.report.tally import BAD
+from q4_conformance.outcome import BAD, CaseResult, Outcome
 from q4_conformance.subjects.profiles import ConformanceTarget, UnknownTargetError
 from q4_conformance.subjects.reference import MissingReferenceError
 from q4core import ConfigError, Q4Error
@@ -39,15 +38,11 @@ class _Talk:
         cases: What it was asked for, by id.
         current: The case that it has begun.
         since: When that was.
-        failed: What it told of a failure that is not shown yet: a search for the least that fails may follow.
-        is_reproducing: Whether it searches.
     """
 
     cases: dict[str, Case]
     current: Case | None = None
     since: float = attrs.field(factory=time.monotonic)
-    failed: CaseResult | None = None
-    is_reproducing: bool = False
 
 
 class Judging:
@@ -64,6 +59,7 @@ class Judging:
         self.points: list[Mapping[str, Any]] = []
         self.manifest: Mapping[str, Any] = {}
         self.facts: Mapping[str, Any] = {}
+        self.undeclared: Mapping[str, str] = {}
         self.target: ConformanceTarget | None = None
         self._watch = watch
         self._is_over = is_over
@@ -81,13 +77,12 @@ class Judging:
         """Let no further case begin."""
         self._stopped.set()
 
-    def open(self, *, survey: bool = False, threads: int = _THREADS, as_copy: bool = False) -> Child:
+    def open(self, *, survey: bool = False, threads: int = _THREADS) -> Child:
         """Start a process and let it find the target.
 
         Args:
             survey: Whether it is asked for facts and manifest as well.
             threads: How many threads its libraries may use.
-            as_copy: As ``Child`` takes it.
 
         Raises:
             Ended: It did not come so far.
@@ -95,7 +90,7 @@ class Judging:
             MissingReferenceError: The reference is not, beside which it would be judged.
         """
         query = self.query
-        child = Child(_MODULE, query.limits, threads=threads, as_copy=as_copy)
+        child = Child(_MODULE, query.limits, threads=threads)
         try:
             child.send(
                 {
@@ -112,9 +107,9 @@ class Judging:
                 raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
             if survey:
                 self.target, self.facts = ConformanceTarget(**message["target"]), message["facts"]
-            manifest = self._answer(child, query.limits.load_seconds)["manifest"]
+            answer = self._answer(child, query.limits.load_seconds)
             if survey:
-                self.manifest = manifest
+                self.manifest, self.undeclared = answer["manifest"], answer["undeclared"]
         except BaseException:
             child.close()
             raise
@@ -136,13 +131,13 @@ class Judging:
         except Ended as ended:
             raise Ended(ended.outcome, f"{step}{ended.reason}") from None
 
-    def keep(self, result: CaseResult, *, is_whole: bool = True) -> None:
-        """Keep a result, with the command that asks for it again where it is bad, and show it where it is whole."""
+    def keep(self, result: CaseResult) -> None:
+        """Keep a result, with the command that asks for it again where it is bad, and show it."""
         if result.outcome in BAD and not result.reproducer:
             result = attrs.evolve(result, reproducer=command_of(self.query.words(), result.case))
         with self._lock:
             self.results[result.case] = result
-            if self._watch is not None and is_whole:
+            if self._watch is not None:
                 self._watch(result)
 
     def run_group(self, cases: tuple[Case, ...], child: Child | None) -> None:
@@ -195,35 +190,20 @@ class Judging:
                 if talk.current is None and self._over():
                     raise TimeoutError
         except Ended as ended:
-            if talk.is_reproducing:
-                raise  # the failure itself was told, and no further case was begun
             if talk.current is None:  # it ended between two cases: the one that it should have begun answers for it
                 talk.current, talk.since = next(case for case in cases if case.id not in self.results), time.monotonic()
             result = _bad(talk.current, ended.outcome, ended.reason)
             self.keep(attrs.evolve(result, seconds=time.monotonic() - talk.since))
             raise
-        finally:
-            self._show_failed(talk)  # the search may have come to no end
 
     def _is_done(self, message: dict[str, Any], talk: _Talk) -> bool:
         """Take in a message, and return whether it is the last."""
-        talk.is_reproducing = "reproducing" in message
-        if "reproduced" in message:
-            talk.failed = CaseResult.from_dict(message["reproduced"])
-        if not talk.is_reproducing:
-            self._show_failed(talk)
         if "start" in message:
             talk.current, talk.since = talk.cases[message["start"]], time.monotonic()
         elif "result" in message and talk.current is not None:
-            result = CaseResult.from_dict(message["result"])
-            talk.current, talk.failed = None, result if result.outcome is Outcome.FAIL else None
-            self.keep(result, is_whole=talk.failed is None)
+            talk.current = None
+            self.keep(CaseResult.from_dict(message["result"]))
         return bool(message.get("done"))
-
-    def _show_failed(self, talk: _Talk) -> None:
-        if talk.failed is not None:
-            self.keep(talk.failed)
-            talk.failed = None
 
     def _keep_lost(self, cases: list[Case]) -> None:
         """Let no case be asked for again whose result did not come, though its process came to the end."""

@@ -1,7 +1,7 @@
 """The certificate: what a run showed, with all that one needs to believe it or to repeat it.
 
 A document is a *certificate* where every case of the target was due and every declared one passed; of anything less it
-is a *report*. ``verdict_hash`` covers who was judged and how each case ended, so that two runs can be compared;
+is a *report*. ``verdict_hash`` covers how each case ended, so that two runs can be compared;
 ``content_hash`` covers everything, so that an edited file shows.
 """
 
@@ -24,6 +24,7 @@ from q4_conformance.report.tally import (
     part_order,
     path_label,
     paths_of,
+    undeclared_cases,
 )
 from q4_conformance.subjects.profiles import cases_for
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
@@ -73,9 +74,8 @@ def content_hash(document: Mapping[str, Any]) -> str:
 
 
 def verdict_hash(document: Mapping[str, Any]) -> str:
-    """Return the hash over who was judged and how each case ended."""
-    ends = sorted([item["case"], item["outcome"], item.get("fallback", False)] for item in document["results"])
-    return _hash({"subject": document["subject"], "results": ends})
+    """Return the hash over (case, outcome) of every result: equal hashes are equal verdicts."""
+    return _hash(sorted([item["case"], item["outcome"]] for item in document["results"]))
 
 
 def _spelled(value: Any) -> Any:
@@ -131,8 +131,9 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
     rows += _unmet(results)
     if document["run"]["only"]:
         text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
-        left = due - len(results) - len(document["missing"])
+        left = due - len(results) - len(document["missing"]) - undeclared_cases(document)
         rows.append({"what": text, "why": "not asked for", "cases": left})
+    rows += [{"what": row["what"], "why": _NOT_DECLARED, "cases": row["cases"]} for row in document["not_declared"]]
     rows += _silent(results)
     if document["missing"]:
         lacking = len(document["missing"])
@@ -253,6 +254,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         },
         "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
         "missing": list(run.report.missing),
+        "not_declared": [{"what": what, "cases": number} for what, number in run.report.not_declared.items()],
         "overrides": [item for item in overrides if not item["is_known_failure"]],
         "known_failures": [item for item in overrides if item["is_known_failure"]],
         "results": [_result(result) for result in run.report.results],
@@ -271,6 +273,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         "manifest": basis["manifest"],
         "counts": follows["counts"],
         "missing": basis["missing"],
+        "not_declared": basis["not_declared"],
         "formats": follows["formats"],
         "paths": follows["paths"],
         "matrix": follows["matrix"],

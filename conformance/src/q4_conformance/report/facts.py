@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
+from q4_conformance.report.tally import undeclared_cases
 from q4core import Standing
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def counted(document: Mapping[str, Any]) -> str:
     text = f"{passed:,} of {required:,} required {'case' if required == 1 else 'cases'} passed"
     text += " of those asked for" if document["run"]["partial"] else ""
     text = text if required else "no case was required"
-    rest = document["counts"][Outcome.NOT_DECLARED.value]
+    rest = document["counts"][Outcome.NOT_DECLARED.value] + undeclared_cases(document)
     if not rest:
         return text
     what = "1 other tests" if rest == 1 else f"{rest:,} others test"

@@ -9,7 +9,7 @@ import html
 import importlib.resources
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.outcome import Outcome
+from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.report.facts import (
     counted,
     facts_of,
@@ -21,7 +21,7 @@ from q4_conformance.report.facts import (
     title_of,
 )
 from q4_conformance.report.status import seal_of
-from q4_conformance.report.tally import BAD, by_part, by_path, count, verdict_of
+from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

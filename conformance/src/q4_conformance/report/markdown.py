@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.outcome import Outcome
+from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.report.facts import counted, facts_of, not_meant, path_verdict, said_of, title_of
 from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import seal_of
-from q4_conformance.report.tally import BAD, by_part, by_path, count, verdict_of
+from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +63,8 @@ def to_markdown(document: Mapping[str, Any]) -> str:
                 ]
             ],
         ),
+        *(f"- not declared: {row['what']}, {row['cases']:,} cases" for row in document["not_declared"]),
+        "",
     ]
     wrong = [item for item in document["results"] if item["outcome"] in _BAD]
     if wrong:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.outcome import Outcome
-from q4_conformance.report.tally import BAD
+from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.subjects.declared import declared_in, undeclared
 from q4core import BUILTIN_FORMATS
 
@@ -122,6 +121,8 @@ def _nothing_shown(document: Mapping[str, Any]) -> str:
     if counts["cases"]:
         why = "; ".join(undeclared(document["subject"], document["manifest"]))
         return f"no case passed: {why}" if why else "no case passed"
+    if document["not_declared"]:
+        return f"no case passed: not declared: {', '.join(row['what'] for row in document['not_declared'])}"
     declared = declared_in(document["manifest"])
     if not declared:
         return "nothing that is declared has a case"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.outcome import Outcome
+from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.subjects.backend import WISHES
 from q4core import BUILTIN_FORMATS
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 __all__ = [
-    "BAD",
     "NO_FORMAT",
     "NO_PATH",
     "by_part",
@@ -28,10 +27,10 @@ __all__ = [
     "part_of",
     "path_label",
     "paths_of",
+    "undeclared_cases",
     "verdict_of",
 ]
 
-BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
 _BAD = {outcome.value for outcome in BAD}
 _PASS = Outcome.PASS.value
 NO_FORMAT = "any"
@@ -42,6 +41,11 @@ _LEAST_WORDS = 3
 _FALLBACK = "passed_by_fallback"
 _WISHES = {wish.value: {item.value for item in precisions} for wish, precisions in WISHES.items()}
 """Last word of a case's id → the precisions of the paths that serve what it asks for."""
+
+
+def undeclared_cases(document: Mapping[str, Any]) -> int:
+    """Return of how many cases a document says that they did not run, because the manifest does not declare them."""
+    return sum(row["cases"] for row in document["not_declared"])
 
 
 def part_of(case: str) -> str:

@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from q4_conformance.outcome import Outcome
+from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.report.facts import counted, title_of
 from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import line_of, seal_of
-from q4_conformance.report.tally import BAD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -78,6 +77,8 @@ def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> No
         table.add_column(NAMES[name].replace(" ", "\n"), justify="right")
     for row in document["formats"]:
         table.add_row(row["format"], *(str(row[name] or "") for name in names))
+    for row in document["not_declared"]:
+        console.print(f"not declared: {row['what']}, {row['cases']:,} cases")
     counts = document["counts"]
     if len(document["formats"]) > 1:
         table.add_row("all", *(str(counts[name] or "") for name in names), style="bold")
@@ -104,23 +105,28 @@ def _speed(point: Mapping[str, Any]) -> str:
 
 
 def show_changes(told: Mapping[str, Any]) -> None:
-    """Show on stdout what changed between two certificates."""
+    """Show on stdout which cases ended differently in two certificates."""
     console = console_of()
     for item in told["verdicts"]:
         style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
         line = Text(f"{item['change']:<7}", style=style)
         console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
-    for item in told["weaker"]:
-        console.print(Text("weaker ", style="red").append(f"{item['what']}: {item['before']} → {item['after']}"))
-    for item in told["paths"]:
-        console.print(f"path   {item['case']}: {', '.join(item['before'])} → {', '.join(item['after'])}")
-    for section in ("facts", "counts"):
-        for item in told[section]:
-            console.print(Text(f"{item['what']}: {item['before']} → {item['after']}", style="dim"))
-    alike = "every case ended alike" if told["same_verdicts"] else f"{len(told['verdicts'])} cases ended differently"
-    if told["is_weaker"]:
-        console.print(Text(f"✗ {alike}; the second certifies less", style="bold red"))
-    elif told["same_verdicts"]:
-        console.print(Text(f"✓ {alike}", style="bold green"))
+    standing = told["standing"]
+    if standing["before"] != standing["after"]:
+        console.print(f"standing: {standing['before']} → {standing['after']}")
+    if told["same_verdicts"]:
+        console.print(Text("✓ every case ended alike", style="bold green"))
     else:
-        console.print(Text(alike, style="bold"))
+        style = "bold red" if told["is_weaker"] else "bold"
+        console.print(Text(f"{len(told['verdicts'])} cases ended differently", style=style))
+
+
+def show_check(page: Path, fresh: Path | None, *, is_same: bool) -> None:
+    """Show on stdout whether a run ended as a committed page says, and how to see the difference."""
+    console = console_of()
+    if is_same:
+        console.print(Text(f"✓ every case ended as in {page}", style="bold green"))
+        return
+    console.print(Text(f"✗ cases ended otherwise than in {page}", style="bold red"))
+    beside = fresh if fresh is not None else "DIR/certificate.md, which --report DIR writes"
+    console.print(f"to see the difference: diff {page} {beside}")
