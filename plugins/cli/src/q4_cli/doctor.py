@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import torch
 import typer
 from rich.text import Text
@@ -72,31 +73,20 @@ def _devices(facts: q4.MachineFacts, config: q4.SessionConfig, *, asked: bool) -
 
 def _memory(registry: q4.Registry, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
     """Return what each provider of unified memory says of each device."""
-    answers = [
-        (provider.name, str(device), availability(provider, device))
-        for provider in registry.memory_providers()
-        for device in devices
-    ]
     return [
         {
-            "provider": name,
-            "device": device,
-            "is_available": answer.is_available,
-            "reason": answer.reason,
-            "attributes": answer.attributes,
+            "provider": provider.name,
+            "device": str(device),
+            **attrs.asdict(availability(provider, device), recurse=False),
         }
-        for name, device, answer in answers
+        for provider in registry.memory_providers()
+        for device in devices
     ]
 
 
 def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
     serving = [
-        {
-            "name": name,
-            "state": "serves",
-            "api_version": backend.api_version,
-            "capabilities": backend.capabilities,
-        }
+        {"name": name, "state": "serves", "api_version": backend.api_version, "capabilities": backend.capabilities}
         for name, backend in registry.backends().items()
     ]
     refused = [

@@ -51,13 +51,11 @@ class Kept:
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """How each tensor is packed."""
+    """How each tensor is packed; ``options`` are block_size, scale_kind and symmetric, as ``q4.quantize`` has them."""
 
     format: q4.Format
     dialect: q4.Dialect
-    block_size: int
-    scale_kind: q4.ScaleKind
-    symmetric: bool
+    options: Mapping[str, Any]
 
 
 def _is_match(name: str, pattern: str) -> bool:
@@ -178,10 +176,5 @@ def _try(kind: q4.Format, dialect: q4.Dialect, block_size: int | None, module: s
     dense = torch.linspace(-1, 1, _PROBE_ROWS * columns).reshape(_PROBE_ROWS, columns)
     weight = q4.quantize(dense, kind, block_size=block_size, name=module, **options)
     dialect.write(module, weight)
-    return Recipe(
-        format=kind,
-        dialect=dialect,
-        block_size=weight.block_size,
-        scale_kind=weight.scale_kind,
-        symmetric=options["symmetric"],
-    )
+    chosen = {**options, "block_size": weight.block_size, "scale_kind": weight.scale_kind}
+    return Recipe(format=kind, dialect=dialect, options=chosen)

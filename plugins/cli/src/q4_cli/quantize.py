@@ -13,7 +13,7 @@ from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.opening import open_file, require_readable
 from q4_cli.output import bytes_text, clean, counted, open_output, print_table, say
 from q4_cli.packing_plan import Kept, Recipe, make_recipe, split_tensors
-from q4_cli.quantize_job import Others, Packed, Packing
+from q4_cli.quantize_job import Others, Packing
 from q4_cli.writing import Target, parse_size
 
 if TYPE_CHECKING:
@@ -116,23 +116,23 @@ def _require_work(names: Sequence[str], kept: Sequence[Kept], checkpoint: q4.Che
 
 
 def _record(  # noqa: PLR0913  # the facts of one run
-    source: str, out: str, recipe: Recipe, packed: Sequence[Packed], kept: Sequence[Kept], seconds: float
+    source: str, out: str, recipe: Recipe, packed: Sequence[Mapping[str, Any]], kept: Sequence[Kept], seconds: float
 ) -> dict[str, Any]:
     return {
         "in": source,
         "out": out,
         "format": recipe.format.name,
         "dialect": recipe.dialect.name,
-        "block_size": recipe.block_size,
-        "scale_kind": recipe.scale_kind,
+        "block_size": recipe.options["block_size"],
+        "scale_kind": recipe.options["scale_kind"],
         "layers": packed,
         "kept": kept,
         "totals": {
             "layers": len(packed),
-            "bytes_before": sum(item.bytes_before for item in packed),
-            "bytes_after": sum(item.bytes_after for item in packed),
+            "bytes_before": sum(item["bytes_before"] for item in packed),
+            "bytes_after": sum(item["bytes_after"] for item in packed),
             "kept_bytes": sum(item.nbytes for item in kept),
-            "worst_relative_error": max(item.relative_error for item in packed),
+            "worst_relative_error": max(item["relative_error"] for item in packed),
             "seconds": round(seconds, 3),
         },
     }
@@ -141,12 +141,12 @@ def _record(  # noqa: PLR0913  # the facts of one run
 def _show(console: Console, record: Mapping[str, Any]) -> None:
     rows = [
         [
-            item.name.removesuffix(".weight"),
-            str(item.dtype).removeprefix("torch."),
-            f"{item.shape[0]}×{item.shape[1]}",
-            f"{item.bytes_before:,}",
-            f"{item.bytes_after:,}",
-            f"{100 * item.relative_error:.2f} %",
+            item["name"].removesuffix(".weight"),
+            item["dtype"],
+            f"{item['shape'][0]}×{item['shape'][1]}",
+            f"{item['bytes_before']:,}",
+            f"{item['bytes_after']:,}",
+            f"{100 * item['relative_error']:.2f} %",
         ]
         for item in record["layers"]
     ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
 import q4core as q4
@@ -17,21 +16,9 @@ if TYPE_CHECKING:
 
     from q4_cli.packing_plan import Recipe
 
-__all__ = ["Others", "Packed", "Packing"]
+__all__ = ["Others", "Packing"]
 
 _CHUNK_ELEMENTS = 1 << 22
-
-
-@attrs.frozen(kw_only=True)
-class Packed:
-    """One layer that was packed; ``relative_error`` is ‖w − ŵ‖ / ‖w‖ (Frobenius)."""
-
-    name: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    bytes_before: int
-    bytes_after: int
-    relative_error: float
 
 
 class Packing(Mapping[str, q4.PackedWeight]):
@@ -55,7 +42,8 @@ class Packing(Mapping[str, q4.PackedWeight]):
         step: Callable[[str], None],
     ) -> None:
         self.dense = dense
-        self.packed: list[Packed] = []
+        self.packed: list[dict[str, Any]] = []
+        """Name, shape, dtype, bytes_before, bytes_after and relative_error (‖w − ŵ‖ / ‖w‖, Frobenius) of each layer."""
         self.failed: list[Kept] = []
         self._names = names
         self._recipe = recipe
@@ -89,14 +77,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
         dense, recipe = self.dense[name], self._recipe
         nbytes = dense.numel() * dense.element_size()
         try:
-            weight = q4.quantize(
-                dense,
-                recipe.format,
-                block_size=recipe.block_size,
-                scale_kind=recipe.scale_kind,
-                symmetric=recipe.symmetric,
-                name=module,
-            )
+            weight = q4.quantize(dense, recipe.format, name=module, **recipe.options)
             recipe.dialect.write(module, weight)
         except q4.Q4Error as error:
             if self._strict:
@@ -104,14 +85,14 @@ class Packing(Mapping[str, q4.PackedWeight]):
             self.failed.append(Kept(name=name, reason=str(error), nbytes=nbytes, notable=True))
             return None
         self.packed.append(
-            Packed(
-                name=name,
-                shape=weight.shape,
-                dtype=dense.dtype,
-                bytes_before=nbytes,
-                bytes_after=weight.nbytes,
-                relative_error=_relative_error(dense, weight),
-            )
+            {
+                "name": name,
+                "shape": weight.shape,
+                "dtype": str(dense.dtype).removeprefix("torch."),
+                "bytes_before": nbytes,
+                "bytes_after": weight.nbytes,
+                "relative_error": _relative_error(dense, weight),
+            }
         )
         return weight
 
@@ -134,7 +115,7 @@ class Others(Mapping[str, torch.Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names in the order of the file."""
-        packed = {item.name for item in self._packing.packed}
+        packed = {item["name"] for item in self._packing.packed}
         return (name for name in self._packing.dense if name not in packed)
 
     def __getitem__(self, name: str) -> torch.Tensor:
