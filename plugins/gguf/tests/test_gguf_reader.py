@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -15,9 +15,6 @@ from q4_gguf import GgufReader
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
 from q4_gguf.views import map_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_open(small_gguf: Path) -> None:
@@ -132,3 +129,18 @@ def test_refused_shapes() -> None:
     assert problem(32) is not None
     assert problem(1, 1, 1, 32) is not None
     assert problem(100_000, 1, 32) is not None
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mappings can be listed on Linux only")
+def test_copy_reads_the_same_and_maps_nothing(small_gguf: Path, tmp_path: Path) -> None:
+    """``copy=True`` gives the numbers of the mapped file, without a mapping: cutting the file short harms nobody."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(small_gguf.read_bytes())
+    with q4.open(small_gguf) as mapped, q4.open(path, copy=True) as copied:
+        assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+        os.truncate(path, 10)
+        assert list(copied) == list(mapped)
+        for module in mapped:
+            assert torch.equal(q4.dequantize(copied[module]), q4.dequantize(mapped[module]))
+        for name, tensor in mapped.dense.items():
+            assert torch.equal(copied.dense[name], tensor)

@@ -46,7 +46,10 @@ def map_file(path: Path, *, copy: bool = False) -> mmap.mmap:
                 )
             if copy:
                 memory = mmap.mmap(-1, size)
-                file.readinto(memory)  # type: ignore[attr-defined]  # a buffered file has it
+                if file.readinto(memory) != size:  # type: ignore[attr-defined]  # a buffered file has it
+                    raise CheckpointError(
+                        "GGUF file", name="size", rule="the same while it is read", value="less", where=str(path)
+                    )
                 return memory
             return map_privately(file)
     except OSError as error:
