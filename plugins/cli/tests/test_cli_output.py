@@ -15,20 +15,25 @@ from q4_cli.output import bytes_text, clean, print_table, to_plain
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
-def test_table_keeps_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a narrow terminal names go on in the next line, and nothing is wider than the terminal."""
+@pytest.mark.parametrize("width", [20, 34, 44, 80])
+def test_table_keeps_names_whole(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a narrow terminal the last columns go, and it is said; then names go on in the next line, whole."""
     rows = [["model.layers.17.self_attn.q_proj", "nf4", "123,456"]]
-    print_table(Console(width=30, file=sys.stdout), ("layer", "format", "bytes"), rows, left=2)
-    narrow = capsys.readouterr().out.splitlines()
-    assert max(map(len, narrow)) <= 30
-    assert "".join(line.split()[0] for line in narrow[2:]) == rows[0][0]
-    print_table(Console(width=80, file=sys.stdout), ("layer", "format", "bytes"), rows, left=2)
-    assert "model.layers.17.self_attn.q_proj  nf4" in capsys.readouterr().out
+    print_table(Console(width=width, file=sys.stdout), ("layer", "format", "bytes"), rows)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    shown = [line for line in lines[2:] if not line.startswith("(")]
+    assert "".join(line.split()[0] for line in shown if line.strip()).startswith(rows[0][0])
+    for title, cell in zip(("layer", "format", "bytes")[1:], rows[0][1:], strict=True):
+        assert (cell in text) is (title in lines[0])
+        assert title in text
+    assert (width < 34) is ("too narrow" in text)
 
 
 def test_table_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
     """A table of very many rows is cut, and says so."""
-    print_table(Console(width=80, file=sys.stdout), ("layer",), [["x"]] * 2001, left=1)
+    print_table(Console(width=80, file=sys.stdout), ("layer",), [["x"]] * 2001)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2003
     assert lines[-1] == "… and 1 more; --json lists all"

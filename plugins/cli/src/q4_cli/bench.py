@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 _MOST_SECONDS = 3600.0
-_TITLES = ("layer", "path", "N×K", "M", "median", "p10 … p90", "GB/s", "of copy", "GFLOP/s")
+_TITLES = ("layer", "M", "median", "path", "GB/s", "N×K", "of copy", "p10 … p90", "GFLOP/s")
 
 
 @attrs.frozen
@@ -203,17 +203,17 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         rows.append(
             [
                 f"{item['layer']}{like}",
-                f"{item['backend']}/{item['path']}",
-                f"{item['shape'][0]}×{item['shape'][1]}",
                 str(item["m"]),
                 _time(item["median_us"]),
-                f"{_time(item['p10_us'])} … {_time(item['p90_us'])}",
+                f"{item['backend']}/{item['path']}",
                 f"{item['packed_bytes_per_s'] / 1e9:.2f}",
+                f"{item['shape'][0]}×{item['shape'][1]}",
                 f"{100 * item['share_of_copy']:.1f} %",
+                f"{_time(item['p10_us'])} … {_time(item['p90_us'])}",
                 f"{item['flop_per_s'] / 1e9:.1f}",
             ]
         )
-    print_table(console, _TITLES, rows, left=2)
+    print_table(console, _TITLES, rows)
     machine = record["machine"]
     head = record["results"][0]
     source = "from caches where they hold it" if record["rotated_bytes"] is None else "from memory"

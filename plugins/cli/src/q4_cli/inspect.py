@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
-_TITLES = ("layer", "format", "dialect", "scale", "N×K", "block", "bytes", "bits")
+_TITLES = ("layer", "format", "N×K", "bits", "bytes", "block", "dialect", "scale")
 _MOST = 20
 
 
@@ -85,7 +85,7 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
 def _show(console: Console, record: Mapping[str, Any]) -> None:
     layers: Sequence[Mapping[str, Any]] = record["layers"]
     if layers:
-        print_table(console, _TITLES, [_row(layer) for layer in layers], left=4)
+        print_table(console, _TITLES, [_row(layer) for layer in layers])
         console.print()
     notes: dict[str, list[str]] = {}
     for layer in layers:
@@ -108,12 +108,12 @@ def _row(layer: Mapping[str, Any]) -> list[str]:
     return [
         layer["name"],
         layer["format"],
+        f"{shape[0]}×{shape[1]}" if shape else "?",
+        "?" if bits is None else f"{bits:.2f}",
+        "?" if nbytes is None else f"{nbytes:,}",
+        str(layer["block_size"] or "?"),
         layer["dialect"],
         layer["scale_kind"] or "?",
-        f"{shape[0]}×{shape[1]}" if shape else "?",
-        str(layer["block_size"] or "?"),
-        "?" if nbytes is None else f"{nbytes:,}",
-        "?" if bits is None else f"{bits:.2f}",
     ]
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 import attrs
 import torch
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -47,6 +48,9 @@ _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
 _MOST_ROWS = 2000
 """rich takes a second for so many."""
+_LEAST_NAME = 16
+_GAP = 2
+"""Cells between columns: one of padding and the divider."""
 
 
 class _Console(Console):
@@ -79,22 +83,28 @@ def say(console: Console, text: Text | str, *, label: Text | str = "") -> None:
     console.print(line)
 
 
-def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> None:
-    """Print rows under headings; in a narrow terminal the first column breaks into lines, and the others are cut.
+def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under headings. Where the terminal is narrow the last columns go; then the first one's texts break.
 
     Args:
         console: Where to.
-        titles: The headings.
-        rows: A text for each heading.
-        left: How many columns, from the first, are aligned on the left.
+        titles: The headings, what matters most first.
+        rows: A text for each heading; columns of numbers are aligned on the right.
     """
+    texts = [[clean(cell) for cell in row] for row in rows[:_MOST_ROWS]]
+    widths = [max(map(cell_len, column)) for column in zip(titles, *texts, strict=True)]
+    count = len(titles)
+    while count > 1 and min(widths[0], _LEAST_NAME) + sum(widths[1:count]) + _GAP * (count - 1) > console.width:
+        count -= 1
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, title in enumerate(titles):
-        side: Any = "left" if index < left else "right"
-        table.add_column(title, justify=side, overflow="ellipsis" if index else "fold", no_wrap=index > 0)
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*(Text(clean(cell)) for cell in row))
+    for index, title in enumerate(titles[:count]):
+        side: Any = "right" if all(row[index][:1].isdigit() for row in texts) else "left"
+        table.add_column(title, justify=side, overflow="fold", no_wrap=index > 0)
+    for row in texts:
+        table.add_row(*map(Text, row[:count]))
     console.print(table)
+    if count < len(titles):
+        say(console, Text(f"(too narrow for: {', '.join(titles[count:])})", style="dim"))
     if len(rows) > _MOST_ROWS:
         console.print(Text(f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", style="dim"))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["quantize"]
 
-_TITLES = ("layer", "from", "N×K", "bytes before", "after", "error")
+_TITLES = ("layer", "error", "N×K", "after", "bytes before", "from")
 _MOST = 20
 
 
@@ -142,15 +142,15 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     rows = [
         [
             item["name"].removesuffix(".weight"),
-            item["dtype"],
-            f"{item['shape'][0]}×{item['shape'][1]}",
-            f"{item['bytes_before']:,}",
-            f"{item['bytes_after']:,}",
             f"{100 * item['relative_error']:.2f} %",
+            f"{item['shape'][0]}×{item['shape'][1]}",
+            f"{item['bytes_after']:,}",
+            f"{item['bytes_before']:,}",
+            item["dtype"],
         ]
         for item in record["layers"]
     ]
-    print_table(console, _TITLES, rows, left=2)
+    print_table(console, _TITLES, rows)
     console.print()
     reasons: dict[str, list[str]] = {}
     for item in record["kept"]:
