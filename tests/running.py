@@ -20,7 +20,7 @@ __all__ = ["collected", "files_by_part", "part_in"]
 ROOT = Path(__file__).parents[1]
 _TESTS = ("tests/contract/test_*.py", "plugins/*/tests/test_*.py")
 _RUNS = re.compile(r"\b(run_case|run_cases|run_isolated|check_core|check_linear)\b")
-_IN_CI = "not every and not gpu and not peer"
+_IN_CI = "not soak and not gpu and not peer"
 _WHOLE = {"core", "memory"}
 """Tables whose cases' ids end with the part."""
 

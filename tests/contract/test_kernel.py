@@ -23,7 +23,7 @@ def _is_in_every_run(case: Case) -> bool:
 
 
 CASES = [
-    pytest.param(case, id=case.id, marks=[] if _is_in_every_run(case) else pytest.mark.every)
+    pytest.param(case, id=case.id, marks=[] if _is_in_every_run(case) else pytest.mark.soak)
     for case in split((*linear_cases(FORMATS), *backend_cases(FORMATS)), BackendSubject(ToyKernel()))[0]
 ]
 

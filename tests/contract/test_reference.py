@@ -12,7 +12,7 @@ from q4_conformance.subjects.reference import REFERENCE, reference_backend
 CHOSEN = ("int4",)
 """In every run; its certificate is of all formats, and compared with a fresh run in CI."""
 CASES = [
-    pytest.param(case, id=case.id, marks=[] if case.weight_recipe.format.name in CHOSEN else pytest.mark.every)
+    pytest.param(case, id=case.id, marks=[] if case.weight_recipe.format.name in CHOSEN else pytest.mark.soak)
     for case in split((*linear_cases(), *backend_cases()), BackendSubject(reference_backend()))[0]
 ]
 ABOUT_KERNELS = {"unavailable", "mix", "kind"}

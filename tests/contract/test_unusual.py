@@ -23,7 +23,7 @@ LONG = {"kind", "calls", "varied", "long", "wide", "rows", "counts", "neighbours
 PAIRS = [
     *((kernel.name, FORMATS[place], True) for place, kernel in enumerate(UNUSUAL)),
     *(
-        pytest.param(kernel.name, name, False, marks=pytest.mark.every)
+        pytest.param(kernel.name, name, False, marks=pytest.mark.soak)
         for kernel in UNUSUAL
         for name in sorted(BUILTIN_FORMATS)
     ),

@@ -28,7 +28,7 @@ def _is_in_every_run(isa: str, case: Case) -> bool:
 
 
 PAIRS = [
-    pytest.param(isa, case, id=f"{isa}-{case.id}", marks=[] if _is_in_every_run(isa, case) else pytest.mark.every)
+    pytest.param(isa, case, id=f"{isa}-{case.id}", marks=[] if _is_in_every_run(isa, case) else pytest.mark.soak)
     for isa in ISAS
     for case in CASES
 ]

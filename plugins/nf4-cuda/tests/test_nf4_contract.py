@@ -57,7 +57,7 @@ def _is_common(case: Case) -> bool:
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.id, marks=() if _is_common(case) else pytest.mark.every) for case in CASES],
+    [pytest.param(case, id=case.id, marks=() if _is_common(case) else pytest.mark.soak) for case in CASES],
 )
 @pytest.mark.filterwarnings(*IGNORED_WARNINGS)
 def test_case(case: Case, subject: BackendSubject) -> None:

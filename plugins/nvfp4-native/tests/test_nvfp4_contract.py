@@ -18,7 +18,7 @@ LONG = {
     *("long", "threads", "counts", "rows", "tiles", "neighbours", "awkward", "values", "inference", "shapes"),
     *("bias", "out", "static", "strided"),
 }
-"""Parts that take an emulator seconds: in each run by float32, in the others by the marker ``every``."""
+"""Parts that take an emulator seconds: in each run by float32, in the others by the marker ``soak``."""
 SIZES = {"long", "threads", "counts", "rows", "tiles", "neighbours", "shapes"}
 """Of these, what is about how work is divided: the same for both formats and both launchers, so for one of each."""
 MANY = {"wide", "many"}
@@ -32,7 +32,7 @@ def _marked(case: Case) -> object:
     is_other = case.weight_recipe.format.name != "nvfp4"
     is_again = (case.part in LONG or is_other) and case.dtype is not torch.float32
     is_rare = is_long or is_again or case.part in MANY or (is_other and case.part in SIZES)
-    return pytest.param(case, id=case.id, marks=pytest.mark.every if is_rare else ())
+    return pytest.param(case, id=case.id, marks=pytest.mark.soak if is_rare else ())
 
 
 LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4" and case.part not in SIZES]

@@ -127,7 +127,7 @@ def test_compiles(candidate: Candidate, compiling: Compiling) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.every
+@pytest.mark.soak
 @pytest.mark.parametrize("candidate", OTHERS, ids=str)
 def test_compiles_too(candidate: Candidate, compiling: Compiling) -> None:
     """The same for every other format, dtype and specialisation."""

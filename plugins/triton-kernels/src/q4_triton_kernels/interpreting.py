@@ -23,7 +23,7 @@ def require_interpreter() -> None:
         BackendError: It was.
     """
     if not machine_facts().is_interpreted:
-        hint = 'Run these tests by `TRITON_INTERPRET=1 pytest -m "interpreted and not every" plugins`.'
+        hint = 'Run these tests by `TRITON_INTERPRET=1 pytest -m "interpreted and not soak" plugins`.'
         raise BackendError("interpreted kernels", name="TRITON_INTERPRET", rule="1", value="unset", hint=hint)
 
 

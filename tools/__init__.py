@@ -1,0 +1,1 @@
+"""Commands for people who work on this repository; ``noxfile.py`` calls them."""

@@ -1,0 +1,86 @@
+"""Environments of nox that several sessions share, and installations that are made once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["distributions", "install", "install_group", "install_packages", "lowest_versions", "run"]
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
+LARGE = {"torch", "model", "bench"}  # installations whose progress is worth showing
+
+
+def distributions() -> list[Path]:
+    """Return the folder of every distribution in this repository, the core first."""
+    places = ("plugins/*", "conformance", "conformance/faults")
+    rest = (file.parent for place in places for file in ROOT.glob(f"{place}/pyproject.toml"))
+    return [ROOT, *sorted(rest)]
+
+
+def run(session: nox.Session, program: str, *arguments: str, environment: str = "env", **variables: str) -> None:
+    """Run a program of an environment, with that environment's programs first on the path."""
+    folder = _folder(session, environment)
+    variables["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
+    session.run(str(folder / program), *arguments, external=True, env=variables)
+
+
+def install(session: nox.Session, name: str, *requirements: str, environment: str = "env", **variables: str) -> None:
+    """Install requirements once: again only after one of the files that decide their versions has changed."""
+    deciders = [CONSTRAINTS]
+    if "--editable" in requirements:
+        deciders += [folder / "pyproject.toml" for folder in distributions()]
+    digest = hashlib.sha256(repr(requirements).encode())
+    for file in deciders:
+        digest.update(file.read_bytes())
+    stamp = _folder(session, environment).parent / f"installed-{name}.txt"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
+        session.log(f"{name}: already installed")
+        return
+    pip = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
+    if name not in LARGE:
+        pip.append("--quiet")
+    run(session, "python", *pip, *requirements, environment=environment, **variables)
+    stamp.write_text(digest.hexdigest(), encoding="utf-8")
+
+
+def install_group(session: nox.Session, group: str, *, environment: str = "env", **variables: str) -> None:
+    """Install a dependency group of pyproject.toml, building with some variables."""
+    install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
+
+
+def install_packages(session: nox.Session, *, environment: str = "env") -> None:
+    """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
+    install(session, "torch", "torch", "numpy", environment=environment)
+    install(session, "builders", *BUILDERS, environment=environment)
+    folders: Sequence[Path] = distributions()
+    if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")
+        folders = [folder for folder in folders if folder.name != "cpu-native"]
+    editables = [item for folder in folders for item in ("--editable", str(folder))]
+    install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+
+
+def lowest_versions() -> list[str]:
+    """Return what every distribution here promises to work with, pinned at its lower bound; all but torch."""
+    promised: set[str] = set()
+    for folder in distributions():
+        project = nox.project.load_toml(folder / "pyproject.toml")["project"]
+        promised.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
+    return sorted(line.replace(">=", "==") for line in promised if ">=" in line and not line.startswith("torch"))
+
+
+def _folder(session: nox.Session, environment: str) -> Path:
+    """Return where the programs of an environment are."""
+    return session.cache_dir.parent / environment / ("Scripts" if os.name == "nt" else "bin")
