@@ -47,7 +47,7 @@ __all__ = [
 _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
 _MOST_ROWS = 2000
-"""rich takes a second for so many."""
+"""For so many rows rich takes about a second."""
 _LEAST_NAME = 16
 _GAP = 2
 """Cells between columns: one of padding and the divider."""
