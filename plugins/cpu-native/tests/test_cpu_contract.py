@@ -1,4 +1,4 @@
-"""The kernels pass every case of the kit that concerns them, for every format."""
+"""The kernels of instruction sets that do not serve here pass the cases of the kit that concern kernels."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from q4core import BUILTIN_FORMATS
 
 CASES = split((*linear_cases(), *backend_cases()), BackendSubject(CpuNative()))[0]
 ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
+SERVING = CpuNative("").isa
+"""The instruction set that serves here: ``nox -s conformance`` judges it by every case, so no run here does again."""
 CHOSEN = {"avx2": tuple(BUILTIN_FORMATS), "avxvnni": ("nf4",), "avx512": ("int4",)}
-"""Formats in every run; the instruction set that serves here is certified on all of them."""
-SLOW = {"calls", "varied_calls", "train_through", "dispose", "elsewhere", "kind", "compile"}
-"""Checks of what is the same for each format and instruction set: in every run of one of both."""
-SIZES = {"long", "wide", "rows", "counts", "neighbours", "tiles", "many"}
-"""Parts about how work is divided, which is the same for each dtype of x: in every run of float32 alone."""
+"""Formats in every run of an instruction set that does not serve here."""
+KERNELS = {"values", "noise", "non_finite", "zero_inputs", "bias", "last_page", "thread_counts"}
+"""Checks of what differs between instruction sets: the kernels. How they are called is the same code for all."""
 
 
 def _is_in_every_run(isa: str, case: Case) -> bool:
-    name = case.weight_recipe.format.name
-    is_again = case.part in SIZES and case.dtype is not torch.float32
-    return name in CHOSEN[isa] and not is_again and (case.check not in SLOW or (isa, name) == ("avx2", "nf4"))
+    is_kernels = case.check in KERNELS and case.dtype is torch.float32
+    return isa != SERVING and case.weight_recipe.format.name in CHOSEN[isa] and is_kernels
 
 
 PAIRS = [
