@@ -82,14 +82,25 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 @nox.parametrize("plugin", [nox.param(name, id=name) for name in (NAMED or JUDGED)])
 def conformance(session: nox.Session, plugin: str) -> None:
-    """Judge a plugin by the contract, and compare with its certificate; ``-- NAME`` judges any that is installed."""
+    """Judge a plugin and compare with its page in docs/certificates; ``-- NAME`` judges any that is installed."""
     report = Path("build/certificates") / plugin
-    cases = [word for case in INTERPRETED_CASES for word in ("--case", case)] if plugin in INTERPRETED else []
+    shutil.rmtree(report, ignore_errors=True)
+    options = [word for case in INTERPRETED_CASES for word in ("--case", case)] if plugin in INTERPRETED else []
+    for page in Path("docs/certificates", plugin).glob("*.md"):
+        options += ["--check", page.as_posix()]
     variables = {"TRITON_INTERPRET": "1"} if plugin in INTERPRETED else {}
-    run(session, "q4", "conform", plugin, *cases, "--report", report.as_posix(), **variables)
-    kept = Path("docs/certificates") / plugin / "certificate.md"
-    if kept.exists():
-        run(session, "q4", "conform", "--compare", kept.as_posix(), (report / "certificate.md").as_posix())
+    run(session, "q4", "conform", plugin, *options, "--report", report.as_posix(), **variables)
+
+
+@nox.session(venv_backend="none")
+def certificates(session: nox.Session) -> None:
+    """Keep the pages of what ``conformance`` judged last in docs/certificates; JSON and HTML stay in build."""
+    for page in Path("build/certificates").glob("*/*.md"):
+        kept = Path("docs/certificates", page.parent.name)
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        shutil.copy(page, kept)
+        session.log(f"kept {kept / page.name}")
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -353,6 +353,12 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             "was served without its being declared$",
         ),
         (
+            "serves-precisions-that-nobody-asked-for",
+            _replaced(q4.Request, "allows", lambda _: lambda *_: True),
+            f"EX-17/refused/{_NF4}",
+            "^a request was served that is not declared: ",
+        ),
+        (
             "fakes-one-row-more",
             _replaced(registration, "plan_by_key", _one_row_more),
             f"EX-07/opcheck/{_NF4}",

@@ -7,9 +7,9 @@ data in ``q4_conformance.contract.uses``.
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 from parts import TABLES, UNCAUGHT, catchers
@@ -17,13 +17,14 @@ from parts import parts as parts_of_tables
 from running import collected, files_by_part
 
 from q4_conformance.contract.uses import USE_CASES, USES, uses_of
+from q4_conformance.report.html import SIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from q4_conformance import Case
 
-__all__ = ["CERTIFICATES", "PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables"]
+__all__ = ["CERTIFICATES", "PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables", "unshown"]
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traceability.md"
@@ -46,6 +47,20 @@ _PARTS = """\
 Each part of a contract case, how many planted faults it must catch, and the files with tests that CI runs of it: by
 those tests' own ids. What the part must end as is each test's to say: where a plugin does not declare something, that
 is NOT_DECLARED."""
+
+
+_PLUGINS = """\
+How the cases of each contract case ended for each plugin, by the pages under `docs/certificates` (✓ passed, ○ not
+testable here, – not declared), and one command that shows it. The kernels of nf4-cuda and nvfp4-native are interpreted
+there."""
+Certificates: TypeAlias = "Mapping[str, Mapping[str, Mapping[str, int]]]"
+"""Name → contract → outcome → cases."""
+_MANAGED = "`pytest plugins/um-managed/tests/test_um_contract.py -k {}`, over a pretended driver"
+SHOWN_BY = {
+    "TC-15": "`pytest plugins/nvfp4-native/tests/test_nvfp4_contract.py -k TC-15`, emulated",
+    **{name: _MANAGED.format(name) for name in ("TC-21", "TC-22")},
+}
+"""Contract case → the command that shows it where no certificate does."""
 
 
 @attrs.frozen
@@ -108,12 +123,54 @@ def _plugins_with(hook: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(file.parents[2].name for file in files if f"def {hook}(" in file.read_text("utf-8")))
 
 
-def certificates(folder: Path = CERTIFICATES) -> dict[str, dict[str, Any]]:
-    """Return the documents below a folder by the name of their own folders."""
+def certificates(folder: Path = CERTIFICATES) -> dict[str, dict[str, dict[str, int]]]:
+    """Return name → contract → outcome → cases, of each page below a folder; the worst outcome of a cell counts."""
     return {
-        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*/certificate.json"))
+        page.parent.name: _outcomes(page.read_text(encoding="utf-8"))
+        for page in sorted(folder.glob("*/*.md"))
+        if page.stem in {"certificate", "report"}
     }
+
+
+def _outcomes(page: str) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    outcomes = {sign: name for name, sign in SIGNS.items() if sign}
+    for contract, cells in re.findall(r"^\| ((?:TC|EX)-\d\d)/\S+ \| [^|]+ \|(.*)\|$", page, re.MULTILINE):
+        for sign, number in re.findall(r"(\S) (\d+)(?:/\d+)? \|", f"{cells}|"):
+            counts = found.setdefault(contract, {})
+            counts[outcomes[sign]] = counts.get(outcomes[sign], 0) + int(number)
+    return found
+
+
+def _plugin_of(name: str) -> str:
+    """Return the plugin that brings what a certificate is of."""
+    if name.startswith("simple-"):
+        return "q4core"
+    return name if name == "q4core" or (ROOT / "plugins" / name).is_dir() else "dialects"
+
+
+def unshown(documents: Certificates) -> list[str]:
+    """Return the contract cases TC-01 … that pass nowhere and for which no command is named that would show them."""
+    passed = {name for found in documents.values() for name, counts in found.items() if counts.get("pass")}
+    return [name for name in USES if name.startswith("TC") and name not in passed and name not in SHOWN_BY]
+
+
+def _plugin_rows(documents: Certificates) -> list[tuple[str, ...]]:
+    plugins = sorted({*map(_plugin_of, documents)})
+    rows: list[tuple[str, ...]] = [("case", *plugins, "one command that shows it")]
+    for contract in USES:
+        cells, command = [], SHOWN_BY.get(contract, "")
+        for plugin in plugins:
+            counts: dict[str, int] = {}
+            for name, found in documents.items():
+                if _plugin_of(name) == plugin:
+                    for outcome, number in found.get(contract, {}).items():
+                        counts[outcome] = counts.get(outcome, 0) + number
+                    if found.get(contract, {}).get("pass") and not command:
+                        command = f"`nox -s conformance -- {name}`"
+            cells.append(", ".join(f"{SIGNS[outcome]} {number}" for outcome, number in counts.items()))
+        rows.append((contract, *cells, command or "`nox -s gpu`"))
+    return rows
 
 
 def problems(tables_: Iterable[Table], parts_: Iterable[Part]) -> list[str]:
@@ -128,22 +185,20 @@ def problems(tables_: Iterable[Table], parts_: Iterable[Part]) -> list[str]:
     return told
 
 
-def _verdicts(contract: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
+def _verdicts(contract: str, documents: Certificates) -> str:
     """Return how the cases of a contract ended in each certificate."""
-    told = []
-    for name, document in documents.items():
-        counts: dict[str, int] = {}
-        for result in document["results"]:
-            if result["case"].split("/")[0] == contract:
-                counts[result["outcome"]] = counts.get(result["outcome"], 0) + 1
-        if counts:
-            told.append(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    told = [
+        f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found[contract].items()))
+        for name, found in documents.items()
+        if contract in found
+    ]
     return "; ".join(told) or "none yet"
 
 
-def page_of(found: Iterable[Table], parts_: Iterable[Part], documents: Mapping[str, Mapping[str, Any]]) -> str:
+def page_of(found: Iterable[Table], parts_: Iterable[Part], documents: Certificates) -> str:
     """Return the page, as Markdown."""
     chosen = tuple(found)
+    plugin_rows = _plugin_rows(documents)
     pieces = [
         "# Traceability",
         _INTRODUCTION,
@@ -154,6 +209,9 @@ def page_of(found: Iterable[Table], parts_: Iterable[Part], documents: Mapping[s
             ("case", "what must hold", "use cases", "tables", "cases", "last certificates"),
             _case_rows(chosen, documents),
         ),
+        "## Plugins",
+        _PLUGINS,
+        _table(plugin_rows[0], plugin_rows[1:]),
         "## Parts",
         _PARTS,
         _table(("part", "table", "cases", "faults", "tests"), map(_part_row, parts_)),
@@ -186,7 +244,7 @@ def _use_rows(found: tuple[Table, ...]) -> list[tuple[str, ...]]:
     ]
 
 
-def _case_rows(found: tuple[Table, ...], documents: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def _case_rows(found: tuple[Table, ...], documents: Certificates) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for contract, tables_ in _by_contract(found).items():
         texts = dict.fromkeys(case.text for cases_ in tables_.values() for case in cases_)

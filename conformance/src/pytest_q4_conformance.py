@@ -152,6 +152,9 @@ def _run_of(metafunc: pytest.Metafunc) -> _Run:
     known = metafunc.config.stash[_RUNS]
     if target not in known:
         known[target] = _Run(target, claims)
+        if not known[target].every:
+            lacking = ", ".join(sorted({*known[target].undeclared.values()}))
+            raise pytest.UsageError(f"{name}: nothing that {target.name} declares has a case; not declared: {lacking}")
     return known[target]
 
 

@@ -155,7 +155,8 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
     for request in dict.fromkeys(request_of(item, subject.device) for item in table):
         reasons = manifest.refusals(request)
         wanted = WISHES.get(request.precision)
-        if not reasons and (wanted is None or wanted & manifest.precisions):
+        is_strange = request.format.name in strange
+        if not reasons and not is_strange and (wanted is None or wanted & manifest.precisions):
             continue  # what is lacking is another op, or gradients, which a layer need not ask for
         proxy = Proxy(subject.backend)
         config = subject.config(compute_dtype=request.dtype, activation_precision=request.precision)

@@ -43,7 +43,7 @@ def undeclared_reason(case: Case, subject: Any) -> str:
         if isinstance(subject, DialectSubject):
             return f"format {case.format}" if case.format and case.format not in subject.dialect.formats else ""
         if isinstance(subject, BackendSubject) and case.recipe is not None:
-            return "; ".join(_missing(case, subject.backend.capabilities, subject.device))
+            return next(_missing(case, subject.backend.capabilities, subject.device), "")
     except Exception:  # noqa: BLE001  # a stranger's manifest: the cases will judge it
         return ""
     return ""
