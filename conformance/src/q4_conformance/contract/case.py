@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from q4_conformance.oracle.weights import WeightRecipe
     from q4core import PackedWeight
 
-__all__ = ["CHECKS", "Case", "check", "expect"]
+__all__ = ["CHECKS", "Case", "check", "expect", "part_order"]
 
 CHECKS: dict[str, Callable[[Case, Any], str]] = {}
 """Name → function of (case, subject) that returns what was measured, or raises."""
@@ -95,6 +95,11 @@ class Case:
 @functools.lru_cache(maxsize=4)  # the cases of one weight follow each other
 def _twin(recipe: WeightRecipe) -> PackedWeight:
     return recipe.build()
+
+
+def part_order(part: str) -> tuple[bool, str]:
+    """Return the sort key of a part: the contract's own cases before the extended ones."""
+    return (not part.startswith("TC"), part)
 
 
 def check(name: str) -> Callable[[Callable[[Case, Any], str]], Callable[[Case, Any], str]]:

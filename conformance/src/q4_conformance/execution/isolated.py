@@ -13,12 +13,12 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from q4_conformance.contract.case import part_order
 from q4_conformance.contract.cases import select_cases
 from q4_conformance.execution.process import Child, Ended, Limits
 from q4_conformance.execution.query import Query, Run
 from q4_conformance.execution.run import Judging
 from q4_conformance.outcome import CaseResult, Report
-from q4_conformance.report.tally import part_order
 from q4_conformance.subjects.declared import declared_in, narrowed
 from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for
 from q4core import BUILTIN_FORMATS, ConfigError

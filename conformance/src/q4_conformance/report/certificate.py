@@ -13,6 +13,7 @@ import os
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import Outcome
 from q4_conformance.report.status import kind_of, sentence_of, standing_of
 from q4_conformance.report.tally import (
@@ -21,7 +22,6 @@ from q4_conformance.report.tally import (
     formats_of,
     matrix_of,
     part_of,
-    part_order,
     path_label,
     paths_of,
     undeclared_cases,

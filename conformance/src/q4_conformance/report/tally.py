@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import BAD, Outcome
 from q4_conformance.subjects.backend import WISHES
 from q4core import BUILTIN_FORMATS
@@ -57,11 +58,6 @@ def format_of(case: str) -> str:
     """Return the format of a case's id."""
     words = case.split("/")
     return words[2].partition("-")[0] if len(words) >= _LEAST_WORDS else NO_FORMAT
-
-
-def part_order(part: str) -> tuple[bool, str]:
-    """Return the sort key of a part: the contract's own cases before the extended ones."""
-    return (not part.startswith("TC"), part)
 
 
 def format_order(name: str) -> tuple[int, str]:
