@@ -138,6 +138,7 @@ def test_what_takes_long_has_a_longer_limit() -> None:
         "stochastic",
         "compile",
         "dispose",
+        "kind",
         "elsewhere",
     }
     assert not [case.id for case in linear_cases() if case.is_slow]

@@ -324,7 +324,7 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
     )
     large = attrs.evolve(base, n=2048, k=2048)
     text = "a path that says KERNEL makes no dense weight"
-    yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend")
+    yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend", is_slow=True)
     text = "the exported weight is the weight, bit for bit"
     for recipe in weight_recipes(kind):
         yield Case(contract="EX-16", part="export", text=text, check="export", recipe=recipe, profile="backend")
