@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_briefly", "describe_exception", "where", "where_thread_is"]
 
+_CORE = Path(__file__).parent.parent
+
 
 def describe_exception(error: BaseException) -> str:
     """Return ``kind: text (in file:line, function)``."""
@@ -61,7 +63,7 @@ def _first_place(frames: Iterable[tuple[FrameType, int]]) -> str:
 @functools.lru_cache(maxsize=1024)
 def _is_passed_over(file: str) -> bool:
     path = Path(file)
-    if any(path.is_relative_to(Path(own).parent) for own in (__file__, str(torch.__file__))):
+    if any(path.is_relative_to(own) for own in (_CORE, Path(str(torch.__file__)).parent)):
         return True
     # Installed packages may lie below the standard library.
     is_installed = bool({"site-packages", "dist-packages"} & set(path.parts))

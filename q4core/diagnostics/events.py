@@ -111,7 +111,7 @@ def warn_once(key: object, category: type[Q4Warning], message: str) -> None:
 def _depth_of_caller() -> int:
     """Return the stack level, seen from ``warn_once``, of the first frame that is not q4core's own."""
     frame, depth = sys._getframe(1), 1  # noqa: SLF001  # the documented way to look up the stack
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "q4core":
         frame, depth = frame.f_back, depth + 1
     return depth
 
