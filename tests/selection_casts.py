@@ -13,7 +13,7 @@ from selection_model import Fact, Offer, State, Told, Wish
 
 import q4core as q4
 from q4core.memory import Availability
-from q4core.selection.result import ProbeHistory
+from q4core.selection.probe_results import ProbeResults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,10 +197,11 @@ def fact_of(cast: Cast, wish: Wish, found: frozenset[tuple[str, str]] = frozense
     return Fact(cast.name, state, offers, (), withheld)
 
 
-class History(ProbeHistory):
+class History(ProbeResults):
     """What was drawn of each path."""
 
     def __init__(self, casts: Sequence[Cast]) -> None:
+        super().__init__()
         self._states = {(cast.name, offer.path.name): offer.state for cast in casts for offer in cast.offers}
 
     def disqualified(self, backend: str, path: q4.KernelPath, request: q4.Request) -> q4.Reason | None:

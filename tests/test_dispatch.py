@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import q4core as q4
-from q4core.selection.result import ProbeHistory
+from q4core.selection.probe_results import ProbeResults
 from q4core.selection.select import select_backend
 
 REQUEST = q4.Request(
@@ -214,11 +214,11 @@ def test_a_path_of_undeclared_precision_is_a_rejection() -> None:
 def test_a_disqualified_path_is_not_used() -> None:
     """A path that failed its probe is passed over, with the probe's reason."""
 
-    class History(ProbeHistory):
+    class History(ProbeResults):
         def disqualified(self, backend: str, path: q4.KernelPath, request: q4.Request) -> q4.Reason | None:
             return q4.Reason(q4.ReasonCode.PROBE_FAILED, "all zero") if path.name == "fake_gemm" else None
 
-    selection = _select(FakeBackend(), _reference(), history=History())
+    selection = _select(FakeBackend(), _reference(), results=History())
     assert selection.backend == "reference"
     assert selection.rejections[0].reasons[0].code is q4.ReasonCode.PROBE_FAILED
 

@@ -73,7 +73,7 @@ def _select(drawn: Sequence[Cast], wish: Wish, order: random.Random | None = Non
             compute_path=wish.compute_path,
             override=wish.override,
             refused=registry.refused_backends(),
-            history=History(drawn),
+            results=History(drawn),
         )
     except q4.Q4Error as error:
         return error

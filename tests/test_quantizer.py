@@ -1,4 +1,4 @@
-"""Native quantisers: a kind of path of their own, proven in the probe book, reached through the public functions."""
+"""Native quantisers: a kind of path of their own, proven once, reached through the public functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import q4core as q4
 from q4core import codec
 from q4core.diagnostics.events import forget_warnings, observe, unobserve
 from q4core.probes.quantizer import probe_quantizer
-from q4core.selection.probe_results import probe_book
+from q4core.selection.probe_results import probe_results
 from q4core.session import quantizer
 
 if TYPE_CHECKING:
@@ -186,20 +186,20 @@ def test_nobody_who_rounds_by_chance_is_told_as_such() -> None:
     assert error.rejections
 
 
-def test_the_proof_is_in_the_probe_book_by_rounding() -> None:
+def test_the_proof_is_kept_by_rounding() -> None:
     """One that rounds wrongly by chance may still be right to nearest; both are kept for the process."""
     backend = Quantiser(manner="floor", tier=30)
     plugins = registry(backend, Quantiser("second", tier=20))
     with pytest.warns(q4.Q4ProbeWarning, match="native"):
         _quantize(plugins)
-    book = probe_book(plugins)
-    generation = book.generation
+    results = probe_results(plugins)
+    generation = results.generation
     found = quantizer.find_quantizer(plugins, quantizer.quantize_request(_dense(), "nf4"), q4.Rounding.NEAREST)
     assert found.backend is backend
-    assert book.generation == generation + 1
+    assert results.generation == generation + 1
     found = quantizer.find_quantizer(plugins, quantizer.quantize_request(_dense(), "nf4"), q4.Rounding.STOCHASTIC)
     assert found.backend.name == "second"
-    assert book.generation == generation + 1
+    assert results.generation == generation + 1
 
 
 @pytest.mark.parametrize("facts", [{"roundings": {q4.Rounding.NEAREST}}, {"ops": {"linear"}}, {"formats": {"nvfp4"}}])

@@ -141,6 +141,8 @@ class Capabilities:
         need(request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}")
         need(request.dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.dtype} of x")
         need(request.out_dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y")
+        rounds = request.op != "quantize" or request.rounding in self.roundings
+        need(rounds, ReasonCode.FEATURE, f"rounding {request.rounding.value!r}")
         for feature in sorted(request.needs - self.features, key=lambda item: item.value):
             need(condition=False, code=ReasonCode.FEATURE, message=f"feature {feature.value!r}")
         return tuple(reasons)

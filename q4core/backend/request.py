@@ -10,7 +10,7 @@ import torch
 
 from q4core.backend.verdict import Precision, is_row_range
 from q4core.errors import ConfigError
-from q4core.policy import ActivationPrecision
+from q4core.policy import ActivationPrecision, Rounding
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Request:
         precision: To what precision activations may be rounded; what that allows is the core's answer: ``allows``.
         gradients: Whether gradients to the input will be asked for.
         m: (lowest, highest) rows of x (of y's gradient) that must be served; None for no upper end.
+        rounding: How a quantiser is to round; nothing else heeds it.
     """
 
     op: str = "linear"
@@ -81,6 +82,7 @@ class Request:
     precision: ActivationPrecision = attrs.field(default=ActivationPrecision.AUTO, converter=_to_precision)
     gradients: bool = False
     m: tuple[int, int | None] = (1, None)
+    rounding: Rounding = Rounding.NEAREST
 
     def __attrs_post_init__(self) -> None:
         """Check op, dtypes and M range."""

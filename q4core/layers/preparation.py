@@ -24,13 +24,13 @@ from q4core.ops.plan import Plan, make_plan
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import SourceGuard, can_export, is_first_of_its_kind, prove
 from q4core.selection.cache import layer_request, select_for
-from q4core.selection.probe_results import probe_book
+from q4core.selection.probe_results import probe_results
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, Request
     from q4core.memory import MemoryDecision
     from q4core.plugins.registry import Registry
-    from q4core.selection.probe_results import ProbeBook
+    from q4core.selection.probe_results import ProbeResults
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
@@ -113,19 +113,19 @@ def _prepare_layer(
     _require_memory(weight, config, registry)
     request = layer_request(weight, config, m, dtype)
     source = weight if weight.device == request.device else _moved(weight, request.device, config, registry)
-    book = probe_book(registry)
+    results = probe_results(registry)
     failures: dict[str, tuple[Reason, ...]] = {}
     while True:
         selection = select_for(request, config, registry, failures)
         backend = registry.backends()[selection.backend]
         adapted = _adapt(source, selection.backend_request)
-        guard = SourceGuard(weight, adapted, is_first=is_first_of_its_kind(book, selection, backend))
-        prepared = _prepare(backend, adapted, selection, guard, book, _context(config, registry, selection))
+        guard = SourceGuard(weight, adapted, is_first=is_first_of_its_kind(results, selection, backend))
+        prepared = _prepare(backend, adapted, selection, guard, results, _context(config, registry, selection))
         if isinstance(prepared, tuple):
-            if not _is_about_gradients(book, selection):
+            if not _is_about_gradients(results, selection):
                 failures[backend.name] = prepared
             continue
-        if prove(book, backend, prepared, guard, selection):
+        if prove(results, backend, prepared, guard, selection):
             break
     # What was selected is what was prepared and proven; asking again could answer another one by now.
     return _assemble(weight, adapted, backend, prepared, attrs.evolve(selection, proven=True), config, registry)
@@ -150,10 +150,10 @@ def _placer(config: SessionConfig, registry: Registry, device: torch.device) -> 
     return Placer(policy, device=device, providers=registry.memory_providers())
 
 
-def _is_about_gradients(book: ProbeBook, selection: Selection) -> bool:
+def _is_about_gradients(results: ProbeResults, selection: Selection) -> bool:
     """Return whether a refusal to prepare was to both linear and input gradients, so that linear alone may be tried."""
     both = (*selection.segments, *selection.gradients)
-    return bool(selection.gradients and book.refused(selection.backend, both, selection.gradient_request))
+    return bool(selection.gradients and results.refused(selection.backend, both, selection.gradient_request))
 
 
 def _prepare(  # noqa: PLR0913  # the facts of one attempt
@@ -161,7 +161,7 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     adapted: PackedWeight,
     selection: Selection,
     guard: SourceGuard,
-    book: ProbeBook,
+    results: ProbeResults,
     context: PrepareContext,
 ) -> Prepared | tuple[Reason, ...]:
     """Let a backend prepare a weight; what it refuses or what goes wrong there are reasons to ask the next one."""
@@ -181,11 +181,11 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     except PLUGIN_FAULTS as error:
         fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare raised {note_fault(backend.name, error)}")
     if prepared is None or fault is not None:  # what was prepared is proven next, and the weight compared then
-        fault = guard.bar_writer(book, backend) or fault
+        fault = guard.bar_writer(results, backend) or fault
     if refusals and fault is None:
         if is_lasting:
             asked = selection.gradient_request if selection.gradients else request
-            book.refuse(backend.name, (*selection.segments, *selection.gradients), asked, refusals)
+            results.refuse(backend.name, (*selection.segments, *selection.gradients), asked, refusals)
         told = [str(reason) for reason in refusals]
         emit("q4.prepare", level=logging.WARNING, layer=weight.name, backend=backend.name, refused=told)
         return refusals

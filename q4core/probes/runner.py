@@ -15,7 +15,7 @@ from q4core.ops.plan import exported_weight
 from q4core.probes.export import probe_export
 from q4core.probes.gradient import probe_gradient
 from q4core.probes.linear import probe_path
-from q4core.selection.probe_results import ProbeBook, ProbeResult, row_counts
+from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, Prepared, Request
@@ -48,7 +48,7 @@ class SourceGuard:
         self._versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001  # torch's documented counter of in-place changes
         self._copies = [tensor.clone() for tensor in tensors] if is_first else []
 
-    def bar_writer(self, book: ProbeBook, backend: Backend) -> Reason | None:
+    def bar_writer(self, results: ProbeResults, backend: Backend) -> Reason | None:
         """Bar a backend that has written to the weight, and return the reason; None where it has not.
 
         Raises:
@@ -57,7 +57,7 @@ class SourceGuard:
         if not self._is_changed():
             return None
         reason = Reason(ReasonCode.PLUGIN_ERROR, "wrote to the caller's weight while it prepared or computed")
-        book.bar(backend.name, reason)
+        results.bar(backend.name, reason)
         own = {tensor.untyped_storage().data_ptr() for _, tensor in self.weight.tensors()}
         if any(tensor.untyped_storage().data_ptr() in own for tensor in self._tensors):
             raise BackendError(
@@ -73,10 +73,10 @@ class SourceGuard:
         return any(not same_bytes(copy, tensor) for copy, tensor in zip(self._copies, self._tensors, strict=False))
 
 
-def is_first_of_its_kind(book: ProbeBook, selection: Selection, backend: Backend) -> bool:
+def is_first_of_its_kind(results: ProbeResults, selection: Selection, backend: Backend) -> bool:
     """Return whether a path of the selection, or the backend's export, has not been probed yet."""
     parts = _parts(selection, backend).items()
-    return any(book.result(backend.name, part, request, rows) is None for (request, part), rows in parts)
+    return any(results.result(backend.name, part, request, rows) is None for (request, part), rows in parts)
 
 
 def _parts(selection: Selection, backend: Backend) -> dict[tuple[Request, KernelPath | None], list[int]]:
@@ -89,11 +89,13 @@ def _parts(selection: Selection, backend: Backend) -> dict[tuple[Request, Kernel
     return parts | ({(request, None): []} if can_export(backend) else {})
 
 
-def prove(book: ProbeBook, backend: Backend, prepared: Prepared, guard: SourceGuard, selection: Selection) -> bool:
+def prove(
+    results: ProbeResults, backend: Backend, prepared: Prepared, guard: SourceGuard, selection: Selection
+) -> bool:
     """Run the probes that have not run yet, each told as an event; return whether everything is right.
 
     Args:
-        book: What has been shown so far; results are added.
+        results: What has been shown so far; new results are added.
         backend: Who prepared.
         prepared: What it prepared.
         guard: The weight that it prepared, as it was given.
@@ -102,22 +104,22 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, guard: SourceGu
     Raises:
         BackendError: The backend wrote to the caller's weight.
     """
-    results: dict[tuple[Request, KernelPath | None], ProbeResult] = {}
+    found: dict[tuple[Request, KernelPath | None], ProbeResult] = {}
     fresh: dict[tuple[Request, KernelPath | None], list[int]] = {}
     for (request, part), rows in _parts(selection, backend).items():
-        result = book.result(backend.name, part, request, rows)
+        result = results.result(backend.name, part, request, rows)
         if result is None:
             fresh[request, part] = rows
             with torch.no_grad():
                 result = _probe(backend, prepared, guard.given, request, part, rows)
-        results[request, part] = result
-    reason = guard.bar_writer(book, backend)  # first, because numbers from a weight that was changed mean nothing
+        found[request, part] = result
+    reason = guard.bar_writer(results, backend)  # first, because numbers from a weight that was changed mean nothing
     if reason is not None:
         emit("q4.probe", level=logging.ERROR, backend=backend.name, passed=False, fault=reason.message)
         return False
     for (request, part), rows in fresh.items():
-        result = results[request, part]
-        book.record(backend.name, part, request, result, rows)
+        result = found[request, part]
+        results.record(backend.name, part, request, result, rows)
         emit(
             "q4.probe",
             level=logging.DEBUG if result.fault is None else logging.ERROR,
@@ -131,7 +133,7 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, guard: SourceGu
             microseconds=round(result.microseconds),
             fault=None if result.fault is None else result.fault.message,
         )
-    for (request, part), result in results.items():
+    for (request, part), result in found.items():
         if result.fault is None:
             continue
         name = "export" if part is None else part.name
@@ -141,7 +143,7 @@ def prove(book: ProbeBook, backend: Backend, prepared: Prepared, guard: SourceGu
             what = f"{name} of backend {backend.name!r} is not used, another one or the core computes it,"
         message = f"{what} for {request.format.name}: {result.fault.message}"
         warn_once((backend.name, name, request.format.name), Q4ProbeWarning, message)
-    return all(result.fault is None for result in results.values())
+    return all(result.fault is None for result in found.values())
 
 
 def _probe(  # noqa: PLR0913  # the facts of one probe

@@ -7,43 +7,23 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import Reason, Request
+from q4core.backend import Request
 from q4core.diagnostics.errors_of_plugins import chained
 from q4core.errors import ConfigError, PolicyConflictError
 from q4core.policy import ActivationPrecision, ComputePath
-from q4core.selection.probe_results import probe_book
-from q4core.selection.result import ProbeHistory, Selection
+from q4core.selection.probe_results import probe_results
 from q4core.selection.select import select_backend
 
 if TYPE_CHECKING:
-    from q4core.backend import KernelPath, Segment
+    from q4core.backend import Reason
     from q4core.plugins.registry import Registry
     from q4core.policy import SessionConfig
+    from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
 __all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
 
 _CACHE_LIMIT = 4096
-
-
-@attrs.frozen
-class _WithFailures(ProbeHistory):
-    """What probes have shown, plus the backends that failed to prepare just now."""
-
-    book: ProbeHistory
-    failures: dict[str, tuple[Reason, ...]]
-
-    def failed(self, backend: str) -> tuple[Reason, ...]:
-        return self.failures.get(backend, ())
-
-    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
-        return self.book.refused(backend, segments, request)
-
-    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        return self.book.disqualified(backend, path, request)
-
-    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
-        return self.book.proven(backend, segment, request)
 
 
 def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.device:
@@ -133,9 +113,9 @@ def select_for(
     Raises:
         UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.
     """
-    book = probe_book(registry)
+    results = probe_results(registry)
     compute_path = config.compute_path or ComputePath.AUTO
-    key = (book.generation, request, compute_path, config.backend)
+    key = (results.generation, request, compute_path, config.backend)
     known: Selection | None = None if failures else registry.selections.get(key)
     if known is not None:
         return known
@@ -146,7 +126,8 @@ def select_for(
             compute_path=compute_path,
             override=config.backend,
             refused=registry.refused_backends(),
-            history=_WithFailures(book, failures) if failures else book,
+            results=results,
+            failures=failures or {},
         )
     if not failures:
         if len(registry.selections) >= _CACHE_LIMIT:

@@ -12,13 +12,14 @@ from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.policy import ActivationPrecision, ComputePath
-from q4core.selection.result import ProbeHistory, Rejection
+from q4core.selection.result import Rejection
 from q4core.weight import Feature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend, Capabilities
+    from q4core.selection.probe_results import ProbeResults
 
 __all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "assess_gradient", "contradicts"]
 
@@ -151,13 +152,13 @@ def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple
 
 
 def _sift(
-    name: str, paths: Sequence[KernelPath], request: Request, history: ProbeHistory
+    name: str, paths: Sequence[KernelPath], request: Request, results: ProbeResults
 ) -> tuple[list[KernelPath], list[Reason]]:
     """Return the paths that nothing has disqualified, and what has disqualified the others."""
     sound: list[KernelPath] = []
     faults: list[Reason] = []
     for path in paths:
-        fault = _fault_of_table(path, request) or history.disqualified(name, path, request)
+        fault = _fault_of_table(path, request) or results.disqualified(name, path, request)
         if fault is None:
             sound.append(path)
         elif fault not in faults:
@@ -192,19 +193,24 @@ def _readable(
     ]
 
 
-def assess(
-    backend: Backend, request: Request, kinds: frozenset[PathKind], history: ProbeHistory, *, any_precision: bool
+def assess(  # noqa: PLR0913  # one argument per fact
+    backend: Backend,
+    request: Request,
+    kinds: frozenset[PathKind],
+    results: ProbeResults,
+    failures: tuple[Reason, ...],
+    *,
+    any_precision: bool,
 ) -> tuple[Candidate | None, Rejection | None, Offer]:
     """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
     adapted, verdict = _ask(backend, request, any_precision=any_precision)
     if verdict.reasons:
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
-    failures = history.failed(backend.name)
     if failures:
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
     missed = _missed(verdict, request, kinds)
     paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
-    sound, faults = _sift(backend.name, paths, adapted, history)
+    sound, faults = _sift(backend.name, paths, adapted, results)
     reasons = [*faults, *unread]
     allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
     for path in sound:
@@ -219,7 +225,7 @@ def assess(
     offer = Offer(paths, tuple(sound), missed)
     if not segments:
         return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
-    refusals = history.refused(backend.name, segments, adapted)
+    refusals = results.refused(backend.name, segments, adapted)
     if refusals:
         told = (*refusals, *faults, *missed)
         return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
@@ -227,7 +233,7 @@ def assess(
 
 
 def assess_gradient(
-    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], history: ProbeHistory
+    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], results: ProbeResults
 ) -> tuple[tuple[Segment, ...], tuple[Reason, ...]]:
     """Return which input gradient of the winner serves which M, and why others may not; without one the core computes.
 
@@ -236,7 +242,7 @@ def assess_gradient(
     adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
     if verdict.reasons:
         return (), verdict.reasons
-    sound, reasons = _sift(backend.name, verdict.paths, adapted, history)
+    sound, reasons = _sift(backend.name, verdict.paths, adapted, results)
     allowed = []
     for path in sound:
         if path.kind not in kinds:
@@ -249,7 +255,7 @@ def assess_gradient(
     segments, gap = _cover(allowed, winner.request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
-    refusals = history.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
+    refusals = results.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
     return (() if refusals else segments), (*refusals, *reasons)
 
 

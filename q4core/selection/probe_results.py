@@ -1,4 +1,4 @@
-"""What self-probes have shown of one registry's backends, and what these have refused to prepare."""
+"""``ProbeResults``: which paths of one registry's backends have passed their self-probes, and which may not run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from q4core.selection.result import ProbeHistory
-
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from q4core.backend import KernelPath, Reason, Request, Segment
     from q4core.plugins.registry import Registry
 
-__all__ = ["ProbeBook", "ProbeResult", "probe_book", "row_counts"]
+__all__ = ["ProbeResult", "ProbeResults", "probe_results", "row_counts"]
 
 _OPEN_END_ROWS = 16
 _MOST_ROWS = 128
@@ -32,10 +30,10 @@ class ProbeResult:
     microseconds: float
 
 
-class ProbeBook(ProbeHistory):
-    """What probes have shown of one registry's backends, by everything that a path's code may depend on.
+class ProbeResults:
+    """The results of self-probes in this process, the backends that are barred, and the refusals to prepare.
 
-    Where a path is None, the result is that of the backend's ``export``.
+    Results are kept by everything that a path's code may depend on. A path of None stands for the backend's ``export``.
     """
 
     def __init__(self) -> None:
@@ -63,6 +61,7 @@ class ProbeBook(ProbeHistory):
             request.device,
             request.dtype,
             request.out_dtype,
+            request.rounding,
             request.out_features % 32,
             request.in_features % 256,
         )
@@ -138,14 +137,14 @@ def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:
     return sorted({low, min(low + 1, high), min(high, max(low, _MOST_ROWS))} | further)
 
 
-_books: weakref.WeakKeyDictionary[Registry, ProbeBook] = weakref.WeakKeyDictionary()
+_results: weakref.WeakKeyDictionary[Registry, ProbeResults] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def probe_book(registry: Registry) -> ProbeBook:
-    """Return what self-probes have shown of a registry's backends in this process."""
-    book = _books.get(registry)
-    if book is None:
+def probe_results(registry: Registry) -> ProbeResults:
+    """Return the results of one registry's backends in this process."""
+    results = _results.get(registry)
+    if results is None:
         with _lock:
-            book = _books.setdefault(registry, ProbeBook())
-    return book
+            results = _results.setdefault(registry, ProbeResults())
+    return results

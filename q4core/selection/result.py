@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from q4core.policy import ComputePath
 
 __all__ = [
-    "NO_HISTORY",
-    "ProbeHistory",
     "Rejection",
     "Selection",
     "plain_reasons",
@@ -48,35 +46,6 @@ class Rejection:
             "native_load_state": self.native_state,
             "reasons": plain_reasons(self.reasons),
         }
-
-
-class ProbeHistory:
-    """What self-probes have shown in this process; ``probe.py`` fills a real one."""
-
-    generation = 0
-
-    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        """Return why a path may not run on this machine, or None."""
-        del backend, path, request
-        return None
-
-    def proven(self, backend: str, segment: Segment, request: Request) -> bool:
-        """Return whether a path has passed its probe for this range of M in requests like this one."""
-        del backend, segment, request
-        return False
-
-    def refused(self, backend: str, segments: tuple[Segment, ...], request: Request) -> tuple[Reason, ...]:
-        """Return for which reasons a backend has refused to prepare these paths for requests like this one, or ()."""
-        del backend, segments, request
-        return ()
-
-    def failed(self, backend: str) -> tuple[Reason, ...]:
-        """Return for which reasons a backend could not prepare the weight at hand, or ()."""
-        del backend
-        return ()
-
-
-NO_HISTORY = ProbeHistory()
 
 
 @attrs.frozen(kw_only=True)

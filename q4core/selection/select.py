@@ -8,6 +8,7 @@ which any candidate changes path; the higher tier wins, ties go by name.
 from __future__ import annotations
 
 import difflib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import attrs
@@ -16,7 +17,8 @@ from q4core.backend import PathKind, Precision, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, UnknownBackendError
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection.candidates import KINDS, Candidate, Offer, assess, assess_gradient, contradicts
-from q4core.selection.result import NO_HISTORY, ProbeHistory, Rejection, Selection
+from q4core.selection.probe_results import ProbeResults
+from q4core.selection.result import Rejection, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +72,8 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     compute_path: ComputePath = ComputePath.AUTO,
     override: str | None = None,
     refused: Sequence[RefusedBackend] = (),
-    history: ProbeHistory = NO_HISTORY,
+    results: ProbeResults | None = None,
+    failures: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Selection:
     """Choose the backend and its paths for a request.
 
@@ -80,13 +83,15 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         compute_path: Which kinds of path may serve.
         override: A backend asked for by name: obeyed or refused, never replaced.
         refused: Backends that may not serve at all, for the record.
-        history: What self-probes have shown.
+        results: What self-probes have shown; nothing unless told.
+        failures: Backends to pass over, with the reasons: they could not prepare the weight at hand.
 
     Raises:
         UnknownBackendError: No backend has the override's name.
         PolicyConflictError: The override could serve, but not with a path that the compute path or precision allows.
         BackendUnavailableError: Nothing may serve; ``rejections`` holds every reason.
     """
+    results = results or ProbeResults()
     standing = [Rejection(item.name, (item.reason,), "refused at registration") for item in refused]
     known = {*backends, *(item.name for item in refused)}
     if override is not None and override not in known:
@@ -107,7 +112,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     offers: dict[str, Offer] = {}
     for name in sorted(backends):
         candidate, rejection, offers[name] = assess(
-            backends[name], request, kinds, history, any_precision=reference_asked
+            backends[name], request, kinds, results, failures.get(name, ()), any_precision=reference_asked
         )
         if candidate is not None:
             candidates.append(candidate)
@@ -116,7 +121,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     eligible = [item for item in candidates if override is None or item.name == override]
     fallback_reason = None
     if not eligible and compute_path is ComputePath.KERNEL_OR_FALLBACK:
-        eligible, fallback_reason = _fall_back(request, backends, [*rejections, *standing], override, history)
+        eligible, fallback_reason = _fall_back(request, backends, [*rejections, *standing], override, results, failures)
     if not eligible:
         is_conflict = override in offers and contradicts(offers[override], request, compute_path)
         _refuse(request, compute_path, override, [*rejections, *standing], is_conflict=is_conflict)
@@ -141,26 +146,30 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         rejections=tuple(sorted([*losers, *others], key=lambda item: item.backend)),
         disqualified=winner.disqualified,
         withheld=winner.verdict.withheld,
-        proven=all(history.proven(winner.name, segment, winner.request) for segment in winner.segments),
+        proven=all(results.proven(winner.name, segment, winner.request) for segment in winner.segments),
     )
     if not request.gradients or "input_gradient" not in backends[winner.name].capabilities.ops:
         return selection
-    gradients, reasons = assess_gradient(backends[winner.name], winner, kinds, history)
-    are_proven = all(history.proven(winner.name, item, selection.gradient_request) for item in gradients)
+    gradients, reasons = assess_gradient(backends[winner.name], winner, kinds, results)
+    are_proven = all(results.proven(winner.name, item, selection.gradient_request) for item in gradients)
     return attrs.evolve(
         selection, gradients=gradients, gradients_refused=reasons, proven=selection.proven and are_proven
     )
 
 
-def _fall_back(
+def _fall_back(  # noqa: PLR0913  # one argument per fact
     request: Request,
     backends: Mapping[str, Backend],
     rejections: Sequence[Rejection],
     override: str | None,
-    history: ProbeHistory,
+    results: ProbeResults,
+    failures: Mapping[str, tuple[Reason, ...]],
 ) -> tuple[list[Candidate], str]:
     kinds = frozenset({PathKind.REFERENCE})
-    found = [assess(backends[name], request, kinds, history, any_precision=True)[0] for name in sorted(backends)]
+    found = [
+        assess(backends[name], request, kinds, results, failures.get(name, ()), any_precision=True)[0]
+        for name in sorted(backends)
+    ]
     references = {candidate.name for candidate in found if candidate is not None}
     if override in references:  # obeyed, not replaced by another reference
         found = [candidate for candidate in found if candidate is not None and candidate.name == override]

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from q4core import codec
-from q4core.backend import Reason, ReasonCode, Request
+from q4core.backend import Request
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.errors_of_plugins import chained
 from q4core.diagnostics.events import emit, warn_once
@@ -27,14 +27,11 @@ from q4core.errors import (
 from q4core.formats import Format, find_format
 from q4core.policy import Rounding
 from q4core.probes.quantizer import call_quantizer, probe_quantizer
-from q4core.selection.probe_results import probe_book
-from q4core.selection.result import ProbeHistory
+from q4core.selection.probe_results import probe_results
 from q4core.selection.select import select_backend
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from q4core.backend import Backend, KernelPath
     from q4core.formats import Packing, ScaleKind
     from q4core.plugins.registry import Registry
@@ -72,28 +69,6 @@ class Quantizer:
             rule, shape = "a PackedWeight of the shape of dense", tuple(dense.shape)
             raise BackendError(what, name="result", rule=f"{rule} {shape}", value=packed)
         return packed
-
-
-@attrs.frozen
-class _Rounded(ProbeHistory):
-    """What probes have shown of quantisers for one rounding, and who does not declare it."""
-
-    book: ProbeHistory
-    backends: Mapping[str, Backend]
-    rounding: Rounding
-
-    def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
-        return self.book.disqualified(backend, _as_rounded(path, self.rounding), request)
-
-    def failed(self, backend: str) -> tuple[Reason, ...]:
-        if self.rounding in self.backends[backend].capabilities.roundings:
-            return ()
-        return (Reason(ReasonCode.FEATURE, f"rounding {self.rounding.value!r} is not declared"),)
-
-
-def _as_rounded(path: KernelPath, rounding: Rounding) -> KernelPath:
-    """Return the path under which the book keeps what it has shown in one rounding."""
-    return attrs.evolve(path, name=f"{path.name}, {rounding.value}")
 
 
 def quantize(  # noqa: PLR0913  # one argument per wish
@@ -231,7 +206,7 @@ def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) 
 
 @chained()
 def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> Quantizer:
-    """Return the native quantiser that is best for a request, proven; what is proven stays so in the probe book.
+    """Return the native quantiser that is best for a request, proven; what is proven stays so.
 
     Args:
         registry: The plugins to choose among.
@@ -242,23 +217,23 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
         BackendUnavailableError: There is none; ``rejections`` holds every reason.
         LifecycleError: It would have to be proven inside a CUDA-graph capture.
     """
-    book = probe_book(registry)
+    results = probe_results(registry)
+    request = attrs.evolve(request, rounding=rounding)
     while True:
-        selection = _select(registry, request, rounding)
-        backend = registry.backends()[selection.backend]
-        part = _as_rounded(selection.path, rounding)
-        result = book.result(backend.name, part, request)
+        selection = _select(registry, request)
+        backend, path = registry.backends()[selection.backend], selection.path
+        result = results.result(backend.name, path, request)
         if result is None:
             if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 hint = "Quantise a weight of this kind once before the capture."
                 raise LifecycleError("quantize", name="quantiser", rule="proven before it is captured", hint=hint)
             result = probe_quantizer(backend, request, rounding)
-            book.record(backend.name, part, request, result)
+            results.record(backend.name, path, request, result)
             emit(
                 "q4.probe",
                 level=logging.DEBUG if result.fault is None else logging.ERROR,
                 backend=backend.name,
-                path=part.name,
+                path=f"{path.name}, {rounding.value}",
                 format=request.format.name,
                 device=str(request.device),
                 passed=result.fault is None,
@@ -266,19 +241,17 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
                 fault=None if result.fault is None else result.fault.message,
             )
         if result.fault is None:
-            return Quantizer(backend, selection.path, request, rounding)
+            return Quantizer(backend, path, request, rounding)
         message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
-        warn_once((backend.name, part.name, request.format.name), Q4ProbeWarning, message)
+        warn_once((backend.name, path.name, rounding, request.format.name), Q4ProbeWarning, message)
 
 
-def _select(registry: Registry, request: Request, rounding: Rounding) -> Selection:
-    book = probe_book(registry)
-    key = ("quantize", book.generation, request, rounding)
+def _select(registry: Registry, request: Request) -> Selection:
+    results = probe_results(registry)
+    key = ("quantize", results.generation, request)
     known: Selection | None = registry.selections.get(key)
     if known is None:
-        backends = registry.backends()
-        refused, history = registry.refused_backends(), _Rounded(book, backends, rounding)
-        known = select_backend(request, backends, refused=refused, history=history)
+        known = select_backend(request, registry.backends(), refused=registry.refused_backends(), results=results)
         if len(registry.selections) >= _CACHE_LIMIT:
             registry.selections.clear()
         registry.selections[key] = known

@@ -18,7 +18,7 @@ from q4_triton_kernels.layout import half_of, padded_row_bytes
 from q4_triton_kernels.plan import plan_for
 from q4_triton_kernels.schedule import gemm_tile, gradient_schedule_for, schedule_for
 from q4core import Feature, KernelPath, Request, ScaleKind
-from q4core.selection.probe_results import ProbeBook, row_counts
+from q4core.selection.probe_results import ProbeResults, row_counts
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -126,7 +126,7 @@ def test_every_program_that_a_layer_launches_has_been_probed(arch: int) -> None:
                 low, high = max(m[0], path.m[0]), min((end for end in (m[1], path.m[1]) if end), default=None)
                 if high is not None and low > high:
                     continue
-                seen, programs = book.setdefault(ProbeBook.key(backend.name, path, one), (set(), set()))
+                seen, programs = book.setdefault(ProbeResults.key(backend.name, path, one), (set(), set()))
                 wanted = row_counts(path, (low, high))
                 if not seen.issuperset(wanted):
                     seen.update(wanted)
