@@ -25,7 +25,6 @@ from q4core.backend import (
     Standing,
     Tier,
     Verdict,
-    Withheld,
 )
 from q4core.checkpoint import (
     Checkpoint,
@@ -209,7 +208,6 @@ __all__ = [
     "WeightError",
     "WeightInfo",
     "WeightSpec",
-    "Withheld",
     "WriteConflictError",
     "WrittenLayer",
     "cat",

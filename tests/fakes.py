@@ -25,7 +25,7 @@ class FakeBackend:
         *,
         paths: tuple[q4.KernelPath, ...] = (KERNEL_PATH,),
         reasons: tuple[q4.Reason, ...] = (),
-        withheld: tuple[q4.Withheld, ...] = (),
+        native_state: str = "fake: loaded",
         api_version: Any = (1, 0),
         damage: Any = None,
         exports: bool = True,
@@ -45,7 +45,7 @@ class FakeBackend:
         }
         self.capabilities = q4.Capabilities(**(declared | capabilities))
         self.paths, self.reasons, self.damage = paths, reasons, damage
-        self.withheld = withheld
+        self.native_state = native_state
         self.prepare_error, self.check_error = prepare_error, check_error
         self.requests: list[q4.Request] = []
         self.calls: list[tuple[str, int]] = []
@@ -59,7 +59,7 @@ class FakeBackend:
             raise self.check_error
         if self.reasons:
             return q4.Verdict.refuse(self.reasons, native_state="fake: missing")
-        return q4.Verdict.offer(self.paths, native_state="fake: loaded", withheld=self.withheld)
+        return q4.Verdict.offer(self.paths, native_state=self.native_state)
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Copy the tensors, or raise as told."""

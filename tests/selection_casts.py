@@ -48,7 +48,6 @@ KINDS: list[Sequence[q4.PathKind]] = [
     [q4.PathKind.REFERENCE],
 ]
 STATES = st.sampled_from([State.PROVEN] * 3 + [State.UNKNOWN, State.FAILED])
-WITHHELD = [q4.Precision.W4A32, q4.Precision.W4A4]
 REFUSED = {"old api", "no manifest", "twice", "fails"}
 REGISTRATION = "refused at registration"
 DISABLED, PREFER, REQUIRE = q4.UnifiedMemoryPolicy
@@ -67,7 +66,6 @@ class Cast:
         is_on_cpu: Whether it declares the CPU.
         declares_all: Whether it declares every precision, or the exact ones alone.
         wrong: Names of paths that compute wrong numbers.
-        withheld: Precisions of kernels that it says are not here.
     """
 
     name: str
@@ -77,7 +75,6 @@ class Cast:
     is_on_cpu: bool = True
     declares_all: bool = True
     wrong: frozenset[str] = frozenset()
-    withheld: tuple[q4.Precision, ...] = ()
 
     @property
     def paths(self) -> tuple[q4.KernelPath, ...]:
@@ -120,11 +117,7 @@ class Actor(FakeBackend):
         if conduct == "junk":
             return [*self.paths]
         paths = [*self.paths, self.paths[0]] if conduct == "twins" else self.paths
-        withheld = [
-            q4.Withheld(f"w{index}", precision, [q4.Reason(CODE.TOOLCHAIN, f"{name} lacks a tool")])
-            for index, precision in enumerate(self.cast.withheld)
-        ]
-        return q4.Verdict.offer(paths, native_state=f"{name}: loaded", withheld=withheld)
+        return q4.Verdict.offer(paths, native_state=f"{name}: loaded")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Prepare, or raise as cast."""
@@ -190,11 +183,7 @@ def fact_of(cast: Cast, wish: Wish, found: frozenset[tuple[str, str]] = frozense
     )
     if refusals:
         return Fact(cast.name, state, (), tuple(refusals))
-    withheld = tuple(
-        (precision, Told(CODE.TOOLCHAIN, (f"path w{index} ", precision.value, f"{cast.name} lacks a tool")))
-        for index, precision in enumerate(cast.withheld)
-    )
-    return Fact(cast.name, state, offers, (), withheld)
+    return Fact(cast.name, state, offers, ())
 
 
 class History(ProbeResults):
@@ -242,7 +231,6 @@ def casts(draw: st.DrawFn, states: st.SearchStrategy[State], conducts: Sequence[
                 trains=draw(st.sampled_from([True] * 5 + [False])),
                 is_on_cpu=draw(st.sampled_from([True] * 11 + [False])),
                 declares_all=draw(st.sampled_from([True] * 11 + [False])),
-                withheld=tuple(draw(st.sampled_from([[]] * 3 + [WITHHELD, WITHHELD[:1]]))),
             )
         )
     return drawn

@@ -80,16 +80,12 @@ class Told:
 
 @attrs.frozen
 class Fact:
-    """A backend: the paths that it offers, or every reason why it offers none, whatever the policy.
-
-    A kernel that it withholds beside its offers is a precision and the reason.
-    """
+    """A backend: the paths that it offers, or every reason why it offers none, whatever the policy."""
 
     name: str
     native_state: str
     offers: tuple[Offer, ...] = ()
     refusals: tuple[Told, ...] = ()
-    withheld: tuple[tuple[q4.Precision, Told], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -177,8 +173,6 @@ def _contradicts(fact: Fact, wish: Wish) -> bool:
     asked = [wish]
     if wish.compute_path is q4.ComputePath.KERNEL_OR_FALLBACK:
         asked.append(_as_reference(wish))
-    if _withheld(fact, wish):  # what it lacks here is not a wish
-        return False
     return any(_lane(fact, other) for other in others) and not any(_lane(healthy, item) for item in asked)
 
 
@@ -209,13 +203,6 @@ def _failed(fact: Fact) -> list[Told]:
         for offer in fact.offers
         if offer.state is State.FAILED
     ]
-
-
-def _withheld(fact: Fact, wish: Wish) -> list[Told]:
-    """Return the reasons of the kernels that the wish would let serve, if they were not withheld."""
-    if KERNEL not in _KINDS[wish.compute_path]:
-        return []
-    return [told for precision, told in fact.withheld if wish.allows_precision(precision)]
 
 
 def _gap(fact: Fact, wish: Wish) -> list[Told]:
@@ -263,17 +250,16 @@ def reasons_against(fact: Fact, result: Answer, wish: Wish) -> list[Told]:
     if fact.refusals:
         return list(fact.refusals)
     if fact.name in result.rivals:
-        kernels = [] if result.is_fallback else _withheld(fact, wish)  # references compete there
-        return [*_failed(fact), *kernels, _outranked(fact, result, wish)]
+        return [*_failed(fact), _outranked(fact, result, wish)]
     if _lane(fact, wish) and wish.override not in {None, fact.name}:
         override = Told(q4.ReasonCode.POLICY, ("override", repr(wish.override)))
-        return [*_failed(fact), *_withheld(fact, wish), override]
+        return [*_failed(fact), override]
     return kernel_reasons(fact, wish)
 
 
 def kernel_reasons(fact: Fact, wish: Wish) -> list[Told]:
     """Return every reason why a backend's kernels do not serve."""
-    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish), *_withheld(fact, wish)]
+    return [*_failed(fact), *_ruled_out(fact, wish), *_gap(fact, wish)]
 
 
 def unmatched(told: Sequence[Told], reasons: Sequence[q4.Reason]) -> tuple[list[Told], list[q4.Reason]]:

@@ -25,7 +25,6 @@ VALUES = (
     q4.Request,
     q4.Segment,
     q4.Verdict,
-    q4.Withheld,
 )
 KINDS = (q4.PathKind, q4.Precision, q4.Standing)
 

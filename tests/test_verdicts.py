@@ -27,7 +27,6 @@ def _offer(**facts: Any) -> q4.Verdict:
 
 
 REASON = q4.Reason(q4.ReasonCode.ARCH, "no")
-WITHHELD = q4.Withheld("other", q4.Precision.W4A4, [REASON])
 ILLEGAL: dict[str, tuple[Callable[[], Any], str]] = {
     "no name": (lambda: _path(name=""), "name"),
     "a number as name": (lambda: _path(name=3), "name"),
@@ -46,15 +45,6 @@ ILLEGAL: dict[str, tuple[Callable[[], Any], str]] = {
     "reason without a sentence": (lambda: q4.Reason(q4.ReasonCode.DEVICE, 3), "message"),  # type: ignore[arg-type]
     "refusal by texts": (lambda: q4.Verdict.refuse(["no"], native_state="x"), "reasons"),  # type: ignore[list-item]
     "offer of texts": (lambda: q4.Verdict.offer(["path"], native_state="x"), "paths"),  # type: ignore[list-item]
-    "withheld without a name": (lambda: q4.Withheld("", A8.precision, [REASON]), "name"),
-    "withheld precision as text": (lambda: q4.Withheld("p", "w4a8", [REASON]), "precision"),  # type: ignore[arg-type]
-    "withheld without a reason": (lambda: q4.Withheld("p", A8.precision, []), "reasons"),
-    "withheld by texts": (lambda: q4.Withheld("p", A8.precision, ["no"]), "reasons"),  # type: ignore[list-item]
-    "withheld texts": (lambda: _offer(withheld=["p"]), "withheld"),
-    "withheld and offered": (lambda: _offer(withheld=[q4.Withheld(A8.name, A8.precision, [REASON])]), "withheld"),
-    "withheld twice": (lambda: _offer(withheld=[WITHHELD, WITHHELD]), "withheld"),
-    "withheld in a refusal": (lambda: q4.Verdict("x", reasons=[REASON], withheld=[WITHHELD]), "withheld"),
-    "state that is no text": (lambda: q4.Verdict.offer([KERNEL_PATH], native_state=None), "native_state"),  # type: ignore[arg-type]
 }
 
 

@@ -10,7 +10,7 @@ from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepar
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
 from q4core.backend.standing import Standing
-from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict, Withheld
+from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict
 
 __all__ = [
     "API_VERSION",
@@ -30,5 +30,4 @@ __all__ = [
     "Standing",
     "Tier",
     "Verdict",
-    "Withheld",
 ]

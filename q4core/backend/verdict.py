@@ -19,7 +19,6 @@ __all__ = [
     "Segment",
     "Tier",
     "Verdict",
-    "Withheld",
     "is_row_range",
 ]
 
@@ -185,48 +184,14 @@ def _reasons(items: Iterable[Reason]) -> tuple[Reason, ...]:
 
 
 @attrs.frozen
-class Withheld:
-    """A kernel that a backend has and can't offer here, beside paths that it does offer.
-
-    Args:
-        name: Stable name, such as ``"native-fp4"``: no path that is offered has it.
-        precision: Weights by activations.
-        reasons: *All* the reasons why not.
-
-    Raises:
-        ConfigError: A value is not legal.
-    """
-
-    name: str
-    precision: Precision
-    reasons: tuple[Reason, ...] = attrs.field(converter=_reasons)
-
-    def __attrs_post_init__(self) -> None:
-        """Check every value, because a plugin makes this."""
-        what = f"withheld {self.name!r}"
-        require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
-        require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
-        are_reasons = bool(self.reasons) and all(isinstance(reason, Reason) for reason in self.reasons)
-        require(are_reasons, what, "reasons", "of Reason, at least one", self.reasons)
-
-    def __str__(self) -> str:
-        """Return name, precision and reasons."""
-        return f"{self.name} ({self.precision.value}): {'; '.join(str(reason) for reason in self.reasons)}"
-
-
-def _withheld(items: Iterable[Withheld]) -> tuple[Withheld, ...]:
-    return tuple(items)
-
-
-@attrs.frozen
 class Verdict:
     """A backend's answer to a request: the paths that it offers, or every reason why not.
 
     Args:
-        native_state: What is loaded, built or missing, in a few words, such as ``"loaded (avx2)"``.
+        native_state: What is loaded, built or missing, in a few words, such as ``"loaded (avx2)"``; where a kernel of
+            the backend is not among the paths, also why.
         paths: The offered paths; empty when refused.
         reasons: *All* the reasons why not; empty when paths are offered.
-        withheld: Kernels that can't be offered beside the paths that are, and why; empty when refused.
 
     Raises:
         ConfigError: Both or neither are given, or a value is not legal.
@@ -235,7 +200,6 @@ class Verdict:
     native_state: str
     paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=_paths)
     reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_reasons)
-    withheld: tuple[Withheld, ...] = attrs.field(default=(), converter=_withheld)
 
     def __attrs_post_init__(self) -> None:
         """Check the types, and that exactly one of paths and reasons is there."""
@@ -246,20 +210,11 @@ class Verdict:
         require(are_reasons, "verdict", "reasons", "of Reason", self.reasons)
         if bool(self.paths) == bool(self.reasons):
             raise ConfigError("verdict", name="paths, reasons", rule="given as exactly one of the two", value=self)
-        self._check_withheld()
-
-    def _check_withheld(self) -> None:
-        is_typed = all(isinstance(item, Withheld) for item in self.withheld)
-        require(is_typed, "verdict", "withheld", "of Withheld", self.withheld)
-        require(not (self.withheld and self.reasons), "verdict", "withheld", "empty in a refusal", self.withheld)
-        names = [item.name for item in self.withheld]
-        is_apart = len({*names}) == len(names) and {path.name for path in self.paths}.isdisjoint(names)
-        require(is_apart, "verdict", "withheld", "of names that are told once and not offered", names)
 
     @classmethod
-    def offer(cls, paths: Iterable[KernelPath], *, native_state: str, withheld: Iterable[Withheld] = ()) -> Verdict:
-        """Return a verdict that offers paths, and says why others that the backend has are not among them."""
-        return cls(native_state, paths, withheld=withheld)
+    def offer(cls, paths: Iterable[KernelPath], *, native_state: str) -> Verdict:
+        """Return a verdict that offers paths."""
+        return cls(native_state, paths)
 
     @classmethod
     def refuse(cls, reasons: Iterable[Reason], *, native_state: str) -> Verdict:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4core.selection.result import plain_reasons, plain_segment, plain_withheld
+from q4core.selection.result import plain_reasons, plain_segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from q4core.backend import Reason, Segment, Withheld
+    from q4core.backend import Reason, Segment
     from q4core.layers.preparation import PreparedLayer
     from q4core.selection.result import Rejection
 
@@ -35,7 +35,6 @@ class Diagnostics:
         native_load_state: What the backend said of its native part.
         rejections: Every other backend, with all its reasons; also when all went well.
         disqualified: Why paths that the backend itself offers may not run; empty when all may.
-        withheld: Kernels that the backend can't offer here, and why, whatever was asked for.
         proven: Whether every path has passed its self-probe in this process.
         segments: Which path serves which range of M.
         gradients: Which of the backend's input gradients serves which range of M; empty where the core computes them.
@@ -60,7 +59,6 @@ class Diagnostics:
     native_load_state: str
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...]
-    withheld: tuple[Withheld, ...]
     proven: bool
     segments: tuple[Segment, ...]
     calls: tuple[int, ...]
@@ -84,7 +82,6 @@ class Diagnostics:
         record = attrs.asdict(self, recurse=False)
         record["rejections"] = [item.to_dict() for item in self.rejections]
         record["disqualified"] = plain_reasons(self.disqualified)
-        record["withheld"] = plain_withheld(self.withheld)
         record["paths"] = [
             plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
         ]
@@ -112,7 +109,6 @@ class Diagnostics:
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)
-        lines.extend(f"  withheld: {item}" for item in self.withheld)
         lines.extend(f"  not {rejection}" for rejection in self.rejections)
         lines.extend(f"  note: {note}" for note in self.notes)
         lines.extend(f"  memory: {line}" for line in self.memory)
@@ -142,7 +138,6 @@ def diagnose(
         native_load_state=selection.native_state,
         rejections=selection.rejections,
         disqualified=selection.disqualified,
-        withheld=selection.withheld,
         proven=selection.proven,
         segments=selection.segments,
         calls=tuple(calls),

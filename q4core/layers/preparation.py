@@ -279,7 +279,6 @@ def _assemble(  # noqa: PLR0913  # the facts of one layer
         proven=selection.proven,
         fallback_reason=selection.fallback_reason,
         rejections=[str(item) for item in selection.rejections],
-        withheld=[str(item) for item in selection.withheld],
     )
     if selection.fallback_reason is not None:
         emit(

@@ -36,26 +36,21 @@ _TABLE_STEPS = 126
 
 @attrs.frozen
 class Candidate:
-    """A backend that may serve a request, as it would serve it.
-
-    ``missed`` are the reasons of what it withholds and the policy would have let serve.
-    """
+    """A backend that may serve a request, as it would serve it."""
 
     name: str
     request: Request
     verdict: Verdict
     segments: tuple[Segment, ...]
     disqualified: tuple[Reason, ...]
-    missed: tuple[Reason, ...]
 
 
 @attrs.frozen
 class Offer:
-    """The paths of a backend, those of them that no probe has disqualified, and why kernels asked for are withheld."""
+    """The paths of a backend, and those of them that no probe has disqualified."""
 
     paths: tuple[KernelPath, ...]
     sound: tuple[KernelPath, ...]
-    missed: tuple[Reason, ...] = ()
 
 
 def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
@@ -166,16 +161,6 @@ def _sift(
     return sound, faults
 
 
-def _missed(verdict: Verdict, request: Request, kinds: frozenset[PathKind]) -> tuple[Reason, ...]:
-    """Return why paths are withheld that the policy would have let serve; each of them is a kernel."""
-    return tuple(
-        Reason(reason.code, f"path {item.name} ({item.precision.value}) is withheld: {reason.message}")
-        for item in verdict.withheld
-        if PathKind.KERNEL in kinds and request.allows(item.precision)
-        for reason in item.reasons
-    )
-
-
 def _readable(
     paths: Sequence[KernelPath], request: Request, capabilities: Capabilities
 ) -> tuple[tuple[KernelPath, ...], list[Reason]]:
@@ -208,7 +193,6 @@ def assess(  # noqa: PLR0913  # one argument per fact
         return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
     if failures:
         return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
-    missed = _missed(verdict, request, kinds)
     paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
     sound, faults = _sift(backend.name, paths, adapted, results)
     reasons = [*faults, *unread]
@@ -222,14 +206,14 @@ def assess(  # noqa: PLR0913  # one argument per fact
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, gap))
-    offer = Offer(paths, tuple(sound), missed)
+    offer = Offer(paths, tuple(sound))
     if not segments:
-        return None, Rejection(backend.name, (*reasons, *missed), verdict.native_state), offer
+        return None, Rejection(backend.name, tuple(reasons), verdict.native_state), offer
     refusals = results.refused(backend.name, segments, adapted)
     if refusals:
-        told = (*refusals, *faults, *missed)
+        told = (*refusals, *faults)
         return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
-    return Candidate(backend.name, adapted, verdict, segments, tuple(faults), missed), None, offer
+    return Candidate(backend.name, adapted, verdict, segments, tuple(faults)), None, offer
 
 
 def assess_gradient(
@@ -268,12 +252,7 @@ def _serves(paths: Sequence[KernelPath], request: Request, compute_path: Compute
 
 
 def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
-    """Return whether another policy would let a backend serve, and this one would not, had every probe passed.
-
-    A backend that withholds what was asked for lacks it here: that is no matter of the policy.
-    """
-    if offer.missed:
-        return False
+    """Return whether another policy would let a backend serve, and this one would not, had every probe passed."""
     asked = [compute_path]
     if compute_path is ComputePath.KERNEL_OR_FALLBACK:
         asked.append(ComputePath.DEQUANT_MATMUL_ONLY)

@@ -9,7 +9,7 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from q4core.backend import KernelPath, Reason, Request, Segment, Withheld
+    from q4core.backend import KernelPath, Reason, Request, Segment
     from q4core.policy import ComputePath
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Selection",
     "plain_reasons",
     "plain_segment",
-    "plain_withheld",
 ]
 
 
@@ -63,7 +62,6 @@ class Selection:
         fallback_reason: Why the reference serves although a kernel was wanted, or None.
         rejections: Every other backend, with all its reasons.
         disqualified: Why paths of the winner that it offers may not run; empty when all may.
-        withheld: Kernels of the winner that it can't offer here, and why, whatever was asked for.
         gradients: Which of the winner's input gradients serves which range of M; empty where the core computes them.
         gradients_refused: Why input gradients of the winner may not run, or all are left to the core.
         proven: Whether every path of the selection has passed its self-probe in this process.
@@ -79,7 +77,6 @@ class Selection:
     fallback_reason: str | None
     rejections: tuple[Rejection, ...]
     disqualified: tuple[Reason, ...] = ()
-    withheld: tuple[Withheld, ...] = ()
     gradients: tuple[Segment, ...] = ()
     gradients_refused: tuple[Reason, ...] = ()
     proven: bool
@@ -117,7 +114,6 @@ class Selection:
             "fallback_reason": self.fallback_reason,
             "rejections": [item.to_dict() for item in self.rejections],
             "disqualified": plain_reasons(self.disqualified),
-            "withheld": plain_withheld(self.withheld),
         }
 
     def path_for(self, rows: int) -> KernelPath:
@@ -135,13 +131,6 @@ class Selection:
 def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
     """Return reasons as code, domain and message, ready for JSON."""
     return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
-
-
-def plain_withheld(items: Iterable[Withheld]) -> list[dict[str, Any]]:
-    """Return withheld paths as name, precision and reasons, ready for JSON."""
-    return [
-        {"name": item.name, "precision": item.precision.value, "reasons": plain_reasons(item.reasons)} for item in items
-    ]
 
 
 def plain_segment(segment: Segment) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def _outranked(loser: Candidate, winner: Candidate, override: str | None) -> Rej
         reason = Reason(ReasonCode.POLICY, f"the override names {override!r}")
     else:
         reason = Reason(ReasonCode.OUTRANKED, _why_outranked(loser, winner))
-    return Rejection(loser.name, (*loser.disqualified, *loser.missed, reason), loser.verdict.native_state)
+    return Rejection(loser.name, (*loser.disqualified, reason), loser.verdict.native_state)
 
 
 def _why_outranked(loser: Candidate, winner: Candidate) -> str:
@@ -145,7 +145,6 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         fallback_reason=fallback_reason,
         rejections=tuple(sorted([*losers, *others], key=lambda item: item.backend)),
         disqualified=winner.disqualified,
-        withheld=winner.verdict.withheld,
         proven=all(results.proven(winner.name, segment, winner.request) for segment in winner.segments),
     )
     if not request.gradients or "input_gradient" not in backends[winner.name].capabilities.ops:
@@ -182,7 +181,7 @@ def _fall_back(  # noqa: PLR0913  # one argument per fact
 
 
 def _is_mere_reference(verdict: Verdict) -> bool:
-    return not verdict.withheld and all(path.kind is PathKind.REFERENCE for path in verdict.paths)
+    return all(path.kind is PathKind.REFERENCE for path in verdict.paths)
 
 
 def _refuse(

@@ -145,29 +145,26 @@ def test_nobody_else_s_code_is_measured_by_our_record(monkeypatch: pytest.Monkey
     assert {(path.tier, path.standing) for path in dot.paths} == {(Tier.GENERIC, Standing.COMPILED)}
 
 
-def test_what_does_not_work_beside_what_does_is_withheld() -> None:
-    """With a complete library and no NVRTC, and the other way round, the engine that lacks something says what."""
+def test_what_does_not_work_beside_what_does_is_in_the_state() -> None:
+    """With a complete library and no NVRTC, and the other way round, the state says what the other engine lacks."""
     library = emulated_library()
-    (own,) = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu"))).withheld
-    assert (own.name, own.precision) == ("native-fp4", Precision.W4A4)
-    assert [str(reason) for reason in own.reasons] == ["toolchain: no NVRTC in this test"]
+    verdict = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu")))
+    assert [path.name for path in verdict.paths] == ["external-fp4"]
+    assert "toolchain: no NVRTC in this test" in verdict.native_state
     verdict = Nvfp4Native(_facts(), emulated_tools(Path("/nowhere/a.so"), Path("/nowhere/b.so"))).check(_request())
-    (external,) = verdict.withheld
-    assert external.name == "external-fp4"
-    assert [reason.code for reason in external.reasons] == [ReasonCode.LIBRARY] * 2
     assert {path.name for path in verdict.paths}.isdisjoint({"external-fp4"})
+    assert verdict.native_state.count("library: ") == 2
 
 
 @pytest.mark.parametrize("precision", [ActivationPrecision.AUTO, ActivationPrecision.EXACT])
 def test_the_weight_only_paths_say_why_there_are_no_fp4_ones(precision: ActivationPrecision) -> None:
     """Nobody has to ask for FP4 to learn why a device without such tensor cores, or without NVRTC, has no path."""
-    backend = Nvfp4Native(_facts(90), emulated_tools())
-    (item,) = backend.check(_request(precision=precision)).withheld
-    assert (item.name, item.precision) == ("native-fp4", Precision.W4A4)
-    assert [reason.code for reason in item.reasons] == [ReasonCode.ARCH]
+    state = Nvfp4Native(_facts(90), emulated_tools()).check(_request(precision=precision)).native_state
+    assert "no FP4 paths: arch: the device is sm_90" in state
     without = Nvfp4Native(_facts(), emulated_tools(driver=False)).check(_request(precision=precision))
-    assert [reason.code for item in without.withheld for reason in item.reasons] == [ReasonCode.TOOLCHAIN]
-    assert Nvfp4Native(_facts(), emulated_tools()).check(_request(precision=precision)).withheld == ()
+    assert "no FP4 paths: toolchain: " in without.native_state
+    complete = Nvfp4Native(_facts(), emulated_tools()).check(_request(precision=precision))
+    assert "no FP4 paths" not in complete.native_state
 
 
 def test_dot_scaled_serves_where_it_is_native() -> None:

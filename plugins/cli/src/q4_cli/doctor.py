@@ -12,7 +12,7 @@ from rich.text import Text
 import q4core as q4
 from q4_cli import options
 from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
-from q4_cli.output import bytes_text, clean, open_output, path_text, say, withheld_lines
+from q4_cli.output import bytes_text, clean, open_output, path_text, say
 from q4core.memory import availability
 from q4core.plugin_api import resolve_device
 
@@ -192,15 +192,13 @@ def _show_backend(console: Console, backend: str, verdicts: Sequence[Mapping[str
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for item in verdicts:
         told = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
-        groups.setdefault(repr((item["serves"], item["paths"], told, item["withheld"])), []).append(item)
+        groups.setdefault(repr((item["serves"], item["paths"], told)), []).append(item)
     for group in groups.values():
         head = group[0]
         word, style = _WORDS[head["serves"]]
         say(console, clean(" ".join(item["format"] for item in group)), label=Text(f"    {word:<7}", style=style))
         for path in head["paths"]:
             say(console, path_text(path), label=" " * 11)
-        for name, why in withheld_lines(head["withheld"]):
-            say(console, Text(clean(why), style="dim"), label=Text(f"{' ' * 11}{clean(name)}  ", style="yellow"))
         for reason in head["reasons"]:
             message = _general(reason["message"], head) if len(group) > 1 else reason["message"]
             say(console, Text(clean(message), style="dim"), label=Text(f"{' ' * 11}{reason['code']}: ", style="dim"))

@@ -113,7 +113,7 @@ def survey_backends(
     """Return what each backend does with each format on each device.
 
     Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
-    paths by M, the reasons why not (or why not for every M), and the kernels that are withheld.
+    paths by M, and the reasons why not (or why not for every M).
 
     Args:
         registry: The plugins.
@@ -142,12 +142,11 @@ def _verdict(registry: q4.Registry, backend: str, request: q4.Request) -> dict[s
         "native_load_state": "not asked",
         "paths": [],
         "reasons": [],
-        "withheld": [],
     }
     config = q4.SessionConfig(backend=backend, device=str(request.device), compute_path="auto", gradients=False)
     try:
         selection = q4.select(request, config, registry=registry).to_dict()
-        return record | {"serves": "all"} | {key: selection[key] for key in ("native_load_state", "paths", "withheld")}
+        return record | {"serves": "all"} | {key: selection[key] for key in ("native_load_state", "paths")}
     except (q4.BackendError, q4.PolicyConflictError) as error:
         own = [item.to_dict() for item in getattr(error, "rejections", ()) if item.backend == backend]
         record["reasons"] = [reason for item in own for reason in item["reasons"]]
@@ -163,7 +162,6 @@ def _add_some_rows(
 ) -> None:
     """Add the paths of a backend that serves some numbers of rows only, as seen from M = 1, 2, 4 … 65536."""
     paths: dict[str, Any] = {}
-    withheld: dict[str, Any] = {}
     for rows in (1 << power for power in range(17)):
         try:
             selection = q4.select(attrs.evolve(request, m=(rows, rows)), config, registry=registry)
@@ -171,6 +169,5 @@ def _add_some_rows(
             continue
         found = selection.to_dict()
         paths[selection.path.name] = found["paths"][0] | {"m": list(selection.path.m)}
-        withheld |= {item["name"]: item for item in found["withheld"]}
     if paths:
-        record |= {"serves": "some", "paths": [*paths.values()], "withheld": [*withheld.values()]}
+        record |= {"serves": "some", "paths": [*paths.values()]}

@@ -13,7 +13,7 @@ from q4_cli import options
 from q4_cli.explain_report import explain_layers, grouped, name_patterns
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.opening import open_file
-from q4_cli.output import clean, counted, open_output, path_text, say, withheld_lines
+from q4_cli.output import clean, counted, open_output, path_text, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,8 +90,6 @@ def _show_group(console: Console, group: Sequence[Mapping[str, Any]]) -> None:
 def _show_reasons(console: Console, head: Mapping[str, Any]) -> None:
     for path in head["paths"]:
         say(console, path_text(path), label="  ")
-    for name, why in withheld_lines(head["withheld"]):
-        say(console, clean(why), label=Text(f"  {clean(name)}  ", style="yellow"))
     for word, style in (("fallback_reason", "yellow"), ("error", "red")):
         if head[word]:
             say(console, clean(head[word]), label=Text(f"  {word.partition('_')[0]}  ", style=style))

@@ -68,7 +68,7 @@ def _refusal(request: q4.Request, config: q4.SessionConfig, error: q4.BackendUna
         "dtype": str(request.dtype).removeprefix("torch."),
         "compute_path": config.compute_path.value if config.compute_path else "auto",
         **dict.fromkeys(("backend", "native_load_state", "path_name", "fallback_reason")),
-        **{key: [] for key in ("paths", "gradients", "gradients_refused", "disqualified", "withheld")},
+        **{key: [] for key in ("paths", "gradients", "gradients_refused", "disqualified")},
         "proven": False,
         "rejections": [item.to_dict() for item in error.rejections],
         "error": str(error).partition("\n")[0],

@@ -41,7 +41,6 @@ __all__ = [
     "say",
     "to_plain",
     "warnings_on_stderr",
-    "withheld_lines",
 ]
 
 _PIPE_WIDTH = 1 << 14
@@ -130,13 +129,6 @@ def path_text(path: Mapping[str, Any]) -> Text:
     span = f"M {low}…{'∞' if high is None else high}"
     facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}, {path['standing']}"
     return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
-
-
-def withheld_lines(items: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Return a line for each reason of each withheld path: which one, and why."""
-    for item in items:
-        for reason in item["reasons"]:
-            yield f"withheld {item['name']} ({item['precision']})", f"{reason['code']}: {reason['message']}"
 
 
 def clean(text: object) -> str:

@@ -69,7 +69,7 @@ class Nvfp4Native(WeightOnlyBackend):
     def check(self, request: Request) -> Verdict:
         """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or weight-only paths or gradients.
 
-        Beside weight-only paths it is told why the FP4 paths could not be offered.
+        Beside weight-only paths the state says why there are no FP4 paths.
         """
         if request.op == "quantize":
             return self._check_quantize(request)
@@ -81,7 +81,9 @@ class Nvfp4Native(WeightOnlyBackend):
         verdict = super().check(request)
         if not verdict.paths or request.op == "input_gradient":
             return verdict
-        return attrs.evolve(verdict, withheld=self.native.withheld(request))
+        lacks = "; ".join(map(str, self.native.check(request).reasons))
+        state = f"{verdict.native_state}; no FP4 paths: {lacks}" if lacks else verdict.native_state
+        return attrs.evolve(verdict, native_state=state)
 
     def _check_quantize(self, request: Request) -> Verdict:
         target = self.target(request.device)

@@ -32,7 +32,6 @@ from q4core import (
     Standing,
     Tier,
     Verdict,
-    Withheld,
 )
 
 if TYPE_CHECKING:
@@ -107,16 +106,10 @@ class Native:
             served = ", ".join(f"sm_{item}" for item in FP4_ARCHITECTURES)
             message = f"the device is sm_{arch}, which has no FP4 tensor cores; {served} have"
             return Verdict.refuse([*reasons, Reason(ReasonCode.ARCH, message)], native_state=f"sm_{arch}")
-        paths, withheld, states = self._engines(request, arch)
+        paths, lacks, states = self._engines(request, arch)
         if paths and not reasons:
-            return Verdict.offer(paths, native_state="; ".join(states), withheld=withheld)
-        more = [reason for item in withheld for reason in item.reasons]
-        return Verdict.refuse([*reasons, *more], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
-
-    def withheld(self, request: Request) -> tuple[Withheld, ...]:
-        """Return which FP4 paths could not be offered for a weight if they were asked for, and why."""
-        verdict = self.check(request)
-        return verdict.withheld if verdict.paths else (Withheld(NATIVE, Precision.W4A4, verdict.reasons),)
+            return Verdict.offer(paths, native_state="; ".join([*states, *map(str, lacks)]))
+        return Verdict.refuse([*reasons, *lacks], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
 
     def _arch(self, device: torch.device) -> int | tuple[Reason, ...]:
         target = self._facts.target(torch.device("cuda", _index(device)))
@@ -124,10 +117,10 @@ class Native:
             return target
         return 0 if target.arch is None else target.arch
 
-    def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Withheld], list[str]]:
-        """Return the paths, which engines offer none and why, and what is loaded."""
+    def _engines(self, request: Request, arch: int) -> tuple[list[KernelPath], list[Reason], list[str]]:
+        """Return the paths, why other engines offer none, and what is loaded."""
         paths: list[KernelPath] = []
-        withheld: list[Withheld] = []
+        lacks: list[Reason] = []
         states: list[str] = []
         name = request.format.name
         if name == "nvfp4":
@@ -135,15 +128,13 @@ class Native:
                 paths.append(_path(EXTERNAL, (1, None)))
                 states.append(self.search.state)
             elif self.search.problems:
-                told = [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
-                withheld.append(Withheld(EXTERNAL, Precision.W4A4, told))
-        own = NATIVE if arch in NATIVE_ARCHITECTURES else DOT
+                lacks += [Reason(ReasonCode.LIBRARY, problem) for problem in self.search.problems]
         problem = self._tools.nvrtc_problem(arch)
         fault = self._faults.get((_index(request.device), name))
         if problem is not None:
-            withheld.append(_toolchain(own, problem))
+            lacks.append(Reason(ReasonCode.TOOLCHAIN, problem))
         elif fault is not None:
-            withheld.append(Withheld(own, Precision.W4A4, [fault]))
+            lacks.append(fault)
         elif arch in NATIVE_ARCHITECTURES:
             standing = Standing.MEASURED if is_measured(arch) else Standing.COMPILED
             # Beside an external library, which is to be used first and is so by its name, ours claim no more.
@@ -156,8 +147,8 @@ class Native:
                 paths.append(_path(DOT, (1, None)))
                 states.append(f"tl.dot_scaled for sm_{arch}")
             else:
-                withheld.append(_toolchain(own, dot))
-        return paths, withheld, states
+                lacks.append(Reason(ReasonCode.TOOLCHAIN, dot))
+        return paths, lacks, states
 
     def load(self, request: Request, paths: Iterable[str]) -> None:
         """Compile and load every kernel that these paths launch; an external library's are its own matter.
@@ -288,10 +279,6 @@ def _index(device: torch.device) -> int:
     if index is None:
         return torch.cuda.current_device() if device.type == "cuda" else 0
     return int(index)
-
-
-def _toolchain(name: str, problem: str) -> Withheld:
-    return Withheld(name, Precision.W4A4, [Reason(ReasonCode.TOOLCHAIN, problem)])
 
 
 def _path(
