@@ -41,7 +41,7 @@ def model(folder: Path, tensors: dict[str, torch.Tensor], method: str | None) ->
 @pytest.fixture(params=[True, False], ids=["dialects", "core alone"])
 def has_dialects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Run with the plugin that knows most dialects, and without any."""
-    monkeypatch.setenv("Q4_PLUGINS", "dialects" if request.param else "dequant-fallback")
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,safetensors" if request.param else "safetensors")
     q4.reset_registry()
     yield bool(request.param)
     q4.reset_registry()
