@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.errors import (
-    CheckpointError,
-    DialectError,
-    FormatError,
-    LifecycleError,
-    Q4Error,
-    WeightError,
-    closest_name,
-)
+from q4core.errors import CheckpointError, DialectError, FormatError, LifecycleError, Q4Error, WeightError, closest_name
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-    from types import TracebackType
 
     import torch
 
     from q4core.checkpoint.contract import CheckpointSource
-    from q4core.schema import Schema, TensorInfo
+    from q4core.schema import TensorInfo
 
 __all__ = ["Checkpoint", "DenseTensors"]
 
@@ -44,33 +36,17 @@ class Checkpoint(Mapping[str, PackedWeight]):
 
     def __init__(self, source: CheckpointSource, reader: str) -> None:
         self._source: CheckpointSource | None = source
-        self._reader = reader
-        self._path = source.path
-        self._schema = source.schema
-        self._metadata = dict(source.metadata)
         self._alive: weakref.WeakValueDictionary[str, PackedWeight] = weakref.WeakValueDictionary()
+        self.reader = reader
+        """Name of the reader that opened it, such as ``"safetensors"``."""
+        self.path = source.path
+        """What was opened."""
+        self.schema = source.schema
+        """The layers and how they are stored, the dense tensors, and what can be listed but not read."""
+        self.metadata: Mapping[str, Any] = dict(source.metadata)
+        """The header's metadata by key."""
         self.dense = DenseTensors(self)
         """The tensors that belong to no layer, by name; lazy too."""
-
-    @property
-    def path(self) -> Path:
-        """What was opened."""
-        return self._path
-
-    @property
-    def reader(self) -> str:
-        """Name of the reader that opened it, such as ``"safetensors"``."""
-        return self._reader
-
-    @property
-    def schema(self) -> Schema:
-        """The layers and how they are stored, the dense tensors, and what can be listed but not read."""
-        return self._schema
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The header's metadata by key."""
-        return self._metadata
 
     @property
     def source(self) -> CheckpointSource:
@@ -80,7 +56,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
             LifecycleError: The checkpoint is closed.
         """
         if self._source is None:
-            raise LifecycleError("checkpoint", name="checkpoint", rule="open", value="closed", where=str(self._path))
+            raise LifecycleError(f"checkpoint {str(self.path)!r} is closed")
         return self._source
 
     def __getitem__(self, module: str) -> PackedWeight:
@@ -92,33 +68,30 @@ class Checkpoint(Mapping[str, PackedWeight]):
             LifecycleError: The checkpoint is closed.
         """
         source = self.source
-        if module not in self._schema.layers:
+        if module not in self.schema.layers:
             self._refuse(module)
         weight = self._alive.get(module)
         if weight is None:
             try:
-                weight = source.read(module)
-                weight.check_values()
+                with _reading(f"layer {module!r}", self.path, self.schema.layers[module].nbytes):
+                    weight = source.read(module)
+                    weight.check_values()
             except (WeightError, DialectError, FormatError) as error:
                 raise self._blame(module, error) from error
-            except Q4Error:
-                raise
-            except (MemoryError, OSError, RuntimeError) as error:
-                raise self._unread(f"layer {module!r}", self._schema.layers[module].nbytes, error) from error
             self._alive[module] = weight
         return weight
 
     def __contains__(self, module: object) -> bool:
         """Return whether there is a layer of that name, without reading it."""
-        return module in self._schema.layers
+        return module in self.schema.layers
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over module names in the order of the file."""
-        return iter(self._schema.layers)
+        return iter(self.schema.layers)
 
     def __len__(self) -> int:
         """Return the number of layers."""
-        return len(self._schema.layers)
+        return len(self.schema.layers)
 
     def close(self) -> None:
         """Let go of the file; weights and tensors already given stay valid. Closing twice is fine."""
@@ -130,52 +103,53 @@ class Checkpoint(Mapping[str, PackedWeight]):
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
     def __repr__(self) -> str:
         """Return path, number of layers and dialects."""
         state = "" if self._source is not None else ", closed"
-        dialects = ", ".join(self._schema.dialects) or "no dialect"
-        return f"Checkpoint({str(self._path)!r}, {len(self)} layers in {dialects}{state})"
+        dialects = ", ".join(self.schema.dialects) or "no dialect"
+        return f"Checkpoint({str(self.path)!r}, {len(self)} layers in {dialects}{state})"
 
     def _refuse(self, module: str) -> None:
-        for problem in self._schema.unsupported:
+        for problem in self.schema.unsupported:
             if problem.key == module:
                 raise CheckpointError(
-                    f"layer {module!r}", name=module, rule=problem.rule, value=problem.value, where=str(self._path)
+                    f"layer {module!r}", name=module, rule=problem.rule, value=problem.value, where=str(self.path)
                 )
-        close = closest_name(module, self._schema.layers)
-        raise KeyError(f"no layer {module!r} in {self._path}" + (f"; did you mean {close!r}?" if close else ""))
-
-    def _unread(self, what: str, nbytes: int | None, error: BaseException) -> CheckpointError:
-        """Return the error for what torch or the system could not read, for want of memory as a rule."""
-        size = "" if nbytes is None else f"It takes {nbytes} bytes in the file."
-        return CheckpointError(
-            what,
-            name="data",
-            rule="readable here",
-            value=describe_exception(error),
-            where=str(self._path),
-            hint=size or None,
-        )
+        close = closest_name(module, self.schema.layers)
+        raise KeyError(f"no layer {module!r} in {self.path}" + (f"; did you mean {close!r}?" if close else ""))
 
     def _blame(self, module: str, error: Q4Error) -> CheckpointError:
         """Say the same of the file: the field becomes the key under which the file has it."""
-        keys = self._schema.layers[module].keys
+        keys = self.schema.layers[module].keys
         field, bracket, place = (error.name or "").partition("[")
         given: dict[str, Any] = {"value": error.value} if error.has_value else {}
         return CheckpointError(
             f"layer {module!r}",
             name=f"{keys.get(field, field or module)}{bracket}{place}",
             rule=error.rule or str(error),
-            where=str(self._path),
+            where=str(self.path),
             hint=error.hint,
             **given,
         )
+
+
+@contextlib.contextmanager
+def _reading(what: str, path: Path, nbytes: int | None) -> Iterator[None]:
+    """Turn what torch or the system could not read, for want of memory as a rule, into an error that names it."""
+    try:
+        yield
+    except Q4Error:
+        raise
+    except (MemoryError, OSError, RuntimeError) as error:
+        value = describe_exception(error)
+        hint = None if nbytes is None else f"It takes {nbytes} bytes in the file."
+        raise CheckpointError(
+            what, name="data", rule="readable here", value=value, where=str(path), hint=hint
+        ) from error
 
 
 class DenseTensors(Mapping[str, "torch.Tensor"]):
@@ -183,12 +157,8 @@ class DenseTensors(Mapping[str, "torch.Tensor"]):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._infos = dict(checkpoint.source.dense)
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
+        self.infos: Mapping[str, TensorInfo] = dict(checkpoint.source.dense)
         """dtype and shape by name, without loading."""
-        return self._infos
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return one tensor.
@@ -199,23 +169,19 @@ class DenseTensors(Mapping[str, "torch.Tensor"]):
             LifecycleError: The checkpoint is closed.
         """
         source = self._checkpoint.source
-        if name not in self._infos:
+        if name not in self.infos:
             raise KeyError(f"no dense tensor {name!r} in {self._checkpoint.path}")
-        try:
+        with _reading(f"tensor {name!r}", self._checkpoint.path, self.infos[name].nbytes):
             return source.load(name)
-        except Q4Error:
-            raise
-        except (MemoryError, OSError, RuntimeError) as error:
-            raise self._checkpoint._unread(f"tensor {name!r}", self._infos[name].nbytes, error) from error  # noqa: SLF001  # its part
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a dense tensor of that name, without loading it."""
-        return name in self._infos
+        return name in self.infos
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names in the order of the file."""
-        return iter(self._infos)
+        return iter(self.infos)
 
     def __len__(self) -> int:
         """Return the number of dense tensors."""
-        return len(self._infos)
+        return len(self.infos)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from q4core.checkpoint.files import open_regular, require_regular, unreadable
+from q4core.checkpoint.files import open_regular, require_regular
 from q4core.checkpoint.opened import Checkpoint
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
@@ -48,20 +48,15 @@ def open_by(
     asked = tuple(readers)
     fitting = [reader for reader in asked if _recognises(reader, target)]
     if len(fitting) != 1:
-        _refuse_file(target, asked, fitting, plugins)
+        raise _file_error(target, asked, fitting, plugins)
     reader = fitting[0]
     try:
         source = reader.open(target, request)
     except Q4Error:
         raise
     except PLUGIN_FAULTS as error:
-        raise PluginError(
-            f"checkpoint reader {reader.name!r}",
-            name="open",
-            rule="free of errors that are not q4core's own",
-            value=describe_exception(error),
-            where=str(target),
-        ) from error
+        message = f"checkpoint reader {reader.name!r} raised {describe_exception(error)}"
+        raise PluginError(message, where=str(target)) from error
     if request.dialect is not None and request.dialect not in source.schema.dialects:
         source.close()
         names = ", ".join(source.schema.dialects) or "none"
@@ -70,35 +65,26 @@ def open_by(
     return Checkpoint(source, reader.name)
 
 
-def _refuse_file(
+def _file_error(
     path: Path, readers: Sequence[CheckpointReader], fitting: Sequence[CheckpointReader], plugins: Mapping[str, str]
-) -> NoReturn:
-    """Say that no reader knows a file, or several do, and which plugin is missing."""
+) -> CheckpointError:
+    """Return the error for a file that no reader knows, or several do; it names the plugin that is missing."""
     names = ", ".join(reader.name for reader in fitting or readers)
-    kind = _kind(path)
-    is_missing = not fitting and kind is not None and kind not in {reader.name for reader in readers}
-    raise CheckpointError(
-        "checkpoint",
-        name="file",
-        rule="one that exactly one installed reader knows",
-        value=names if fitting else f"none of {names}" if names else "no reader at all",
-        where=str(path),
-        hint=way_to(kind, plugins) if is_missing and kind is not None else None,
-    )
+    value = names if fitting else f"none of {names}" if names else "no reader at all"
+    kind = None if fitting else _kind(path)
+    is_missing = kind is not None and kind not in {reader.name for reader in readers}
+    hint = way_to(kind, plugins) if is_missing and kind is not None else None
+    rule = "one that exactly one installed reader knows"
+    return CheckpointError("checkpoint", name="file", rule=rule, value=value, where=str(path), hint=hint)
 
 
 def _kind(path: Path) -> str | None:
     """Return the plugin that reads such files: ``safetensors`` or ``gguf``; None for others."""
-    try:
-        if path.is_dir() or path.name.endswith(_SAFETENSORS):
-            return "safetensors"
-        with open_regular(path) as file:
-            head = file.read(9)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if head[:4] == b"GGUF":
-        return "gguf"
-    return "safetensors" if head[8:] == b"{" else None
+    if path.is_dir() or path.name.endswith(_SAFETENSORS):
+        return "safetensors"
+    with open_regular(path) as file:
+        head = file.read(9)
+    return "gguf" if head[:4] == b"GGUF" else "safetensors" if head[8:] == b"{" else None
 
 
 def way_to(plugin: str, plugins: Mapping[str, str]) -> str:
