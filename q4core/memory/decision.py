@@ -12,7 +12,7 @@ from q4core.memory.provider_checks import availability, placement_by, told
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from q4core.memory.contract import MemoryAction, MemoryProvider
 
@@ -74,7 +74,21 @@ class Decision:
                 self._reasons.append(f"{provider.name}: is_managed raised {told(error)}")
         return None
 
-    def note_error(self, provider: MemoryProvider, method: str, error: BaseException) -> None:
+    def ask(
+        self, method: str, attempt: Callable[[MemoryProvider], torch.Tensor | None]
+    ) -> tuple[MemoryProvider, torch.Tensor] | None:
+        """Return the first usable provider whose attempt gives a tensor, with it; errors on the way are noted."""
+        for provider in self.usable:
+            try:
+                tensor = attempt(provider)
+            except PLUGIN_FAULTS as error:
+                self._note_error(provider, method, error)
+            else:
+                if tensor is not None:
+                    return provider, tensor
+        return None
+
+    def _note_error(self, provider: MemoryProvider, method: str, error: BaseException) -> None:
         """Take note that a provider could not do what it was asked: why, by which facts, and its advice."""
         self._reasons.append(f"{provider.name}: {method}: {told(error)}")
         if isinstance(error, UnifiedMemoryError):

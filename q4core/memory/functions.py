@@ -1,4 +1,4 @@
-"""``apply_policy`` and the like: one tensor placed by a ``Placer`` of its own."""
+"""``apply_policy`` and the like: one tensor, placed by a ``Placer`` made of the same arguments, with its errors."""
 
 from __future__ import annotations
 
@@ -26,24 +26,7 @@ def apply_policy(  # noqa: PLR0913  # a tensor, and what makes a Placer
     environment: Mapping[str, str] | None = None,
     layer: str | None = None,
 ) -> tuple[torch.Tensor, MemoryDecision]:
-    """Place a weight, which is written once and then read, as the policy says.
-
-    Args:
-        tensor: Any shape and dtype. What is promoted comes back detached, with the same ``requires_grad``.
-        policy: As ``Placer``.
-        device: As ``Placer``.
-        providers: As ``Placer``.
-        environment: As ``Placer``.
-        layer: Whose weight it is, for messages.
-
-    Returns:
-        The tensor to use (the very same one unless promoted), and the decision.
-
-    Raises:
-        UnifiedMemoryError: Required, and no provider can; carries the device attributes.
-        ConfigError: As ``Placer``.
-        InputError: ``tensor`` is no strided tensor.
-    """
+    """Place a weight; see ``Placer.weight``."""
     return Placer(policy, device=device, providers=providers, environment=environment).weight(tensor, layer)
 
 
@@ -55,26 +38,7 @@ def apply_source_policy(
     providers: Iterable[MemoryProvider] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[torch.Tensor, MemoryDecision]:
-    """Bring a tensor of a weight to the device that will prepare it, with as few copies as the policy allows.
-
-    Where the device reads it in place (a mapped checkpoint, say), nothing is copied; else it is written once, into
-    managed memory, so that a backend that keeps it as it is has it there already. Whatever stands against that, it
-    arrives: what a backend makes of it is what ``apply_policy`` judges.
-
-    Args:
-        tensor: Any shape and dtype; it is neither changed nor, unless mapped, kept.
-        policy: As ``Placer``.
-        device: As ``Placer``.
-        providers: As ``Placer``.
-        environment: As ``Placer``.
-
-    Returns:
-        A tensor on ``device``, and the decision.
-
-    Raises:
-        ConfigError: As ``Placer``, or torch has no such device here.
-        InputError: ``tensor`` is no strided tensor.
-    """
+    """Bring a tensor of a weight to the device that will prepare it; see ``Placer.source``."""
     return Placer(policy, device=device, providers=providers, environment=environment).source(tensor)
 
 
@@ -87,26 +51,7 @@ def apply_mutable_policy(  # noqa: PLR0913  # a tensor, and what makes a Placer
     copy: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[torch.Tensor, MemoryDecision]:
-    """Place a tensor that will be written again and again, apart from every other holder of it, as the policy says.
-
-    Args:
-        tensor: Any shape and dtype; neither changed nor, with ``copy``, shared.
-        policy: As ``Placer``.
-        device: As ``Placer``.
-        providers: As ``Placer``.
-        copy: False for the sole owner of ``tensor``: where nothing is promoted the result shares its memory. Else it
-            is cloned there, and only there: one copy is made, whatever is done.
-        environment: As ``Placer``.
-
-    Returns:
-        The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, whose versions stay in that memory; and
-        the decision.
-
-    Raises:
-        UnifiedMemoryError: Required, and no provider can; carries the device attributes. Nothing was copied.
-        ConfigError: As ``Placer``.
-        InputError: ``tensor`` is no strided tensor.
-    """
+    """Place a tensor that will be written again and again; see ``Placer.mutable``."""
     return Placer(policy, device=device, providers=providers, environment=environment).mutable(tensor, copy=copy)
 
 
@@ -118,27 +63,7 @@ def apply_input_policy(
     providers: Iterable[MemoryProvider] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[torch.Tensor, MemoryDecision]:
-    """Place an activation as the policy says.
-
-    Under ``PREFER_UNIFIED`` nothing is ever allocated or copied: the very same tensor comes back, prefetched if it is
-    managed already. Under ``REQUIRE_UNIFIED`` an activation in ordinary memory is promoted to a temporary, through
-    which gradients flow back to ``x``: drop it after the call, or give it back at once with ``release_input``.
-
-    Args:
-        x: Any shape and dtype.
-        policy: As ``Placer``.
-        device: As ``Placer``.
-        providers: As ``Placer``.
-        environment: As ``Placer``.
-
-    Returns:
-        The tensor to use, and the decision.
-
-    Raises:
-        UnifiedMemoryError: Required, and no provider can; carries the device attributes.
-        ConfigError: As ``Placer``.
-        InputError: ``x`` is no strided tensor.
-    """
+    """Place an activation; see ``Placer.input``."""
     return Placer(policy, device=device, providers=providers, environment=environment).input(x)
 
 

@@ -77,46 +77,72 @@ class Placer:
         )
 
     def weight(self, tensor: torch.Tensor, layer: str | None = None) -> tuple[torch.Tensor, MemoryDecision]:
-        """Place a weight; see ``apply_policy``."""
+        """Place a weight, which is written once and then read.
+
+        Args:
+            tensor: Any shape and dtype. What is promoted comes back detached, with the same ``requires_grad``.
+            layer: Whose weight it is, for messages.
+
+        Raises:
+            UnifiedMemoryError: Required, and no provider can; carries the device attributes.
+            InputError: ``tensor`` is no strided tensor.
+        """
         what = "weight" if layer is None else f"weight of layer {layer!r}"
         _require_strided(what, tensor)
         if self.is_idle:
             return tensor, left_alone(self.policy)
-        promote = functools.partial(self._copy_in, tensor, read_mostly=True)
-        return self._promoted(self._decide(what), tensor, promote)
+        return self._promoted(self._decide(what), tensor, self._copying(tensor))
 
     def source(self, tensor: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
-        """Bring a tensor of a weight to the device; see ``apply_source_policy``."""
+        """Bring a tensor of a weight to the device that will prepare it, with as few copies as the policy allows.
+
+        Where the device reads it in place (a mapped checkpoint, say), nothing is copied; else it is written once, into
+        managed memory, so that a backend that keeps it as it is has it there already. Whatever stands against that, it
+        arrives: what a backend makes of it is what ``weight`` judges.
+
+        Args:
+            tensor: Any shape and dtype; it is neither changed nor, unless mapped, kept.
+
+        Raises:
+            ConfigError: torch has no such device here.
+            InputError: ``tensor`` is no strided tensor.
+        """
         _require_strided("weight", tensor)
         if self.is_idle:
             return _moved(tensor, self.device), left_alone(self.policy)
         decision = self._decide("weight")
         if is_on(tensor, self.device):
             return tensor, decision.done("left", "on its device already")
-        for provider in decision.usable:
-            try:
-                mapped = mapped_by(provider, tensor.detach(), self.device)
-                if mapped is not None:
-                    return mapped, decision.done("mapped", "read where it lies", provider, mapped)
-            except PLUGIN_FAULTS as error:
-                decision.note_error(provider, "map", error)
-        for provider in decision.usable:
-            try:
-                managed = self._copy_in(tensor.detach(), provider, read_mostly=True)
-            except PLUGIN_FAULTS as error:
-                decision.note_error(provider, "to_managed", error)
-            else:
-                return managed, _copied(decision, provider, managed)
+        found = decision.ask("map", lambda provider: mapped_by(provider, tensor.detach(), self.device))
+        if found is not None:
+            return found[1], decision.done("mapped", "read where it lies", *found)
+        found = decision.ask("to_managed", self._copying(tensor.detach()))
+        if found is not None:
+            return found[1], _copied(decision, *found)
         return _moved(tensor, self.device), decision.fallback()
 
     def mutable(self, tensor: torch.Tensor, *, copy: bool = True) -> tuple[torch.Tensor, MemoryDecision]:
-        """Place a tensor that is written again and again; see ``apply_mutable_policy``."""
+        """Place a tensor that will be written again and again, apart from every other holder of it.
+
+        Args:
+            tensor: Any shape and dtype; neither changed nor, with ``copy``, shared.
+            copy: False for the sole owner of ``tensor``: where nothing is promoted the result shares its memory. Else
+                it is cloned there, and only there: one copy is made, whatever is done.
+
+        Returns:
+            The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, whose versions stay in that memory;
+            and the decision.
+
+        Raises:
+            UnifiedMemoryError: Required, and no provider can; carries the device attributes. Nothing was copied.
+            InputError: ``tensor`` is no strided tensor.
+        """
         _require_strided("mutable tensor", tensor)
 
         def promote(provider: MemoryProvider) -> torch.Tensor:
-            managed = self._copy_in(tensor.detach(), provider, read_mostly=False)
+            managed = self._copying(tensor.detach(), read_mostly=False)(provider)
             if copy and shares_memory(managed, tensor):  # it maps memory instead of copying
-                managed = self._copy_in(detached_copy(tensor), provider, read_mostly=False)
+                managed = self._copying(detached_copy(tensor), read_mostly=False)(provider)
             return managed
 
         with torch.inference_mode(mode=False):  # what is made there does not count its changes
@@ -126,7 +152,17 @@ class Placer:
         return (detached_copy(tensor) if copy and done.action != "promoted" else placed), done
 
     def input(self, x: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
-        """Place an activation; see ``apply_input_policy``."""
+        """Place an activation.
+
+        Under ``PREFER_UNIFIED`` nothing is ever allocated or copied: the very same tensor comes back, prefetched if it
+        is managed already. Under ``REQUIRE_UNIFIED`` an activation in ordinary memory is promoted to a temporary,
+        through which gradients flow back to ``x``: drop it after the call, or give it back at once with
+        ``release_input``.
+
+        Raises:
+            UnifiedMemoryError: Required, and no provider can; carries the device attributes.
+            InputError: ``x`` is no strided tensor.
+        """
         _require_strided("activation", x)
         if self.is_idle:
             return x, left_alone(self.policy)
@@ -141,8 +177,6 @@ class Placer:
             return x, decision.done("prefetched", "already managed; its pages move to the device", owner, x)
         if is_preferred and decision.usable:
             return x, decision.done("left", "in ordinary memory; activations are never copied under PREFER_UNIFIED")
-        if is_preferred:
-            return x, decision.fallback()
 
         def promote(provider: MemoryProvider) -> torch.Tensor:
             to_managed = functools.partial(managed_by, provider, device=self.device, read_mostly=False, prefetch=True)
@@ -188,23 +222,23 @@ class Placer:
         if owner is not None and not is_apart and is_on(tensor, self.device):
             note_provider(tensor, owner)
             return tensor, decision.done("left", "already managed", owner, tensor)
-        for provider in decision.usable:
-            try:
-                managed = promote(provider)
-            except PLUGIN_FAULTS as error:
-                decision.note_error(provider, "to_managed", error)
-            else:
-                return managed, _copied(decision, provider, managed)
+        found = decision.ask("to_managed", promote)
+        if found is not None:
+            return found[1], _copied(decision, *found)
         if self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
             return tensor, decision.fallback()
         raise decision.refusal()
 
-    def _copy_in(self, tensor: torch.Tensor, provider: MemoryProvider, *, read_mostly: bool) -> torch.Tensor:
-        """Return a copy in a provider's memory; what is only read is prefetched."""
-        managed = managed_by(
-            provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
-        )
-        return managed.requires_grad_(tensor.requires_grad)
+    def _copying(self, tensor: torch.Tensor, *, read_mostly: bool = True) -> Callable[[MemoryProvider], torch.Tensor]:
+        """Return the function that copies a tensor into a provider's memory; what is only read is prefetched."""
+
+        def copy_in(provider: MemoryProvider) -> torch.Tensor:
+            managed = managed_by(
+                provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
+            )
+            return managed.requires_grad_(tensor.requires_grad)
+
+        return copy_in
 
 
 def _copied(decision: Decision, provider: MemoryProvider, managed: torch.Tensor) -> MemoryDecision:
@@ -239,18 +273,12 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
         return tensor.to(device)
     except (AssertionError, RuntimeError) as error:  # the first where torch was built without it
-        if _is_there(device):
-            raise
-        rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
-        raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
-
-
-def _is_there(device: torch.device) -> bool:
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError):
-        return False
-    return True
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError):
+            rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
+            raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
+        raise  # the device is there
 
 
 def _require_strided(what: str, tensor: object) -> None:

@@ -101,11 +101,9 @@ def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> to
         UnifiedMemoryError: The provider can't; with its numbers.
         LifecycleError: It can't at this time.
     """
-    if torch.is_inference_mode_enabled():  # what is made there does not count its changes
-        with torch.inference_mode(mode=False):
-            return copy_beside(provider, tensor, what)
     try:
-        copy = managed_by(provider, tensor.detach(), device=tensor.device, read_mostly=False, prefetch=False)
+        with torch.inference_mode(mode=False):  # what is made there does not count its changes
+            copy = managed_by(provider, tensor.detach(), device=tensor.device, read_mostly=False, prefetch=False)
         if not is_on(copy, tensor.device) or shares_memory(copy, tensor):
             value = f"{'the same memory' if shares_memory(copy, tensor) else 'memory'} on {copy.device}"
             raise PluginError("to_managed", name="result", rule=f"a copy on {tensor.device}", value=value)
