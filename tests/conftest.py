@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from fakes import reference_alone
 
 import q4core as q4
 from q4_conformance_faults import plugin
+from tests.support.fakes import reference_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

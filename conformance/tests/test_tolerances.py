@@ -13,7 +13,7 @@ from q4_conformance.checks import rounding
 from q4_conformance.checks.lifetime import LOST_LAYERS
 from q4_conformance.checks.steady import LOST_PER_THREAD, LOST_RESULTS
 from q4_conformance.measurement import dense_check, heap
-from q4_conformance.oracle.exact import exact
+from q4_conformance.oracle import exact
 
 judge = importlib.import_module("q4_conformance.oracle.compare")  # the package exports the function of that name
 PAGE = Path(__file__).parents[2] / "docs" / "tolerances.md"

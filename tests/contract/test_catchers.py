@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parts import UNCAUGHT, catchers, parts
+from tests.support.parts import UNCAUGHT, catchers, parts
 
 
 def test_every_part_catches_a_fault() -> None:

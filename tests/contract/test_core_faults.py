@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from broken_core import CORE_FAULTS, CoreFault
 
 from q4_conformance import Outcome, backend_cases, core_cases, run_case
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance_faults import ToyKernel
+from tests.support.broken_core import CORE_FAULTS, CoreFault
 
 
 @pytest.mark.parametrize("fault", CORE_FAULTS, ids=lambda fault: fault.name)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from pretended import DEVICE, pretended_cuda
 
 import q4core as q4
 from q4_conformance import Case, Outcome, backend_cases, device_cases, linear_cases, run_case
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.reference import reference_backend
+from tests.support.pretended import DEVICE, pretended_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import attrs
 import pytest
-from pretended import DEVICE, pretended_cuda
 
 from q4_conformance import Case, Outcome, run_case
 from q4_conformance.contract.cases import cases_of
@@ -16,6 +15,7 @@ from q4_nvfp4_native import Nvfp4Native
 from q4_triton_kernels import ARCHITECTURES, Facts, WeightOnlyBackend
 from q4_triton_kernels.plan import Plan
 from q4core import BUILTIN_FORMATS, dequantize
+from tests.support.pretended import DEVICE, pretended_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

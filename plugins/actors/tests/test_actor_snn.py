@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from matplotlib import image
-from test_examples import ROOT, run_example
+from tests.repository.test_examples import ROOT, run_example
 
 from q4_nn import ste_weight
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fakes import reference_alone
 from safetensors.torch import save_file
 
 import q4core as q4
+from tests.support.fakes import reference_alone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import typer
-from commands import NF4, ROOT, answer, process, say
-from fakes import plugin
 from typer.testing import CliRunner
 
 import q4core as q4
 from q4_cli.app import build_app, run
+from tests.support.commands import NF4, ROOT, answer, process, say
+from tests.support.fakes import plugin
 
 if TYPE_CHECKING:
     from pathlib import Path

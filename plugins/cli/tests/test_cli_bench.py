@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from commands import MODEL, answer, say
-from fakes import registry
 
 import q4core as q4
 from q4_cli.timing import Timing, copies_for, require_right, time_calls
+from tests.support.commands import MODEL, answer, say
+from tests.support.fakes import registry
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 

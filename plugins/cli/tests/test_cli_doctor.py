@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
-from commands import answer, process, say
-from fakes import FakeBackend, plugin, registry
-from managed import ATTRIBUTES, Broken, FakeProvider
 
 import q4core as q4
 from q4_cli.doctor_report import environment_facts, survey_backends, versions
+from tests.support.commands import answer, process, say
+from tests.support.fakes import FakeBackend, plugin, registry
+from tests.support.managed import ATTRIBUTES, Broken, FakeProvider
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,7 +121,7 @@ def test_survey_gives_paths_or_every_reason() -> None:
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
 def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """``doctor`` goes on after its time limit, names the plugin that hangs, and tells of the others."""
-    monkeypatch.setattr("q4core.cli.app.PLUGIN_LIMIT_S", 1.0)
+    monkeypatch.setattr("q4_cli.app.PLUGIN_LIMIT_S", 1.0)
     waiting = plugin(q4_dialects=lambda: threading.Event().wait(600))
     mine = q4.Registry([("stuck", waiting), ("good", plugin(FakeBackend("good")))])
     monkeypatch.setattr("q4core.plugins.registry._default", mine)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from commands import MODEL, NF4, answer, say
-from fakes import FakeBackend, registry
 
 import q4core as q4
+from tests.support.commands import MODEL, NF4, answer, say
+from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
-from fakes import plugin
 from hypothesis import strategies
 from safetensors.torch import save_file
 
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.failure import describe
+from tests.support.fakes import plugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

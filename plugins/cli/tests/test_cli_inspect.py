@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from commands import AMBIGUOUS, MODEL, NF4, answer, say
 from safetensors.torch import load_file
 
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.inspect_report import dense_totals
+from tests.support.commands import AMBIGUOUS, MODEL, NF4, answer, say
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from footprint import run_child
-from sparse import make_sparse
+
+from tests.support.footprint import run_child
+from tests.support.sparse import make_sparse
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux")
 
 INSPECT = """
 import contextlib, importlib, json, sys, time
-from footprint import peak_resident, resident
+from tests.support.footprint import peak_resident, resident
 
 for name in sys.argv[2:]:
     with contextlib.suppress(Exception):  # a few modules stand in sys.modules under names of their own making

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from commands import answer
 from safetensors.torch import load_file
 
 import q4core as q4
 from q4_cli.packing_plan import make_recipe, split_tensors
 from q4core.schema import TensorInfo
+from tests.support.commands import answer
 
 if TYPE_CHECKING:
     from pathlib import Path

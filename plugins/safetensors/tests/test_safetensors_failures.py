@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from checkpoints import is_same, packed, trio, visible
 
 import q4core as q4
+from tests.support.checkpoints import is_same, packed, trio, visible
 
 if TYPE_CHECKING:
     from q4_safetensors.staging import Staging

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from checkpoints import save, save_shards, tensors_of_two
 
 import q4core as q4
+from tests.support.checkpoints import save, save_shards, tensors_of_two
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from checkpoints import is_same, packed, save, tensors_of_two, visible
-from footprint import run_child
 
 import q4core as q4
 from q4_safetensors.staging import Staging
+from tests.support.checkpoints import is_same, packed, save, tensors_of_two, visible
+from tests.support.footprint import run_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable

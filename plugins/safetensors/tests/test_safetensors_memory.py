@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from footprint import run_child
-from sparse import make_sparse
+
+from tests.support.footprint import run_child
+from tests.support.sparse import make_sparse
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux")
 
 LOAD = """
 import json, sys
 import torch, q4core as q4
-from footprint import PeakAnonymous, anonymous
+from tests.support.footprint import PeakAnonymous, anonymous
 
 def in_memory(tensors):
     "Bytes of tensors that lie in no mapping of a checkpoint file."
@@ -48,7 +49,7 @@ print(json.dumps({"peak": peak.bytes - before, "prepared": in_memory(prepared), 
 OPEN = """
 import json, sys, time
 import torch, q4core as q4
-from footprint import peak_resident, resident
+from tests.support.footprint import peak_resident, resident
 
 q4.dialects()
 before, start = resident(), time.process_time()

@@ -10,10 +10,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from checkpoints import is_same, save, save_shards, tensors_of_two, trio
 
 import q4core as q4
 from q4_safetensors.mapped import MappedFile
+from tests.support.checkpoints import is_same, save, save_shards, tensors_of_two, trio
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "index", "folder of shards", "lone file of a folder"])

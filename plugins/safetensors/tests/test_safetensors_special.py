@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from footprint import run_child
 from safetensors.torch import save_file
+
+from tests.support.footprint import run_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-from checkpoints import is_same, packed, save, visible
+from tests.support.checkpoints import is_same, packed, save, visible
 
 
 def test_saved_file_is_read_by_us_and_by_the_package(tmp_path: Path) -> None:

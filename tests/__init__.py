@@ -1,0 +1,1 @@
+"""Tests of the core, by room; helpers stand in ``tests.support``."""

@@ -1,0 +1,244 @@
+"""Events: structured, quiet unless asked for, never on stdout; warnings once, at the user's own line."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import structlog
+import torch
+
+import q4core as q4
+from q4core.diagnostics import events
+from tests.support.fakes import FakeBackend, registry
+
+CODE = """
+import torch, q4core as q4
+weight = q4.quantize(torch.randn(8, 64), "nf4", name="up")
+q4.Session(q4.SessionConfig(compute_path="kernel_or_fallback")).linear(weight)
+print("out")
+"""
+
+
+def _run(**environment: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE],
+        env={"PATH": "/usr/bin:/bin", "Q4_PLUGINS": "gguf", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+def test_quiet_by_default() -> None:
+    """Without Q4_LOG nothing is printed, although a fallback happened."""
+    assert _run() == ("out\n", "")
+
+
+def test_json_lines_on_stderr() -> None:
+    """Q4_LOG=json,debug gives one JSON object per event on stderr, with the decision's fields."""
+    out, err = _run(Q4_LOG="json,debug")
+    assert out == "out\n"
+    records = [json.loads(line) for line in err.splitlines()]
+    by_event = {record["event"]: record for record in records}
+    assert {"q4.prepare", "q4.probe", "q4.select", "q4.fallback"} <= set(by_event)
+    assert by_event["q4.select"]["layer"] == "up"
+    assert by_event["q4.select"]["backend"] == "dequant-fallback"
+    assert by_event["q4.fallback"]["level"] == "warning"
+
+
+@pytest.mark.parametrize("wish", ["json", "console"])
+def test_a_style_alone_shows_what_was_decided(wish: str) -> None:
+    """Q4_LOG=json, or console, shows selection and fallback of a healthy run, and no more than what is worth info."""
+    _, err = _run(Q4_LOG=wish)
+    told = [re.search(r"q4\.\w+", line) for line in err.splitlines()]
+    assert [found and found[0] for found in told] == ["q4.quantize", "q4.select", "q4.fallback"]
+
+
+def test_timestamps_have_zone_and_milliseconds() -> None:
+    """A timestamp is ISO 8601 in UTC with milliseconds, whatever the machine's zone."""
+    _, err = _run(Q4_LOG="json", TZ="Asia/Tokyo")
+    for line in err.splitlines():
+        stamp = json.loads(line)["timestamp"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", stamp)
+        age = dt.datetime.now(tz=dt.timezone.utc) - dt.datetime.fromisoformat(stamp.replace("Z", "+00:00"))
+        assert dt.timedelta() <= age < dt.timedelta(minutes=10)
+
+
+def test_lines_carry_the_names_of_session_and_layer() -> None:
+    """Every line of a layer's preparation names its session and the layer, probes and backend faults included."""
+    _, err = _run(Q4_LOG="json,debug")
+    records = [json.loads(line) for line in err.splitlines()]
+    assert "q4.probe" in {record["event"] for record in records}
+    about_layers = [record for record in records if record["event"] not in {"q4.plugin", "q4.quantize"}]
+    assert {(record["session"], record["layer"]) for record in about_layers} == {("session-1", "up")}
+
+
+def test_an_applications_own_names_join(caplog: pytest.LogCaptureFixture) -> None:
+    """What the application bound with structlog's contextvars joins our lines, and none of our names stays bound."""
+    structlog.contextvars.clear_contextvars()
+    with (
+        structlog.contextvars.bound_contextvars(request="r1"),
+        caplog.at_level(logging.INFO, logger="q4core"),
+    ):
+        layer = q4.Session(name="mine", registry=registry()).linear(q4.quantize(torch.ones(8, 64), "nf4", name="up"))
+        assert structlog.contextvars.get_contextvars() == {"request": "r1"}
+    assert layer.is_prepared
+    (fields,) = [item.q4_fields for item in caplog.records if item.q4_event == "q4.select"]  # type: ignore[attr-defined]
+    assert (fields["request"], fields["session"], fields["layer"]) == ("r1", "mine", "up")
+
+
+def test_a_failed_probe_shows_where_errors_show(caplog: pytest.LogCaptureFixture) -> None:
+    """A backend whose numbers are wrong is an error in the logs."""
+    wrong = FakeBackend("wrong", damage=lambda y: y + 100)
+    with caplog.at_level(logging.INFO, logger="q4core"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q4.Session(registry=registry(wrong)).linear(q4.quantize(torch.ones(8, 64), "nf4"))
+    levels = {item.q4_event: item.levelname for item in caplog.records}  # type: ignore[attr-defined]  # our extra
+    assert levels["q4.probe"] == "ERROR"
+
+
+def test_a_broken_plugin_shows_where_warnings_show(caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin that can't be used is a warning in the logs."""
+    with caplog.at_level(logging.INFO, logger="q4core"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q4.Registry([("empty", object())]).records()
+    (record,) = caplog.records
+    assert (record.q4_event, record.levelname) == ("q4.plugin", "WARNING")  # type: ignore[attr-defined]  # our extra
+
+
+def test_memory_events_carry_values_of_their_own_types(caplog: pytest.LogCaptureFixture) -> None:
+    """A q4.memory event holds numbers, mappings and None as such, shown at info; a policy is the word to ask for it."""
+    config = q4.SessionConfig(unified_memory="prefer_unified")
+    weight = q4.quantize(torch.ones(8, 64), "nf4", name="up")
+    with caplog.at_level(logging.INFO, logger="q4core"):
+        q4.Session(config, registry=registry()).linear(weight)
+    fields = next(item.q4_fields for item in caplog.records if item.q4_event == "q4.memory")  # type: ignore[attr-defined]
+    assert (fields["kind"], fields["policy"], fields["action"]) == ("weight", "prefer_unified", "fallback")
+    assert (fields["bytes"], fields["provider"], fields["placement"]) == (0, None, None)
+    assert fields["attributes"]["cuda_available"] is torch.cuda.is_available()
+    assert json.loads(json.dumps(fields))["layer"] == "up"
+
+
+def test_console_lines_and_levels() -> None:
+    """Q4_LOG=warning shows what is that important, as a line for people."""
+    _, err = _run(Q4_LOG="warning")
+    (line,) = err.splitlines()
+    assert "event=q4.fallback" in line
+    assert "layer=up" in line
+
+
+def test_a_bad_wish_is_named() -> None:
+    """A word that Q4_LOG does not know is an error that names the legal ones."""
+    with pytest.raises(q4.ConfigError) as caught:
+        events.set_up_logging("loud")
+    assert caught.value.name == "Q4_LOG"
+    assert "json" in str(caught.value)
+
+
+def test_events_reach_the_standard_logging_tree(caplog: pytest.LogCaptureFixture) -> None:
+    """An application's own logging set-up sees each event with its fields."""
+    with caplog.at_level(logging.DEBUG, logger="q4core"):
+        events.emit("q4.select", layer="up", backend="none")
+    (record,) = caplog.records
+    assert record.q4_event == "q4.select"  # type: ignore[attr-defined]  # our extra
+    assert record.q4_fields == {"layer": "up", "backend": "none"}  # type: ignore[attr-defined]  # our extra
+
+
+def test_observers_come_and_go() -> None:
+    """An observer sees events until it is taken off."""
+    seen: list[str] = []
+
+    def observer(event: str, _: dict[str, object]) -> None:
+        seen.append(event)
+
+    events.observe(observer)
+    events.emit("q4.one")
+    events.unobserve(observer)
+    events.emit("q4.two")
+    assert seen == ["q4.one"]
+
+
+def test_a_warning_comes_once_per_key_at_the_users_line() -> None:
+    """The same warning is not repeated, and it points outside q4core."""
+    events.forget_warnings()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for key in ("a", "a", "b"):
+            events.warn_once(key, q4.Q4FallbackWarning, "message")
+    assert len(caught) == 2
+    assert caught[0].filename == __file__
+
+
+def test_observers_share_nothing() -> None:
+    """Each observer has fields of its own: one that empties them takes nothing from the others, or from the log."""
+    seen: list[dict[str, object]] = []
+
+    def thief(_: str, fields: dict[str, object]) -> None:
+        fields.clear()
+
+    def witness(_: str, fields: dict[str, object]) -> None:
+        seen.append(fields)
+
+    events.observe(thief)
+    events.observe(witness)
+    try:
+        events.emit("q4.one", layer="up")
+    finally:
+        events.unobserve(thief)
+        events.unobserve(witness)
+    assert seen == [{"layer": "up"}]
+
+
+@pytest.mark.parametrize("fault", [ValueError, SystemExit])
+def test_an_observer_that_raises_is_told_once_and_called_again(fault: type[BaseException]) -> None:
+    """An observer's error stays out of what it observes: the layer is made, later observers hear, one warning comes."""
+    calls: list[str] = []
+    heard: list[str] = []
+
+    def broken(event: str, _: dict[str, object]) -> None:
+        calls.append(event)
+        raise fault("broken")
+
+    def witness(event: str, _: dict[str, object]) -> None:
+        heard.append(event)
+
+    weight = q4.quantize(torch.ones(8, 64), "nf4")
+    events.observe(broken)
+    events.observe(witness)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            layer = q4.Session(registry=registry()).linear(weight)
+    finally:
+        events.unobserve(broken)
+        events.unobserve(witness)
+    assert layer.is_prepared
+    assert len(calls) > 1
+    assert calls == heard
+    (warning,) = caught
+    assert warning.category is q4.Q4PluginWarning
+    assert f"{fault.__name__}: broken" in str(warning.message)
+    assert "broken" in str(warning.message)
+
+
+def test_an_observer_hears_events_where_warnings_are_errors() -> None:
+    """Where the application makes warnings errors, the caller of q4core gets the warning about the observer, typed."""
+
+    def broken(_event: str, _: dict[str, object]) -> None:
+        raise ValueError("told as an error")
+
+    events.observe(broken)
+    try:
+        with pytest.raises(q4.Q4PluginWarning, match="told as an error"):
+            events.emit("q4.one")
+        events.emit("q4.two")
+    finally:
+        events.unobserve(broken)

@@ -1,0 +1,249 @@
+"""What a plugin raised: told with its place in the author's code, and the cause of the error that comes of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import sys
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.session import quantizer
+from tests.support.fakes import FakeBackend, registry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KERNELS = """\
+import json, torch
+import q4core as q4
+
+def by_hand(y):
+    return [][3]
+
+def by_torch(y):
+    return torch.zeros(2) @ torch.zeros(3)
+
+def by_core(y):
+    return q4.find_format("nf5")
+
+def by_library(y):
+    return json.loads("{")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    """Let every warning be given again."""
+    forget_warnings()
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stranger's module in a package."""
+    package = tmp_path / "q4_stranger"
+    (package / "native").mkdir(parents=True)
+    (package / "__init__.py").write_text("def first(y):\n    raise ValueError('at the top')\n")
+    (package / "native" / "__init__.py").write_text("")
+    (package / "native" / "kernels.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    from q4_stranger.native import kernels  # type: ignore[import-not-found]  # noqa: PLC0415  # written above
+
+    yield kernels
+    for name in [name for name in sys.modules if name.split(".")[0] == "q4_stranger"]:
+        del sys.modules[name]
+
+
+def _weight() -> q4.PackedWeight:
+    return q4.quantize(torch.randn(40, 128, generator=torch.Generator().manual_seed(3)), "nf4", name="proj")
+
+
+def _only(backend: FakeBackend) -> q4.Session:
+    return q4.Session(q4.SessionConfig(backend=backend.name), registry=registry(backend))
+
+
+@pytest.mark.parametrize(("function", "line"), [("by_hand", 5), ("by_torch", 8), ("by_core", 11), ("by_library", 14)])
+def test_a_fault_is_told_with_its_place_in_the_authors_code(kernels: Any, function: str, line: int) -> None:
+    """File, line and function of the innermost frame that is not the core's, torch's or the standard library's."""
+    with pytest.raises((IndexError, RuntimeError, q4.FormatError, json.JSONDecodeError)) as caught:
+        getattr(kernels, function)(None)
+    told = describe_exception(caught.value)
+    assert (
+        told == f"{type(caught.value).__name__}: {caught.value} (in q4_stranger/native/kernels.py:{line}, {function})"
+    )
+
+
+def test_a_place_names_no_directory_of_the_machine(kernels: Any, tmp_path: Path) -> None:
+    """A package's own file is told with its name, a module's that stands alone without its folder's."""
+    with pytest.raises(ValueError, match="at the top") as caught:
+        sys.modules["q4_stranger"].first(None)
+    assert describe_exception(caught.value).endswith("(in q4_stranger/__init__.py:2, first)")
+    (tmp_path / "q4_alone.py").write_text("raise OSError('no')")
+    with pytest.raises(OSError, match="no") as alone:
+        import q4_alone  # type: ignore[import-not-found]  # noqa: F401, PLC0415  # written above
+    assert describe_exception(alone.value) == "OSError: no (in q4_alone.py:1, <module>)"
+
+
+def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
+    """One that was never raised has no place; one whose text raises is told by its kind."""
+
+    class Mute(Exception):  # noqa: N818  # a stranger's
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert describe_exception(KeyError("x")) == "KeyError: 'x'"
+    assert describe_exception(Mute()) == "Mute, whose text raises RuntimeError"
+
+
+def test_a_path_that_raises_in_its_probe_says_where(kernels: Any) -> None:
+    """The warning and the error name the place, and the error's cause is what was raised, with its traceback."""
+    session = _only(FakeBackend("stranger", damage=kernels.by_hand))
+    place = "q4_stranger/native/kernels.py:5, by_hand"
+    told = re.escape(f"path fake_gemm raised IndexError: list index out of range (in {place}) at M = 1")
+    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told) as caught:
+        session.linear(_weight())
+    assert isinstance(caught.value.__cause__, IndexError)
+    whole = "".join(traceback.format_exception(caught.value))
+    assert "kernels.py" in whole
+    assert "return [][3]" in whole
+    with pytest.raises(q4.BackendUnavailableError, match=told) as again:
+        session.linear(_weight())  # remembered by its words alone
+    assert again.value.__cause__ is None
+
+
+@pytest.mark.parametrize("method", ["check", "prepare"])
+def test_a_method_that_raises_is_the_cause(kernels: Any, method: str) -> None:
+    """What check or prepare raised is told with its place, and is the cause of the error."""
+    backend = FakeBackend("stranger")
+    setattr(backend, method, lambda *_: kernels.by_hand(None))
+    told = f"{method} raised IndexError: list index out of range (in q4_stranger/native/kernels.py:5, by_hand)"
+    with pytest.raises(q4.BackendUnavailableError, match=re.escape(told)) as caught:
+        _only(backend).linear(_weight())
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_select_that_fails_has_its_cause(kernels: Any) -> None:
+    """q4.select, too, is chained to what check raised."""
+    backend = FakeBackend("stranger")
+    backend.check = kernels.by_hand  # type: ignore[method-assign]
+    request = q4.Request.for_weight(_weight())
+    with pytest.raises(q4.BackendUnavailableError) as caught:
+        q4.select(request, q4.SessionConfig(backend="stranger"), registry=registry(backend))
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_the_fault_of_another_backend_is_no_cause() -> None:
+    """An error about one backend is not chained to what another one raised."""
+    wild = FakeBackend("wild", check_error=RuntimeError("not mine"))
+    refusing = FakeBackend("refusing", reasons=(q4.Reason(q4.ReasonCode.ARCH, "too old"),))
+    with pytest.raises(q4.BackendUnavailableError) as caught:
+        q4.Session(q4.SessionConfig(backend="refusing"), registry=registry(wild, refusing)).linear(_weight())
+    assert caught.value.__cause__ is None
+
+
+def test_a_fault_keeps_no_tensor_alive() -> None:
+    """What a failed prepare had made is freed before the next backend prepares: there may be no room for both."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    class Greedy(FakeBackend):
+        def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+            half = torch.zeros(1000)
+            made.append(weakref.ref(half))
+            raise MemoryError("no room")
+
+    class Next(FakeBackend):
+        def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+            alive.append(made[0]() is not None)
+            return super().prepare(weight, request, context)
+
+    gc.disable()
+    try:
+        layer = q4.Session(registry=registry(Greedy("greedy"), Next("next"))).linear(_weight())
+    finally:
+        gc.enable()
+    assert layer.diagnostics().backend == "next"
+    assert alive == [False]
+
+
+def test_a_fault_is_an_event_with_its_traceback(kernels: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """q4.fault, at debug level, says which backend and has the traceback."""
+    heard: list[dict[str, Any]] = []
+
+    def hear(event: str, fields: dict[str, Any]) -> None:
+        if event == "q4.fault":
+            heard.append(fields)
+
+    observe(hear)
+    try:
+        with caplog.at_level(logging.DEBUG, logger="q4core"), pytest.warns(q4.Q4ProbeWarning):
+            q4.Session(registry=registry(FakeBackend("stranger", damage=kernels.by_hand))).linear(_weight())
+    finally:
+        unobserve(hear)
+    (fields,) = heard
+    assert fields["backend"] == "stranger"
+    assert fields["error"].startswith("IndexError: ")
+    assert "return [][3]" in fields["traceback"]
+    (record,) = [item for item in caplog.records if getattr(item, "q4_event", None) == "q4.fault"]
+    assert record.levelno == logging.DEBUG
+
+
+def test_a_native_quantiser_that_raises_is_the_cause(kernels: Any) -> None:
+    """Its probe says where, and the error of who asked for it has its cause."""
+    path = q4.KernelPath.quantizer("quantize")
+    backend = FakeBackend("native", paths=(path,), ops={"quantize"}, roundings=frozenset(q4.Rounding))
+    backend.quantize = lambda *_, **__: kernels.by_hand(None)  # type: ignore[attr-defined]
+    told = re.escape("(in q4_stranger/native/kernels.py:5, by_hand)")
+    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told) as caught:
+        quantizer.quantize(torch.ones(4, 64), "nf4", rounding="stochastic", registry=registry(backend))
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_live_layer_says_where(kernels: Any) -> None:
+    """A call that fails after its proof names the place, too, and so does one whose error has no text."""
+
+    class Mute(Exception):  # noqa: N818  # a stranger's
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def mute(_: torch.Tensor) -> torch.Tensor:
+        raise Mute
+
+    backend = FakeBackend("stranger")
+    layer = _only(backend).linear(_weight())
+    backend.damage = kernels.by_hand
+    with pytest.raises(q4.BackendError, match=re.escape("(in q4_stranger/native/kernels.py:5, by_hand)")):
+        layer(torch.ones(1, 128))
+    backend.damage = mute
+    with pytest.raises(
+        q4.BackendError, match=r"raised Mute, whose text raises RuntimeError \(in \S*test_fault_places.py:\d+, mute\)"
+    ):
+        layer(torch.ones(1, 128))
+
+
+def test_a_hook_that_raises_says_where(kernels: Any) -> None:
+    """What doctor shows of a hook, and of a module that can't be imported, names the place."""
+    plugins = q4.Registry([("stranger", _Hooked(kernels))])
+    with pytest.warns(q4.Q4PluginWarning, match=re.escape("q4_stranger/native/kernels.py:5, by_hand")):
+        plugins.backends()
+
+
+class _Hooked:
+    """A plugin whose hook raises."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels = kernels
+
+    @q4.hookimpl
+    def q4_backends(self) -> list[Any]:
+        return [self.kernels.by_hand(None)]

@@ -1,0 +1,149 @@
+"""The verdicts of the benchmarks: numbers on either side of a target."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from benchmarks import generate
+from benchmarks.cpu import rounds, verdicts
+from benchmarks.verdict import Verdict, lines
+from tests.support.benchmark_results import decode_stage, prefill_stage, stage_of
+
+
+def _missed(stage: dict[str, Any]) -> set[str]:
+    return {verdict.target.split(":")[0] for verdict in verdicts.judge([stage], []) if not verdict.is_met}
+
+
+@pytest.mark.parametrize("stage", [decode_stage(), decode_stage(threads=1), prefill_stage(), prefill_stage(rows=4)])
+def test_numbers_that_meet_every_target_are_said_to(stage: dict[str, Any]) -> None:
+    """No verdict is missed, and there are verdicts."""
+    assert verdicts.judge([stage], [])
+    assert _missed(stage) == set()
+
+
+@pytest.mark.parametrize(
+    ("stage", "targets"),
+    [
+        (decode_stage(ggml=249), {"decode, int8"}),
+        (decode_stage(ort=249), {"decode, int8"}),
+        (decode_stage(read=230 * 0.94), {"decode, int8, all threads"}),
+        (decode_stage(threads=1, read=224), {"decode, int8, one thread"}),
+        (decode_stage(exact=515), {"decode, exact, all threads"}),
+        (decode_stage(nvfp4=380), {"decode"}),
+        (decode_stage(bitsandbytes=9_990), {"decode"}),
+        (decode_stage(torchao=124_900), {"decode"}),
+        (prefill_stage(ort=4390), {"prefill, int8"}),
+        (prefill_stage(ggml=4390), {"prefill, int8"}),
+        (prefill_stage(torch=7190), {"prefill, exact, M >= 64"}),
+        (prefill_stage(rows=16, torch=1000), set()),
+    ],
+)
+def test_one_number_flips_its_verdict(stage: dict[str, Any], targets: set[str]) -> None:
+    """A number just beyond a target misses that target and no other."""
+    assert _missed(stage) == targets
+
+
+def test_bitsandbytes_counts_at_its_best_and_as_most_machines_run_it() -> None:
+    """Its kernels for AVX512-BF16 alone can miss the target that its other path meets."""
+    stage = decode_stage(bitsandbytes=500)
+    found = {one.target: one.word for one in verdicts.judge([stage], []) if "bitsandbytes" in one.target}
+    target = "decode: NF4 40 times as fast as bitsandbytes"
+    assert found == {target: "MISSED", f"{target} on CPUs without AVX512-BF16": "met"}
+
+
+def test_the_best_reader_is_the_yardstick() -> None:
+    """The share is of the fastest reader, which the verdict names."""
+    shares = [one for one in verdicts.judge([decode_stage()], []) if "read bandwidth" in one.target]
+    assert {one.against for one in shares} == {"read: a"}
+    assert shares[0].ratio == pytest.approx(230 / 250)
+
+
+def test_a_machine_of_two_speeds_is_judged_within_its_rounds() -> None:
+    """Where all go twice as fast for half of a run, one median may be of that half and another one not."""
+    stage = decode_stage()
+    for name, call in stage["calls"].items():
+        fast = 16 if name.startswith("read") else 14
+        samples = [call["median"] / (2 if index < fast else 1) for index in range(30)]
+        stage["calls"][name] = call | {"samples": samples, "median": statistics.median(samples)}
+    assert _missed(stage) == set()
+    shares = [one.ratio for one in verdicts.judge([stage], []) if "read bandwidth" in one.target]
+    assert shares[0] == pytest.approx(230 / 250)
+
+
+def test_few_samples_are_compared_with_those_of_their_rounds() -> None:
+    """A slow call is sampled in every third round, and set against what the other took there."""
+    slow = {"median": 0.0, "samples": [20.0, 40.0, 20.0]}
+    quick = {"median": 0.0, "samples": [5.0, 5.0, 1.0, 5.0, 5.0, 2.0, 5.0, 5.0, 1.0]}
+    assert rounds.ratio(slow, quick) == 20
+    assert rounds.ratio(quick, slow) == 0.05
+
+
+def test_formats_are_compared_with_their_equals() -> None:
+    """Eight bits stand against eight, and sparse scales against four bits with as many, whoever is faster."""
+    stage = stage_of(
+        1,
+        2,
+        {
+            "q8_0 int8": ("q4core", "q8_0", "int8", 500),
+            "nf4 int8": ("q4core", "nf4", "int8", 250),
+            "int4 g128 int8": ("q4core", "int4 g128", "int8", 250),
+            "ggml Q4_0": ("ggml", "Q4_0", "int8", 300),
+            "ggml Q8_0": ("ggml", "Q8_0", "int8", 600),
+            "onnxruntime int4 g128": ("onnxruntime", "int4 g128", "int8", 200),
+        },
+    )
+    found = {
+        one.subject.split(",")[0]: one.against for one in verdicts.judge([stage], []) if "faster than" in one.target
+    }
+    assert found == {"q8_0": "ggml Q8_0", "nf4": "ggml Q4_0", "int4 g128": "onnxruntime int4 g128"}
+
+
+def test_a_missing_peer_is_not_measured_instead_of_met() -> None:
+    """Without peers nothing is compared, and the words say so."""
+    stage = decode_stage()
+    for name in [name for name, call in stage["calls"].items() if call["role"] == "peer"]:
+        del stage["calls"][name]
+    found = [one for one in verdicts.judge([stage], []) if "read bandwidth" not in one.target]
+    assert found
+    assert {one.word for one in found} == {"not measured"}
+    assert all("not measured" in line for line in list(lines(found))[1:])
+
+
+def test_the_cache_resident_case_proves_no_target() -> None:
+    """What comes from the cache is reported and not judged."""
+    assert verdicts.judge([decode_stage() | {"weights_from": "cache"}], []) == []
+
+
+def test_small_layers_are_judged_by_what_they_add() -> None:
+    """The kernel's own time is taken off, and each way of calling has its limit."""
+    calls = {"kernel": {"median": 8.0}, "forward with out=": {"median": 11.5}, "forward without out=": {"median": 14.5}}
+    with_out, without = verdicts.judge([], [{"name": "q4_0", "calls": calls}])
+    assert (with_out.ratio, with_out.word) == (3.5, "MISSED")
+    assert (without.ratio, without.word) == (6.5, "met")
+
+
+def test_the_worst_case_is_told() -> None:
+    """The line of a target counts what meets it and names the worst, for limits from below and from above."""
+    low = [Verdict("fast", "a", 1.2, 1.0), Verdict("fast", "b", 0.9, 1.0, against="c")]
+    assert [line.split()[:2] for line in lines(low)][1:] == [["MISSED", "1/2"], ["MISSED", "0.9"]]
+    high = [Verdict("short", "a", -1.0, 3.0, is_most=True), Verdict("short", "b", 2.0, 3.0, is_most=True)]
+    assert "worst 2 (b" in list(lines(high))[1]
+
+
+def test_generation_is_judged_against_llama_cpp() -> None:
+    """Tokens per second of ours, with int8 activations, over those of llama.cpp; not measured without it."""
+
+    def programs(ours: float, theirs: float) -> dict[str, Any]:
+        return {
+            name: {kind: {"median": rate, "p10": rate, "p90": rate} for kind in ("decode", "prefill")}
+            for name, rate in ((generate.OURS, ours), (generate.EXACT, ours), (generate.LLAMA, theirs))
+        }
+
+    judged = generate.judge({"threads": {"2": programs(81, 100), "1": programs(79, 100)}})
+    assert [one.word for one in judged] == ["met", "met", "MISSED", "MISSED"]
+    alone = programs(81, 100)
+    del alone[generate.LLAMA]
+    assert {one.word for one in generate.judge({"threads": {"2": alone}})} == {"not measured"}

@@ -1,0 +1,117 @@
+"""The examples do what they say, in processes of their own."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+from matplotlib import image
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROOT = Path(__file__).parents[2]
+BLUE, GREEN = (0x34, 0x65, 0xA4), (0x4E, 0x9A, 0x06)
+
+pytestmark = pytest.mark.slow
+
+
+@attrs.frozen
+class TrainingRun:
+    """What three epochs of ``examples/train_ste.py`` left behind."""
+
+    text: str
+    picture: Path
+
+    def number(self, pattern: str) -> float:
+        """Return the one number that the text has at the pattern's group."""
+        (found,) = re.findall(pattern, self.text)
+        return float(found)
+
+
+def run_example(name: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run an example in a folder, as a user would."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def test_each_example_names_what_it_needs() -> None:
+    """Every example says which extra it needs, and that extra has every library that the examples import."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^examples = \[(.*)\]$", text, flags=re.MULTILINE)
+    extra = {re.split(r"[>=\" ]", item.strip().strip('"'))[0] for item in line.split(",")}
+    libraries = set()
+    for path in (ROOT / "examples").glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        assert 'pip install "q4core[examples]"' in (ast.get_docstring(ast.parse(source)) or ""), path.name
+        libraries |= set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
+    own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"torch", "q4core"}
+    needed = libraries - own - set(sys.stdlib_module_names)
+    assert {name.replace("sklearn", "scikit-learn") for name in needed} == extra
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
+    """Train for three epochs."""
+    folder = tmp_path_factory.mktemp("training")
+    done = run_example("train_ste.py", "--epochs", 3, "--picture", "curves.png", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["curves.png"]
+    return TrainingRun(done.stdout, folder / "curves.png")
+
+
+def test_training_learns(training: TrainingRun) -> None:
+    """After three epochs the loss has fallen, and most digits of the test set are told; chance tells a tenth."""
+    first, last = re.findall(r"loss ([\d.]+) → ([\d.]+)", training.text)[0]
+    assert float(last) < float(first)
+    assert training.number(r"test accuracy ([\d.]+)% with nvfp4 weights") > 50.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the example counts memory on Linux only")
+def test_training_leaves_memory_where_it_was(training: TrainingRun) -> None:
+    """The third epoch leaves the process as large as the second; the cache that evaluation filled is given back.
+
+    An epoch has 23 steps. If each left its float32 quantised weights behind (37,888 bytes), the process would have
+    grown by 0.8 MB; half of that is allowed for the allocator.
+    """
+    assert training.number(r"memory since the second epoch: ([+-][\d.]+) MB") <= 0.4
+    assert "the eval cache held 37,888 bytes, now given back" in training.text
+
+
+def test_training_draws_both_curves(training: TrainingRun) -> None:
+    """The picture opens in a PNG decoder, and has the loss in its left half and the accuracy in its right half."""
+    pixels: np.ndarray = image.imread(training.picture, format="png")
+    height, width, _ = pixels.shape
+    assert height > 200
+    assert width > 2 * height
+
+    def count(part: np.ndarray, colour: tuple[int, int, int]) -> int:
+        return int((abs(part[..., :3] * 255 - colour) < 1).all(axis=-1).sum())
+
+    left, right = pixels[:, : width // 2], pixels[:, width // 2 :]
+    assert count(left, BLUE) > 100
+    assert count(right, GREEN) > 100
+    assert count(left, GREEN) == count(right, BLUE) == 0
+
+
+def test_training_refuses_no_epochs(tmp_path: Path) -> None:
+    """Zero epochs leave nothing to draw: the example says so and writes nothing."""
+    done = run_example("train_ste.py", "--epochs", 0, folder=tmp_path)
+    assert done.returncode == 2
+    assert "--epochs must be at least 1" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,64 @@
+"""TC-06: q4core and the fallback alone, installed from their wheels, run a layer in pure Python."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import fresh
+
+PROGRAM = """
+import json, sys
+import torch
+import q4core as q4
+
+weight = q4.quantize(torch.randn(48, 128, generator=torch.Generator().manual_seed(1)), "nf4")
+with q4.Session() as session:
+    layer = session.linear(weight)
+    x = torch.ones(3, 128)
+    y = layer(x)
+    exact = x.double() @ q4.dequantize(weight, torch.float64).T
+    error = float((y.double() - exact).abs().max())
+    record = layer.diagnostics()
+with open("/proc/self/maps") as maps:
+    mapped = sorted({line.split()[-1] for line in maps if "/" in line})
+print(json.dumps({
+    "q4core": q4.__file__,
+    "plugins": [(item.name, item.state, item.errors) for item in q4.default_registry().records()],
+    "backend": record.backend,
+    "rejections": len(record.rejections),
+    "modules": sorted(name for name in sys.modules if name.startswith("q4_") and "." not in name),
+    "error": error,
+    "mapped": mapped,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the python of an environment with torch and its needs, q4core, the fallback, and no other plugin."""
+    return fresh.make_environment(
+        tmp_path_factory.mktemp("fresh") / "env", [fresh.ROOT, fresh.ROOT / "plugins/dequant-fallback"]
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(python: Path, tmp_path: Path) -> None:
+    """A session is made, a forward is right, the fallback is the only plugin, and nothing native of ours is mapped."""
+    done = fresh.run(python, "-c", PROGRAM, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    site = Path(told["q4core"]).parents[1]
+    assert python.parents[1] in site.parents
+    assert told["plugins"] == [["dequant-fallback", "loaded", []]]
+    assert (told["backend"], told["rejections"]) == ("dequant-fallback", 0)
+    assert told["modules"] == ["q4_dequant_fallback"]
+    assert told["error"] < 1e-4
+    ours = [path for path in told["mapped"] if "/q4" in path.removeprefix(str(site.parent))]
+    assert ours == []
+    native = [file for file in site.glob("q4*/**/*") if file.suffix in {".so", ".pyd", ".dylib", ".dll"}]
+    assert native == []
+    assert any("libtorch" in path for path in told["mapped"])  # the list is of this process

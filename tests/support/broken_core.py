@@ -1,0 +1,374 @@
+"""Cores with one fault each, planted in this process for as long as a case runs, and the case that must catch each."""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import importlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import attrs
+import torch
+
+import q4_actors
+import q4core as q4
+from q4_conformance.checks import endurance
+from q4_conformance_faults.mutables import MUTABLE_FAULTS, Unguarded
+from q4_nn.training import straight_through
+from q4core import memory
+from q4core.layers import diagnosis, preparation
+from q4core.memory import decision
+from q4core.ops import registration
+from q4core.plugins import registry
+from q4core.schema import detection, validation
+from q4core.selection import candidates, select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["CORE_FAULTS", "CoreFault"]
+
+
+@attrs.frozen(kw_only=True)
+class CoreFault:
+    """One planted fault.
+
+    Args:
+        name: Its name.
+        breaks: Returns a context inside which the core has the fault.
+        caught_by: Id of the core's case that must catch it, or how the id of a backend's case starts: the toy kernel
+            is right, so that such a case can fail for the core's fault alone.
+        says: A pattern in that case's message.
+    """
+
+    name: str
+    breaks: Callable[[], contextlib.AbstractContextManager[object]]
+    caught_by: str
+    says: str
+
+
+def _replaced(where: Any, name: str, put: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Return how to replace one name by what is made of it."""
+    return lambda: mock.patch.object(where, name, put(getattr(where, name)))
+
+
+def _evolving_layers(**facts: Any) -> Callable[[Any], Any]:
+    """Let a dialect's layers be found with other facts."""
+
+    def put(found: Any) -> Any:
+        def find(dialect: Any, catalogue: Any) -> list[Any]:
+            return [
+                attrs.evolve(item, **{key: value(item) for key, value in facts.items()})
+                for item in found(dialect, catalogue)
+            ]
+
+        return find
+
+    return put
+
+
+@contextlib.contextmanager
+def _compiled_code() -> Iterator[None]:
+    """Let each Python load a library that is ours by its name, and one that a distribution of ours has installed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        record = folder / "q4_hidden-1.0.dist-info"
+        lines = ["import ctypes"]
+        for path in (folder / "libq4_fast.so.1", folder / "q4_hidden.libs" / "product.so"):
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(_ctypes.__file__, path)
+            lines.append(f"ctypes.CDLL({str(path)!r})")
+        (folder / "sitecustomize.py").write_text("\n".join(lines), encoding="utf-8")
+        record.mkdir()
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-hidden\nVersion: 1.0\n", encoding="utf-8")
+        (record / "RECORD").write_text("q4_hidden.libs/product.so,,\n", encoding="utf-8")
+        with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+            yield
+
+
+def _without(code: q4.ReasonCode) -> Callable[[Any], Any]:
+    """Let the manifest pass over refusals of one kind."""
+
+    def put(refusals: Any) -> Any:
+        def told(self: q4.Capabilities, request: q4.Request, **wishes: Any) -> tuple[q4.Reason, ...]:
+            return tuple(reason for reason in refusals(self, request, **wishes) if reason.code is not code)
+
+        return told
+
+    return put
+
+
+def _first_of_namesakes(backends: Any) -> Any:
+    def first(self: registry.Registry) -> dict[str, q4.Backend]:
+        twice = {item.name: item for _, item in self._ask("q4_backends") if hasattr(item, "capabilities")}
+        return {**twice, **backends(self)}
+
+    return first
+
+
+def _counted_backwards(diagnose: Any) -> Any:
+    def told(*args: Any, calls: Any, **facts: Any) -> diagnosis.Diagnostics:
+        record: diagnosis.Diagnostics = diagnose(*args, calls=calls[::-1], **facts)
+        return record
+
+    return told
+
+
+def _event_without(field: str, event: str = "q4.select") -> Callable[[Any], Any]:
+    """Let one field of an event be empty."""
+
+    def put(emit: Any) -> Any:
+        def sent(name: str, **fields: Any) -> None:
+            if name == event:
+                fields[field] = type(fields[field])()
+            emit(name, **fields)
+
+        return sent
+
+    return put
+
+
+def _always_fine(rejection: Any) -> Any:
+    return lambda backend, reasons, native_state="": rejection(backend, reasons, native_state and "fine")
+
+
+def _one_row_more(plan_by_key: Any) -> Any:
+    def found(key: str) -> Any:
+        plan = plan_by_key(key)
+        return attrs.evolve(plan, out_features=plan.out_features + 1)
+
+    return found
+
+
+def _breaks_graph(traced_plan: Any) -> Any:
+    def named(self: q4.Q4Linear) -> str:
+        torch._dynamo.graph_break()
+        plan: str = traced_plan(self)
+        return plan
+
+    return named
+
+
+def _by_chance(quantize: Any) -> Any:
+    def quantized(dense: torch.Tensor, format_: str, **wishes: Any) -> q4.PackedWeight:
+        weight: q4.PackedWeight = quantize(dense, format_, **wishes)
+        qdata = weight.qdata.clone()
+        qdata.view(-1)[0] ^= int(torch.randint(1, 16, ()))
+        return attrs.evolve(weight, qdata=qdata)
+
+    return quantized
+
+
+def _backward(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+    """Let the straight-through estimator's gradient be changed."""
+    backward = staticmethod(lambda _, grad: (change(grad), None))
+    return lambda: mock.patch.object(straight_through._StraightThrough, "backward", backward)
+
+
+def _copying(place: Any) -> Any:
+    def placed(x: torch.Tensor, *args: Any, **facts: Any) -> Any:
+        same, decision = place(x, *args, **facts)
+        return same.clone(), decision
+
+    return placed
+
+
+def _refusal(**facts: Any) -> Callable[[Any], Any]:
+    """Let what is wrong with x be told with other facts."""
+
+    def put(refuse_input: Any) -> Any:
+        def refuse(layer: Any, x: Any) -> None:
+            try:
+                refuse_input(layer, x)
+            except q4.InputError as error:
+                told = {"what": error.what, "name": error.name, "rule": error.rule, "hint": error.hint} | facts
+                raise q4.InputError(**told) from None
+
+        return refuse
+
+    return put
+
+
+_LINEAR = importlib.import_module("q4core.layers.linear")
+_NF4 = "nf4-plain-high_first-48x256b64-s0"
+_Q4_1 = "q4_1-plain-half_split32-48x256b32-s0"
+_TORN = MUTABLE_FAULTS[0]
+
+CORE_FAULTS: tuple[CoreFault, ...] = tuple(
+    CoreFault(name=name, breaks=breaks, caught_by=case, says=says)
+    for name, breaks, case, says in (
+        (
+            "claims-a-neighbours-tensor",
+            _replaced(
+                detection, "_found", _evolving_layers(keys=lambda layer: layer.keys | {"bias": "model.norm.weight"})
+            ),
+            "TC-01/detect",
+            r"^proj: keys .*'model\.norm\.weight'",
+        ),
+        (
+            "doubles-the-blocks",
+            _replaced(detection, "_found", _evolving_layers(block_size=lambda layer: 2 * layer.block_size)),
+            "TC-02/detect",
+            r"^proj: \(8, 64\), 32$",
+        ),
+        (
+            "tells-the-first-problem",
+            _replaced(validation, "validate_in", lambda found: lambda *args: found(*args)[:1]),
+            "TC-03/validate",
+            "^not told, or told otherwise: ",
+        ),
+        (
+            "falls-back-without-the-reason",
+            _replaced(select, "_fall_back", lambda found: lambda *args: (found(*args)[0], "no kernel path")),
+            f"TC-05/unavailable/{_NF4}",
+            "^reason 'no kernel path'$",
+        ),
+        (
+            "brings-compiled-code",
+            _compiled_code,
+            "TC-06/bare",
+            r"^compiled code: \[\] \['\S*/libq4_fast\.so\.1', '\S*/product\.so'\]$",
+        ),
+        (
+            "records-no-placement",
+            _replaced(preparation, "_place", lambda _: lambda buffers, *args: (buffers, ())),
+            "TC-07/prefer",
+            r"^memory is recorded as \(\)$",
+        ),
+        (
+            "names-no-attributes",
+            _replaced(
+                decision.Decision, "refusal", lambda _: lambda self: q4.UnifiedMemoryError(f"{self.what}: refused")
+            ),
+            "TC-08/require",
+            "the error names no device attribute",
+        ),
+        (
+            "names-no-layer",
+            _replaced(_LINEAR, "refuse_input", _refusal(what="linear")),
+            f"TC-10/refusals/{_NF4}",
+            "the error does not name the layer: linear: x must be",
+        ),
+        (
+            "knows-no-way-out",
+            _replaced(_LINEAR, "refuse_input", _refusal(hint=None)),
+            f"TC-10/refusals/{_NF4}",
+            "the error does not say what to do: ",
+        ),
+        (
+            "tells-no-legal-choice",
+            _replaced(_LINEAR, "refuse_input", _refusal(rule="right", hint="Try another one.")),
+            f"TC-10/refusals/{_NF4}",
+            "the error does not tell the legal choice '256'",
+        ),
+        (
+            "tells-no-rejection-in-the-event",
+            _replaced(preparation, "emit", _event_without("rejections")),
+            f"TC-12/mix/{_NF4}",
+            r"the event says rejections = \[\], not ",
+        ),
+        (
+            "tells-no-path-in-the-event",
+            _replaced(preparation, "emit", _event_without("paths")),
+            f"TC-12/mix/{_NF4}",
+            r"the event says paths = \[\], not ",
+        ),
+        (
+            "tells-no-native-state-in-the-event",
+            _replaced(preparation, "emit", _event_without("native_load_state")),
+            f"TC-12/mix/{_NF4}",
+            "the event says native_load_state = '', not 'numpy'",
+        ),
+        (
+            "makes-up-the-native-state",
+            _replaced(select, "Selection", lambda kind: lambda **facts: kind(**facts | {"native_state": "loaded"})),
+            f"TC-12/mix/{_NF4}",
+            "the native state is 'loaded', the backend says 'numpy'",
+        ),
+        (
+            "makes-up-a-losers-native-state",
+            _replaced(candidates, "Rejection", _always_fine),
+            f"TC-12/mix/{_NF4}",
+            "'toy' is rejected with the native state 'fine'",
+        ),
+        (
+            "tears-updates",
+            lambda: mock.patch.object(q4_actors, "MutableTensor", _TORN.make),
+            "TC-13/race",
+            _TORN.says,
+        ),
+        (
+            "tears-updates-between-processes",
+            lambda: mock.patch.object(q4_actors, "SharedMutableTensor", Unguarded),
+            "TC-13/processes",
+            "no order explains",
+        ),
+        (
+            "serves-on-any-device",
+            _replaced(q4.Capabilities, "refusals", _without(q4.ReasonCode.DEVICE)),
+            f"TC-17/cuda-only/{_NF4}",
+            "^a CUDA-only backend served on the CPU$",
+        ),
+        (
+            "quantises-by-chance",
+            _replaced(endurance, "quantize", _by_chance),
+            "TC-18/often",
+            "call 0: other bytes",
+        ),
+        ("halves-gradients", _backward(lambda grad: grad / 2), "TC-19/gradients", "master: out_of_bound"),
+        ("spoils-gradients", _backward(lambda grad: grad * torch.nan), "TC-20/training", "^step 0: gradient of first$"),
+        (
+            "copies-activations",
+            _replaced(memory, "apply_input_policy", _copying),
+            "TC-23/activation",
+            "^another tensor came back$",
+        ),
+        (
+            "serves-the-first-of-namesakes",
+            _replaced(registry.Registry, "backends", _first_of_namesakes),
+            f"EX-12/isolation/{_NF4}",
+            "^a backend served although its name is taken twice$",
+        ),
+        (
+            "serves-any-version",
+            _replaced(registry, "_is_served_version", lambda _: lambda version: True),
+            "EX-12/plugins",
+            "'next-major' does not speak of 'api_version'",
+        ),
+        (
+            "counts-the-wrong-path",
+            _replaced(_LINEAR, "diagnose", _counted_backwards),
+            f"EX-14/record/{_NF4}",
+            "^calls are recorded as ",
+        ),
+        (
+            "serves-what-is-not-declared",
+            _replaced(q4.Capabilities, "refusals", _without(q4.ReasonCode.FEATURE)),
+            f"EX-17/undeclared/{_NF4}",
+            "was served without its being declared$",
+        ),
+        (
+            "serves-precisions-that-nobody-asked-for",
+            _replaced(q4.Request, "allows", lambda _: lambda *_: True),
+            f"EX-17/refused/{_NF4}",
+            "^a request was served that is not declared: ",
+        ),
+        (
+            "fakes-one-row-more",
+            _replaced(registration, "plan_by_key", _one_row_more),
+            f"EX-07/opcheck/{_NF4}",
+            r"^opcheck of q4core\.linear\.default",
+        ),
+        (
+            "breaks-the-graph",
+            _replaced(q4.Q4Linear, "_traced_plan", _breaks_graph),
+            f"EX-07/compile/{_NF4}",
+            r"^torch\.compile\(fullgraph=True\): ",
+        ),
+    )
+)

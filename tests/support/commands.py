@@ -1,0 +1,54 @@
+"""Runs the ``q4`` command for tests, and names the files that they give it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from q4_cli.app import run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pytest
+
+__all__ = ["AMBIGUOUS", "MODEL", "NF4", "ROOT", "answer", "process", "say"]
+
+ROOT = Path(__file__).parents[2]
+NF4 = ROOT / "conformance/src/q4_conformance/golden/bitsandbytes/nf4-b64-double.safetensors"
+MODEL = ROOT / "conformance/src/q4_conformance/golden/models/compressed-tensors-nvfp4"
+AMBIGUOUS = ROOT / "conformance/src/q4_conformance/golden/modelopt/nvfp4-whole-tiles.safetensors"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> Any:
+    """Run a command with ``--json`` and return the one document that it printed."""
+    capsys.readouterr()
+    assert run([*map(str, arguments), "--json"]) == status
+    document = capsys.readouterr().out
+    return json.loads(document)
+
+
+def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Run a command and return what it printed on stdout."""
+    capsys.readouterr()
+    assert run([*map(str, arguments)]) == status
+    return capsys.readouterr().out
+
+
+def process(*arguments: object, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("Q4_")}
+    given = dict(variables or {})
+    path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-m", "q4_cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env={**environment, "PYTHONPATH": path, **given},
+    )
