@@ -90,18 +90,26 @@ from q4core.policy import (
 )
 from q4core.probes.error_bound import error_bound
 from q4core.probes.linear import grid_activations
-from q4core.schema import Catalogue, Dialect, LayerSchema, Problem, Schema, TensorInfo, WrittenLayer
-from q4core.selection.probe_results import ProbeResult
-from q4core.selection.result import Rejection, Selection
-from q4core.session.functions import (
+from q4core.schema import (
+    Catalogue,
+    Dialect,
+    LayerSchema,
+    Problem,
+    Schema,
+    TensorInfo,
+    WrittenLayer,
     detect,
     detect_all,
     detect_or_fail,
+    validate,
+)
+from q4core.selection.probe_results import ProbeResult
+from q4core.selection.result import Rejection, Selection
+from q4core.session.functions import (
     dialects,
     open,  # noqa: A004  # the contract's name: q4.open(path)
     quantize,
     save_checkpoint,
-    validate,
 )
 from q4core.session.session import Session, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat

@@ -8,7 +8,7 @@ from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, TensorInfo
 from q4core.schema.detection import MARKER, Schema, detect, detect_all, detect_in, make_catalogue
 from q4core.schema.dialect import Dialect, WrittenLayer, find_dialect
 from q4core.schema.given import require_arguments
-from q4core.schema.simple_dialects import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4
+from q4core.schema.simple_dialects import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4, take_dialects_from
 from q4core.schema.unread import describe_path, require_layers
 from q4core.schema.validation import detect_or_fail, problems_error, validate, validate_in
 from q4core.schema.values import number_problems, weight_problems
@@ -36,6 +36,7 @@ __all__ = [
     "problems_error",
     "require_arguments",
     "require_layers",
+    "take_dialects_from",
     "validate",
     "validate_in",
     "weight_problems",

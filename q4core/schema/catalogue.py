@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from q4core.schema.given import dtype_and_shape, holds_data, require_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "float_dtype"]
+__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "as_dict", "as_tuple", "float_dtype"]
 
 _MAX_SUFFIX_PARTS = 3
 _MAX_SIDE_BYTES = 1 << 16
@@ -33,11 +34,13 @@ def float_dtype(name: object) -> torch.dtype | None:
     return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
-def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+def as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple: a converter that checkers can read, which the class is not."""
     return tuple(items)
 
 
-def _as_dict(items: Mapping[str, str]) -> dict[str, str]:
+def as_dict(items: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict, likewise."""
     return dict(items)
 
 
@@ -46,15 +49,12 @@ class TensorInfo:
     """dtype and shape of a stored tensor, as torch would load it."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...] = attrs.field(converter=_as_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=as_tuple)
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -109,12 +109,12 @@ class LayerSchema:
     module: str
     dialect: str
     format: str
-    keys: Mapping[str, str] = attrs.field(converter=_as_dict, hash=False)
+    keys: Mapping[str, str] = attrs.field(converter=as_dict, hash=False)
     shape: tuple[int, int] | None = None
     block_size: int | None = None
-    problems: tuple[Problem, ...] = attrs.field(default=(), converter=_as_tuple)
-    notes: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
-    extras: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_as_tuple)
+    problems: tuple[Problem, ...] = attrs.field(default=(), converter=as_tuple)
+    notes: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
+    extras: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=as_tuple)
     named: bool = False
     nbytes: int | None = None
 
@@ -238,5 +238,4 @@ class Catalogue:
     @property
     def dtype(self) -> torch.dtype | None:
         """The model's dtype by ``config.json``, or None."""
-        found = self.config.get("dtype", self.config.get("torch_dtype"))
-        return float_dtype(found)
+        return float_dtype(self.config.get("dtype", self.config.get("torch_dtype")))

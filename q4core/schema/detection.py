@@ -9,9 +9,9 @@ import attrs
 
 from q4core.diagnostics.describe_exception import where
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
-from q4core.schema.catalogue import Catalogue, LayerSchema, Problem
+from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as_tuple
 from q4core.schema.dialect import Dialect, find_dialect
-from q4core.schema.simple_dialects import SIMPLE_DIALECTS
+from q4core.schema.simple_dialects import chosen_dialects
 from q4core.schema.unread import find_unread
 
 if TYPE_CHECKING:
@@ -27,14 +27,6 @@ AMBIGUOUS = "told apart by metadata, config.json or dialect=..., as its keys fit
 """The rule that a layer breaks of which several readings count."""
 
 
-def _as_dict(items: Mapping[str, LayerSchema]) -> dict[str, LayerSchema]:
-    return dict(items)
-
-
-def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(items)
-
-
 @attrs.frozen(kw_only=True)
 class Schema:
     """What a checkpoint holds.
@@ -46,10 +38,10 @@ class Schema:
         unsupported: Tensors and layers that can be listed but not read, each with the reason; ``key`` is the name.
     """
 
-    layers: Mapping[str, LayerSchema] = attrs.field(factory=dict, converter=_as_dict, hash=False)
-    dense: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
-    problems: tuple[Problem, ...] = attrs.field(default=(), converter=_as_tuple)
-    unsupported: tuple[Problem, ...] = attrs.field(default=(), converter=_as_tuple)
+    layers: Mapping[str, LayerSchema] = attrs.field(factory=dict, converter=as_dict, hash=False)
+    dense: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
+    problems: tuple[Problem, ...] = attrs.field(default=(), converter=as_tuple)
+    unsupported: tuple[Problem, ...] = attrs.field(default=(), converter=as_tuple)
 
     @property
     def dialects(self) -> tuple[str, ...]:
@@ -65,7 +57,7 @@ def detect(  # noqa: PLR0913  # the contract's arguments
     dialect: str | None = None,
     load: Callable[[str], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
+    dialects: Iterable[Dialect] | None = None,
 ) -> Schema | None:
     """Return what a mapping of names to tensors holds, or None where nothing in it is 4-bit.
 
@@ -78,14 +70,14 @@ def detect(  # noqa: PLR0913  # the contract's arguments
         dialect: Name of the dialect to prefer wherever the keys allow several.
         load: Loads a small side tensor by name; None takes them from the tensors that hold data.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
-        dialects: The dialects to look for.
+        dialects: The dialects to look for; None for the two simplified ones and the installed plugins'.
 
     Raises:
         DialectError: The dialect's name, or an option's, is unknown.
         SchemaError: ``tensors`` is no mapping of names to tensors.
         ConfigError: Another argument is not what it must be.
     """
-    known = tuple(dialects)
+    known = chosen_dialects(dialects)
     return detect_in(make_catalogue(tensors, metadata, config, load, options, known), known, dialect)
 
 
@@ -96,13 +88,13 @@ def detect_all(  # noqa: PLR0913  # the contract's arguments
     config: Mapping[str, Any] | None = None,
     load: Callable[[str], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
+    dialects: Iterable[Dialect] | None = None,
 ) -> tuple[LayerSchema, ...]:
     """Return every reading of every layer; a module whose keys fit several dialects comes once for each.
 
     Arguments and errors are those of ``detect``.
     """
-    known = tuple(dialects)
+    known = chosen_dialects(dialects)
     found = readings(make_catalogue(tensors, metadata, config, load, options, known), known)
     return tuple(layer for group in found.values() for layer in _countable(group))
 
@@ -200,10 +192,5 @@ def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | 
     left = _countable(candidates)
     if len(left) == 1:
         return left[0]
-    problem = Problem(
-        "ambiguous",
-        left[0].module,
-        AMBIGUOUS,
-        " or ".join(layer.dialect for layer in left),
-    )
+    problem = Problem("ambiguous", left[0].module, AMBIGUOUS, " or ".join(layer.dialect for layer in left))
     return attrs.evolve(left[0], problems=(*left[0].problems, problem))

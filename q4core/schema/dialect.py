@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from q4core.errors import DialectError, closest_name
+from q4core.errors import DialectError, WeightError, closest_name
+from q4core.formats import BlockOrder, Packing, pack_codes
 from q4core.schema.catalogue import Problem
-from q4core.schema.writing import flat_bytes, row_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     import torch
 
-    from q4core.formats import Packing
     from q4core.schema.catalogue import Catalogue, LayerSchema
     from q4core.weight import Feature, PackedWeight, WeightSpec
 
@@ -170,13 +169,31 @@ class Dialect(abc.ABC):
 
     @staticmethod
     def row_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
-        """Return the codes of ROW blocks as uint8 [N, ceil(K / 2)] in a packing, without a copy where they are that."""
-        return row_bytes(weight, packing)
+        """Return the codes of ROW blocks as uint8 [N, ceil(K / 2)] in a packing, without a copy where they are that.
+
+        Raises:
+            WeightError: Blocks are FLAT.
+            FormatError: K does not hold whole groups of the packing.
+        """
+        if weight.blocks is BlockOrder.FLAT:
+            raise WeightError("row_bytes", name="blocks", rule="ROW", value="FLAT")
+        width = -(-weight.in_features // packing.codes_per_byte)
+        qdata = weight.qdata
+        if qdata.dim() == 2 and qdata.shape[1] == width:  # noqa: PLR2004  # [N, bytes]
+            if packing == weight.packing:
+                return qdata
+            if {packing, weight.packing} == {Packing.LOW_FIRST, Packing.HIGH_FIRST} and not weight.in_features % 2:
+                return (qdata >> 4) | (qdata << 4)
+        return pack_codes(weight.codes(), packing)
 
     @staticmethod
     def flat_bytes(weight: PackedWeight, packing: Packing) -> torch.Tensor:
         """Return the codes of the flattened weight as uint8 [ceil(N * K / 2)] in a packing."""
-        return flat_bytes(weight, packing)
+        if weight.blocks is BlockOrder.FLAT:
+            return weight.qdata if packing == weight.packing else pack_codes(weight.codes(), packing)
+        if weight.in_features % 2:
+            return pack_codes(weight.codes().reshape(-1), packing)
+        return Dialect.row_bytes(weight, packing).reshape(-1)
 
     @staticmethod
     def stored_fact(key: str, value: Any) -> str:

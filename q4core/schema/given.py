@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,27 +30,19 @@ def require_arguments(
     if not isinstance(tensors, Mapping):
         rule = "a mapping of names to tensors"
         raise SchemaError("schema", name="tensors", rule=rule, value=type(tensors).__name__)
-    stranger = _no_text(tensors)
-    if stranger:
-        raise SchemaError("schema", name="tensors", rule="keyed by texts", value=stranger[0])
+    for name in tensors:
+        if not isinstance(name, str):
+            raise SchemaError("schema", name="tensors", rule="keyed by texts", value=name)
     for argument, given in (("metadata", metadata), ("config", config), ("options", options)):
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
+        if given is not None and not isinstance(given, Mapping):
             raise ConfigError("schema", name=argument, rule="a mapping or None", value=given)
-        stranger = _no_text(given)
-        if stranger:
-            raise ConfigError("schema", name=argument, rule="keyed by texts", value=stranger[0])
-    for name, text in metadata.items() if isinstance(metadata, Mapping) else ():
-        if not isinstance(text, str):
-            raise ConfigError("schema", name=f"metadata[{name!r}]", rule="a text", value=text)
+        for name, item in (given or {}).items():
+            if not isinstance(name, str):
+                raise ConfigError("schema", name=argument, rule="keyed by texts", value=name)
+            if given is metadata and not isinstance(item, str):
+                raise ConfigError("schema", name=f"metadata[{name!r}]", rule="a text", value=item)
     if load is not None and not callable(load):
         raise ConfigError("schema", name="load", rule="a function of a name, or None", value=load)
-
-
-def _no_text(names: Iterable[object]) -> list[object]:
-    """Return the first of some names that is no text, in a list; none where all are."""
-    return list(itertools.islice((name for name in names if not isinstance(name, str)), 1))
 
 
 def dtype_and_shape(name: str, item: Any) -> tuple[torch.dtype, tuple[int, ...]]:

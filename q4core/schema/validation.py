@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from q4core.errors import SchemaError
 from q4core.schema.catalogue import Problem
-from q4core.schema.detection import Schema, detect_in, make_catalogue
+from q4core.schema.detection import AMBIGUOUS, MARKER, Schema, choose, detect_in, make_catalogue, readings
 from q4core.schema.dialect import find_dialect
-from q4core.schema.renewal import renewed
-from q4core.schema.simple_dialects import SIMPLE_DIALECTS
+from q4core.schema.simple_dialects import chosen_dialects
 from q4core.schema.values import number_problems, weight_problems
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
     dialect: str | None = None,
     load: Callable[[str], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
+    dialects: Iterable[Dialect] | None = None,
 ) -> Schema:
     """Return what a mapping of names to tensors holds, once nothing is wrong with it.
 
@@ -43,7 +44,7 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
         DialectError: The dialect's name, or an option's, is unknown.
         ConfigError: An argument is not what it must be.
     """
-    known = tuple(dialects)
+    known = chosen_dialects(dialects)
     catalogue = make_catalogue(tensors, metadata, config, load, options, known)
     schema = detect_in(catalogue, known, dialect)
     if schema is None:
@@ -76,32 +77,23 @@ def validate(  # noqa: PLR0913  # the contract's arguments
     config: Mapping[str, Any] | None = None,
     load: Callable[[str], torch.Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] = SIMPLE_DIALECTS,
+    dialects: Iterable[Dialect] | None = None,
 ) -> tuple[Problem, ...]:
     """Return every problem of a schema over tensors, or () when all is well.
 
-    These are the problems that ``detect_or_fail`` has with the tensors, and what of the schema they do not hold.
-
-    Args:
-        schema: What ``detect`` gave, for these tensors or for others with the same names. Which dialect each layer is
-            in is taken from it; all else is looked at anew.
-        tensors: Name → tensor, meta tensor or ``TensorInfo``.
-        metadata: As for ``detect``.
-        config: As for ``detect``.
-        load: As for ``detect``.
-        options: As for ``detect``.
-        dialects: As for ``detect``.
+    These are the problems that ``detect_or_fail`` has with the tensors, and what of the schema they do not hold. The
+    schema is what ``detect`` gave, for these tensors or for others with the same names. Which dialect each layer is in
+    is taken from it; all else is looked at anew. Other arguments and errors are those of ``detect``.
 
     Raises:
         DialectError: The schema names a dialect that is not among the dialects.
-        SchemaError: ``schema`` is no schema, or ``tensors`` no mapping of names to tensors.
-        ConfigError: Another argument is not what it must be.
+        SchemaError: ``schema`` is no schema.
     """
     if not isinstance(schema, Schema):
         raise SchemaError("validate", name="schema", rule="a Schema, as detect gives it", value=type(schema).__name__)
-    known = tuple(dialects)
+    known = chosen_dialects(dialects)
     catalogue = make_catalogue(tensors, metadata, config, load, options, known)
-    return validate_in(renewed(schema, catalogue, known), catalogue, known)
+    return validate_in(_renewed(schema, catalogue, known), catalogue, known)
 
 
 def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> tuple[Problem, ...]:
@@ -134,3 +126,74 @@ def _layer_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) 
     if not any(problem.code == "ambiguous" for problem in problems):
         problems += dialect.validate(layer, catalogue)
     return problems
+
+
+def _renewed(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> Schema:
+    """Return a schema anew from a catalogue, with a problem for each layer that its tensors have no place for.
+
+    A layer of which the keys tell nothing any more stays as the schema has it, so that what is missing can be said;
+    layers that the schema lacks are added.
+
+    Raises:
+        DialectError: The schema names a dialect that is not among the dialects.
+    """
+    found = readings(catalogue, dialects)
+    marked = catalogue.metadata.get(MARKER)
+    by_key = _by_key(found)
+    layers: dict[str, LayerSchema] = {}
+    problems = list(schema.problems)
+    told: set[frozenset[tuple[str, str]]] = set()  # the keys of the layers so far
+    for module, old in schema.layers.items():
+        dialect = find_dialect(old.dialect, dialects)
+        chosen = _same(found.get(module, ()), old, marked)
+        if chosen is not None:
+            layers[module] = find_dialect(chosen.dialect, dialects).recall(chosen, old, catalogue)
+            told.add(frozenset(layers[module].keys.items()))
+            continue
+        # Experts come and go as one layer or as many, with the same keys.
+        kin = {name: layer for key in old.keys.values() for name, layer in by_key.get((old.dialect, key), {}).items()}
+        for name, layer in kin.items():
+            told.add(frozenset(layers.setdefault(name, dialect.recall(layer, old, catalogue)).keys.items()))
+        if not kin:  # of experts that are gone, the first speaks for all
+            keys = frozenset(old.keys.items())
+            if keys not in told:
+                told.add(keys)
+                layers[module] = old
+        elif not any(f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.") for name in kin):
+            info = catalogue.get(old.keys["qdata"])
+            rule = f"of a shape that holds the layer {module!r}"
+            problems.append(Problem("shape", old.keys["qdata"], rule, info and list(info.shape)))
+    return attrs.evolve(schema, layers={**layers, **_added(found, layers, marked)}, problems=problems)
+
+
+def _by_key(found: Mapping[str, Sequence[LayerSchema]]) -> dict[tuple[str, str], dict[str, LayerSchema]]:
+    """Return (dialect, key) → the readings that have the key, by module."""
+    by_key: dict[tuple[str, str], dict[str, LayerSchema]] = {}
+    for layer in (layer for group in found.values() for layer in group):
+        for key in layer.keys.values():
+            by_key.setdefault((layer.dialect, key), {})[layer.module] = layer
+    return by_key
+
+
+def _same(group: Sequence[LayerSchema], old: LayerSchema, marked: str | None) -> LayerSchema | None:
+    """Return the reading of a module that is in the schema's dialect; any, where the schema left the dialect open."""
+    if not group:
+        return None
+    is_open = any((problem.code, problem.rule) == ("ambiguous", AMBIGUOUS) for problem in old.problems)
+    chosen = choose(group, None if is_open else old.dialect, marked)
+    return chosen if is_open or chosen.dialect == old.dialect else None
+
+
+def _added(
+    found: Mapping[str, Sequence[LayerSchema]], layers: Mapping[str, LayerSchema], marked: str | None
+) -> dict[str, LayerSchema]:
+    """Return the layers whose tensors no layer of the schema has, but for those that can only be listed."""
+    taken = {key for layer in layers.values() for key in layer.keys.values()}
+    others = {module: choose(group, None, marked) for module, group in found.items()}
+    return {
+        module: layer
+        for module, layer in others.items()
+        if module not in layers
+        and taken.isdisjoint(layer.keys.values())
+        and not any(problem.code == "unsupported" for problem in layer.problems)
+    }

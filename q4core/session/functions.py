@@ -17,17 +17,17 @@ from q4core.schema import SIMPLE_DIALECTS
 from q4core.session import quantizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
     from q4core.checkpoint import Checkpoint
     from q4core.formats import Format, Packing, ScaleKind
-    from q4core.schema import Dialect, LayerSchema, Problem, Schema
+    from q4core.schema import Dialect
     from q4core.weight import PackedWeight
 
-__all__ = ["detect", "detect_all", "detect_or_fail", "dialects", "open", "quantize", "save_checkpoint", "validate"]
+__all__ = ["dialects", "open", "quantize", "save_checkpoint"]
 
 
 def dialects() -> tuple[Dialect, ...]:
@@ -150,60 +150,4 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     )  # fmt: skip
 
 
-def detect(  # noqa: PLR0913  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    dialect: str | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Schema | None:
-    """Return what a mapping of names to tensors holds, in any dialect there is; see ``schema.detect``."""
-    return schemas.detect(
-        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
-    )
-
-
-def detect_all(  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> tuple[LayerSchema, ...]:
-    """Return every reading of every layer, in any dialect there is; see ``schema.detect_all``."""
-    return schemas.detect_all(
-        tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
-    )
-
-
-def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    dialect: str | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Schema:
-    """Return what a mapping holds, once nothing is wrong with it; see ``schema.detect_or_fail``."""
-    return schemas.detect_or_fail(
-        tensors, metadata=metadata, config=config, dialect=dialect, load=load, options=options, dialects=dialects()
-    )
-
-
-def validate(  # noqa: PLR0913  # the contract's arguments
-    schema: Schema,
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> tuple[Problem, ...]:
-    """Return every problem of a schema over tensors, or () when all is well; see ``schema.validate``."""
-    return schemas.validate(
-        schema, tensors, metadata=metadata, config=config, load=load, options=options, dialects=dialects()
-    )
+schemas.take_dialects_from(dialects)

@@ -169,7 +169,7 @@ def test_nothing_found_is_an_error_where_a_schema_is_required() -> None:
 def test_unknown_dialect_is_an_error_with_names(name: str) -> None:
     """An unknown dialect is refused with the names that there are, and the closest."""
     with pytest.raises(q4.DialectError) as caught:
-        detect(_trio(), dialect=name)
+        detect(_trio(), dialect=name, dialects=SIMPLE_DIALECTS)
     assert "simple-nf4, simple-nvfp4" in str(caught.value)
     assert caught.value.value == name
     if name == "simple-nvfp":

@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import q4core as q4
-from q4core import schema
 from q4core.session import quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STAND_FOR: dict[str, Callable[..., Any]] = {
-    "detect": schema.detect,
-    "detect_all": schema.detect_all,
-    "detect_or_fail": schema.detect_or_fail,
     "quantize": quantizer.quantize,
-    "validate": schema.validate,
 }
-PLUGINS = {"dialects", "registry"}
+PLUGINS = {"registry"}
 
 
 def _arguments(function: Callable[..., Any]) -> list[tuple[str, object, object]]:
