@@ -11,7 +11,6 @@ from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Se
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
-from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection.result import Rejection
 from q4core.weight import Feature
 
@@ -21,14 +20,8 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Capabilities
     from q4core.selection.probe_results import ProbeResults
 
-__all__ = ["KINDS", "Candidate", "Offer", "adapt_request", "assess", "assess_gradient", "contradicts"]
+__all__ = ["Candidate", "adapt_request", "assess", "assess_gradient"]
 
-KINDS = {
-    ComputePath.AUTO: frozenset(PathKind),
-    ComputePath.KERNEL_ONLY: frozenset({PathKind.KERNEL}),
-    ComputePath.KERNEL_OR_FALLBACK: frozenset({PathKind.KERNEL}),
-    ComputePath.DEQUANT_MATMUL_ONLY: frozenset({PathKind.REFERENCE}),
-}
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
@@ -36,21 +29,39 @@ _TABLE_STEPS = 126
 
 @attrs.frozen
 class Candidate:
-    """A backend that may serve a request, as it would serve it."""
+    """A backend that was asked.
+
+    Args:
+        name: Its name.
+        request: The request as it sees it.
+        verdict: Its answer.
+        segments: Which of its paths would serve which M; empty where it can't serve.
+        reasons: Why paths may not run on this machine; where it can't serve, every reason why.
+    """
 
     name: str
     request: Request
     verdict: Verdict
     segments: tuple[Segment, ...]
-    disqualified: tuple[Reason, ...]
+    reasons: tuple[Reason, ...]
+
+    @property
+    def is_ruled_out(self) -> bool:
+        """Whether it has working paths, and only the compute path and precision asked for keep it from serving."""
+        codes = {reason.code for reason in self.reasons}
+        return bool(self.verdict.paths) and ReasonCode.POLICY in codes <= {ReasonCode.POLICY, ReasonCode.SHAPE}
+
+    def path_at(self, rows: int) -> KernelPath:
+        """Return the path that would serve a number of rows."""
+        return next(item.path for item in self.segments if item.low <= rows <= _end(item))
+
+    def rejection(self, *more: Reason) -> Rejection:
+        """Return why it does not serve: its own reasons, then ``more``."""
+        return Rejection(self.name, (*self.reasons, *more), self.verdict.native_state)
 
 
-@attrs.frozen
-class Offer:
-    """The paths of a backend, and those of them that no probe has disqualified."""
-
-    paths: tuple[KernelPath, ...]
-    sound: tuple[KernelPath, ...]
+def _end(segment: Segment) -> int:
+    return _INFINITY if segment.high is None else segment.high
 
 
 def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
@@ -186,34 +197,39 @@ def assess(  # noqa: PLR0913  # one argument per fact
     failures: tuple[Reason, ...],
     *,
     any_precision: bool,
-) -> tuple[Candidate | None, Rejection | None, Offer]:
-    """Return a candidate or a rejection, and what the backend offers, whatever the policy."""
+) -> Candidate:
+    """Return how a backend would serve a request with paths of some kinds, or every reason why not.
+
+    Args:
+        backend: Who is asked.
+        request: What is asked.
+        kinds: Which kinds of path may serve.
+        results: What self-probes have shown.
+        failures: Why it could not prepare the weight at hand; it is asked for its state alone.
+        any_precision: The request's precision does not count, as it does not for the reference.
+    """
     adapted, verdict = _ask(backend, request, any_precision=any_precision)
-    if verdict.reasons:
-        return None, Rejection(backend.name, verdict.reasons, verdict.native_state), Offer((), ())
-    if failures:
-        return None, Rejection(backend.name, failures, verdict.native_state), Offer(verdict.paths, ())
+    if verdict.reasons or failures:
+        return Candidate(backend.name, adapted, verdict, (), verdict.reasons or failures)
     paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
     sound, faults = _sift(backend.name, paths, adapted, results)
     reasons = [*faults, *unread]
-    allowed = [path for path in sound if path.kind in kinds and (any_precision or request.allows(path.precision))]
+    allowed = []
     for path in sound:
         if path.kind not in kinds:
             reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
-        elif path not in allowed:
+        elif not any_precision and not request.allows(path.precision):
             message = f"path {path.name} computes in {path.precision.value}, asked for {request.precision.value}"
             reasons.append(Reason(ReasonCode.POLICY, message))
+        else:
+            allowed.append(path)
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
         reasons.append(Reason(ReasonCode.SHAPE, gap))
-    offer = Offer(paths, tuple(sound))
-    if not segments:
-        return None, Rejection(backend.name, tuple(reasons), verdict.native_state), offer
-    refusals = results.refused(backend.name, segments, adapted)
+    refusals = results.refused(backend.name, segments, adapted) if segments else ()
     if refusals:
-        told = (*refusals, *faults)
-        return None, Rejection(backend.name, told, verdict.native_state), Offer(paths, ())
-    return Candidate(backend.name, adapted, verdict, segments, tuple(faults)), None, offer
+        return Candidate(backend.name, adapted, verdict, (), (*refusals, *faults))
+    return Candidate(backend.name, adapted, verdict, segments, tuple(faults if segments else reasons))
 
 
 def assess_gradient(
@@ -241,23 +257,3 @@ def assess_gradient(
         reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
     refusals = results.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
     return (() if refusals else segments), (*refusals, *reasons)
-
-
-def _serves(paths: Sequence[KernelPath], request: Request, compute_path: ComputePath) -> bool:
-    """Return whether paths serve every M asked for under a policy."""
-    is_reference = compute_path is ComputePath.DEQUANT_MATMUL_ONLY
-    kinds = KINDS[compute_path]
-    allowed = [path for path in paths if path.kind in kinds and (is_reference or request.allows(path.precision))]
-    return bool(allowed and _cover(allowed, request.m)[0])
-
-
-def contradicts(offer: Offer, request: Request, compute_path: ComputePath) -> bool:
-    """Return whether another policy would let a backend serve, and this one would not, had every probe passed."""
-    asked = [compute_path]
-    if compute_path is ComputePath.KERNEL_OR_FALLBACK:
-        asked.append(ComputePath.DEQUANT_MATMUL_ONLY)
-    return not any(_serves(offer.paths, request, path) for path in asked) and any(
-        _serves(offer.sound, attrs.evolve(request, precision=precision), path)
-        for path in ComputePath
-        for precision in ActivationPrecision
-    )

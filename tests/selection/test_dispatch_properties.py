@@ -250,7 +250,7 @@ def test_a_fallback_from_a_refused_override_says_why_it_was_refused() -> None:
 @pytest.mark.parametrize(
     ("offered", "policy", "error"),
     [
-        ([_path("p0", DEQUANT, 10, 4)], q4.ComputePath.KERNEL_ONLY, q4.BackendUnavailableError),
+        ([_path("p0", DEQUANT, 10, 4)], q4.ComputePath.KERNEL_ONLY, q4.PolicyConflictError),
         ([_path("p0", REFERENCE, 0, 4)], OR_FALLBACK, q4.BackendUnavailableError),
         (
             [_path("p0", KERNEL, 20, 1, 4), _path("p1", DEQUANT, 10)],
@@ -258,12 +258,12 @@ def test_a_fallback_from_a_refused_override_says_why_it_was_refused() -> None:
             q4.PolicyConflictError,
         ),
     ],
-    ids=["no policy lets it serve", "a reference with a gap", "another policy lets it serve"],
+    ids=["only a path of another kind", "a reference with a gap", "a gap that a path of another kind would fill"],
 )
-def test_an_override_is_a_conflict_where_another_policy_lets_it_serve(
+def test_an_override_is_a_conflict_where_the_policy_rules_out_its_paths(
     offered: list[q4.KernelPath], policy: q4.ComputePath, error: type[q4.Q4Error]
 ) -> None:
-    """It is a conflict of wishes if it could serve under another policy, and unavailable if under none."""
+    """It is a conflict if the policy rules out paths that work, and unavailable if other reasons stand beside."""
     wish = Wish(compute_path=policy, override="ant")
     drawn = [_cast("ant", *offered)]
     assert answer([fact_of(cast, wish) for cast in drawn], wish).error is error

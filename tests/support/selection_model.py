@@ -8,7 +8,6 @@ have shown of each, or the reasons for which it offers none.
 from __future__ import annotations
 
 import enum
-import itertools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -161,19 +160,11 @@ def _best(lanes: dict[str, tuple[q4.KernelPath, ...]]) -> str:
 
 
 def _contradicts(fact: Fact, wish: Wish) -> bool:
-    """Return whether it could serve, were it not for what else was asked: the wishes contradict each other.
-
-    A backend that would serve, had its probe not failed, is not able to; that is no contradiction.
-    """
-    others = (
-        attrs.evolve(wish, compute_path=path, precision=precision)
-        for path, precision in itertools.product(q4.ComputePath, q4.ActivationPrecision)
-    )
-    healthy = attrs.evolve(fact, offers=tuple(attrs.evolve(offer, state=State.PROVEN) for offer in fact.offers))
+    """Return whether the policy rules out paths that work, and nothing but gaps is told of the others."""
     asked = [wish]
     if wish.compute_path is q4.ComputePath.KERNEL_OR_FALLBACK:
         asked.append(_as_reference(wish))
-    return any(_lane(fact, other) for other in others) and not any(_lane(healthy, item) for item in asked)
+    return not fact.refusals and not _failed(fact) and all(_ruled_out(fact, item) for item in asked)
 
 
 def answer(facts: Sequence[Fact], wish: Wish) -> Answer:
