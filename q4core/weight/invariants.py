@@ -54,22 +54,8 @@ def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-class _Checker:
-    """Raises the first broken rule of one weight."""
-
-    def __init__(self, weight: PackedWeight) -> None:
-        self.weight = weight
-
-    def require(self, condition: bool, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
-        """Raise unless ``condition``."""
-        if not condition:
-            raise WeightError(self.weight.label("weight"), name=name, rule=rule, value=value, where=self.weight.dialect)
-
-    def presence(self, name: str, why: str, *, wanted: bool) -> None:
-        """Raise unless a field is present exactly when it is wanted."""
-        present = getattr(self.weight, name) is not None
-        rule = f"{'present' if wanted else 'absent'} for {why}"
-        self.require(present == wanted, name, rule, "present" if present else "absent")
+_Rule = tuple[bool, str, str, object]
+"""Whether it is met, the field, what must hold of it, what is there."""
 
 
 def check_structure(weight: PackedWeight) -> None:
@@ -78,125 +64,100 @@ def check_structure(weight: PackedWeight) -> None:
     Raises:
         WeightError: The first rule that is broken, by field.
     """
-    checker = _Checker(weight)
-    _check_sizes(weight, checker)
-    if weight.blocks is BlockOrder.FLAT:
-        _check_flat_codes(weight, checker)
-    else:
-        _check_row_codes(weight, checker)
-    _check_scales(weight, checker)
-    _check_presence(weight, checker)
-    _check_side_tensors(weight, checker)
+    for rules in (_sizes, _codes, _scales, _presence, _side_tensors):  # each relies on those before it
+        for is_met, name, rule, value in rules(weight):
+            if not is_met:
+                raise WeightError(weight.label("weight"), name=name, rule=rule, value=value, where=weight.dialect)
 
 
-def _check_sizes(weight: PackedWeight, checker: _Checker) -> None:
+def _sizes(weight: PackedWeight) -> Iterator[_Rule]:
     for name in ("out_features", "in_features"):
         size = getattr(weight, name)
-        checker.require(
-            isinstance(size, int) and 0 < size <= _MOST_FEATURES, name, "an integer between 1 and 2^31 - 1", size
-        )
-    block, legal = weight.block_size, weight.format.block_sizes
-    checker.require(
-        isinstance(block, int) and block > 0 and (not legal or block in legal),
-        "block_size",
-        f"one of {sorted(legal)} for {weight.format}" if legal else "a positive integer",
-        block,
-    )
-    checker.require(weight.nested_block_size > 0, "nested_block_size", "positive", weight.nested_block_size)
-    checker.require(weight.qdata.dtype == torch.uint8, "qdata", "of dtype uint8", weight.qdata.dtype)
-    checker.require(
-        weight.packing.codes_per_byte * weight.format.bits == _BYTE_BITS,
-        "packing",
-        f"of {weight.format.bits}-bit codes",
-        str(weight.packing),
-    )
+        is_met = isinstance(size, int) and 0 < size <= _MOST_FEATURES
+        yield is_met, name, "an integer between 1 and 2^31 - 1", size
+    block, legal, bits = weight.block_size, weight.format.block_sizes, weight.format.bits
+    rule = f"one of {sorted(legal)} for {weight.format}" if legal else "a positive integer"
+    yield isinstance(block, int) and block > 0 and (not legal or block in legal), "block_size", rule, block
+    yield weight.nested_block_size > 0, "nested_block_size", "positive", weight.nested_block_size
+    yield weight.qdata.dtype == torch.uint8, "qdata", "of dtype uint8", weight.qdata.dtype
+    is_met = weight.packing.codes_per_byte * bits == _BYTE_BITS
+    yield is_met, "packing", f"of {bits}-bit codes", str(weight.packing)
 
 
-def _check_flat_codes(weight: PackedWeight, checker: _Checker) -> None:
-    shape = list(weight.qdata.shape)
-    checker.require(len(shape) == 1, "qdata", "of shape [ceil(N * K / 2)] for FLAT blocks", shape)
-    wanted = weight.out_features * weight.in_features
+def _codes(weight: PackedWeight) -> Iterator[_Rule]:
+    rows, wanted, shape = weight.out_features, weight.in_features, list(weight.qdata.shape)
     stored = weight.qdata.numel() * weight.packing.codes_per_byte
-    checker.require(stored >= wanted, "qdata", f"at least {wanted} codes long", stored)
-    is_split = weight.packing.order is NibbleOrder.HALF_SPLIT
-    checker.require(not is_split, "packing", "LOW_FIRST or HIGH_FIRST for FLAT blocks", str(weight.packing))
-
-
-def _check_row_codes(weight: PackedWeight, checker: _Checker) -> None:
-    rows, shape = weight.out_features, list(weight.qdata.shape)
+    if weight.blocks is BlockOrder.FLAT:
+        yield len(shape) == 1, "qdata", "of shape [ceil(N * K / 2)] for FLAT blocks", shape
+        yield stored >= rows * wanted, "qdata", f"at least {rows * wanted} codes long", stored
+        is_met = weight.packing.order is not NibbleOrder.HALF_SPLIT
+        yield is_met, "packing", "LOW_FIRST or HIGH_FIRST for FLAT blocks", str(weight.packing)
+        return
     rule = f"of shape [{rows}, bytes] or [{rows}, groups, bytes]"
-    checker.require(len(shape) in {2, 3} and shape[0] == rows, "qdata", rule, shape)
-    stored = weight.qdata.numel() // rows * weight.packing.codes_per_byte
-    checker.require(
-        stored >= weight.in_features, "qdata", f"at least {weight.in_features} codes long in each row", stored
-    )
+    yield len(shape) in {2, 3} and shape[0] == rows, "qdata", rule, shape
+    yield stored // rows >= wanted, "qdata", f"at least {wanted} codes long in each row", stored // rows
     group = weight.packing.group
-    if group:
-        unit = shape[-1] * weight.packing.codes_per_byte
-        checker.require(unit % group == 0, "qdata", f"in whole groups of {group} codes", shape)
+    is_met = not group or shape[-1] * weight.packing.codes_per_byte % group == 0
+    yield is_met, "qdata", f"in whole groups of {group} codes", shape
 
 
-def _check_scales(weight: PackedWeight, checker: _Checker) -> None:
+def _scales(weight: PackedWeight) -> Iterator[_Rule]:
     rows, columns, block = weight.out_features, weight.in_features, weight.block_size
-    is_flat = weight.blocks is BlockOrder.FLAT
-    expected = [_cdiv(rows * columns, block)] if is_flat else [rows, _cdiv(columns, block)]
-    rule = f"of a dtype that scale kind {weight.scale_kind.value} has"
-    checker.require(weight.scale.dtype in _SCALE_DTYPES[weight.scale_kind], "scale", rule, weight.scale.dtype)
-    for name, legal in (("scale", None), ("offset", FLOATS), ("zero", _ZERO_DTYPES)):
+    expected = [_cdiv(rows * columns, block)] if weight.blocks is BlockOrder.FLAT else [rows, _cdiv(columns, block)]
+    kind = weight.scale_kind
+    for name, legal, rule in (
+        ("scale", _SCALE_DTYPES[kind], f"of a dtype that scale kind {kind.value} has"),
+        ("offset", FLOATS, "of a float dtype"),
+        ("zero", _ZERO_DTYPES, "of dtype uint8, int8, int32 or a float one"),
+    ):
         tensor = getattr(weight, name)
-        if tensor is None:
-            continue
-        checker.require(list(tensor.shape) == expected, name, f"of shape {expected}", list(tensor.shape))
-        if legal is not None:
-            rule = "of a float dtype" if name == "offset" else "of dtype uint8, int8, int32 or a float one"
-            checker.require(tensor.dtype in legal, name, rule, tensor.dtype)
+        if tensor is not None:
+            yield tensor.dtype in legal, name, rule, tensor.dtype
+            yield list(tensor.shape) == expected, name, f"of shape {expected}", list(tensor.shape)
 
 
-def _check_presence(weight: PackedWeight, checker: _Checker) -> None:
+def _presence(weight: PackedWeight) -> Iterator[_Rule]:
     form, kind = str(weight.format), f"scale kind {weight.scale_kind.value}"
-    checker.presence("offset", form, wanted=weight.format.has_offset)
-    if weight.format.form is Form.INTEGER:
-        checker.presence("codebook", form, wanted=False)
-    else:
-        checker.presence("zero", form, wanted=False)
-    checker.presence("global_scale", kind, wanted=weight.scale_kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
-    for name in ("nested_codebook", "nested_scale", "nested_offset"):
-        checker.presence(name, kind, wanted=weight.scale_kind is ScaleKind.DOUBLE_QUANT)
-
-
-def _check_side_tensors(weight: PackedWeight, checker: _Checker) -> None:
-    sizes = {
-        "codebook": (2**weight.format.bits,),
-        "nested_codebook": (256,),
-        "nested_scale": (_cdiv(weight.scale.numel(), weight.nested_block_size),),
-        "nested_offset": (1,),
-        "input_channel_scale": (weight.in_features,),
-        "input_permutation": (weight.in_features,),
-        "activation_scale": (1,),
-        "global_scale": (1, weight.out_features),
+    is_integer, is_nested = weight.format.form is Form.INTEGER, weight.scale_kind is ScaleKind.DOUBLE_QUANT
+    wanted = {
+        "offset": (form, weight.format.has_offset),
+        "codebook" if is_integer else "zero": (form, False),
+        "global_scale": (kind, weight.scale_kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV}),
+        **dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset"), (kind, is_nested)),
     }
-    for name, legal in sizes.items():
+    for name, (why, is_wanted) in wanted.items():
+        is_there = getattr(weight, name) is not None
+        rule = f"{'present' if is_wanted else 'absent'} for {why}"
+        yield is_there == is_wanted, name, rule, "present" if is_there else "absent"
+
+
+def _side_tensors(weight: PackedWeight) -> Iterator[_Rule]:
+    columns = weight.in_features
+    for name, legal in (
+        ("codebook", (2**weight.format.bits,)),
+        ("nested_codebook", (256,)),
+        ("nested_scale", (_cdiv(weight.scale.numel(), weight.nested_block_size),)),
+        ("nested_offset", (1,)),
+        ("input_channel_scale", (columns,)),
+        ("input_permutation", (columns,)),
+        ("activation_scale", (1,)),
+        ("global_scale", (1, weight.out_features)),
+    ):
         tensor = getattr(weight, name)
         if tensor is None:
             continue
         rule = f"a vector of {' or '.join(map(str, legal))}"
-        checker.require(tensor.dim() <= 1 and tensor.numel() in legal, name, rule, list(tensor.shape))
+        yield tensor.dim() <= 1 and tensor.numel() in legal, name, rule, list(tensor.shape)
         if name == "input_permutation":
-            checker.require(tensor.dtype == torch.int64, name, "of dtype int64", tensor.dtype)
+            yield tensor.dtype == torch.int64, name, "of dtype int64", tensor.dtype
         else:
-            checker.require(tensor.dtype in FLOATS, name, "of dtype float32, float16 or bfloat16", tensor.dtype)
+            yield tensor.dtype in FLOATS, name, "of dtype float32, float16 or bfloat16", tensor.dtype
     devices = sorted({str(tensor.device) for _, tensor in weight.tensors()})
-    checker.require(len(devices) == 1, "tensors", "all on one device", devices)
+    yield len(devices) == 1, "tensors", "all on one device", devices
 
 
 def check_values(weight: PackedWeight) -> None:
-    """Check that scales and side tensors hold legal numbers.
-
-    Raises:
-        WeightError: Something is not finite; a block scale of NVFP4 or MXFP4 is negative; a global divisor is not
-            positive; or ``input_permutation`` is not a permutation. The message names the field and the first bad
-            value.
-    """
+    """Do what ``PackedWeight.check_values`` does, whether it was done before or not."""
     for name, tensor, rule in _numbers(weight):
         bad = first_illegal(tensor, rule)
         if bad is not None:

@@ -204,7 +204,7 @@ class PackedWeight:
         return slicing.take_rows(self, rows)
 
     def check_values(self) -> None:
-        """Check that scales and side tensors hold legal numbers.
+        """Check that scales and side tensors hold legal numbers; once, until a tensor is changed.
 
         Raises:
             WeightError: Something is not finite; a block scale of NVFP4 or MXFP4 is negative; a global divisor is not
@@ -272,9 +272,4 @@ TENSOR_FIELDS = (
     "activation_scale",
 )
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
-_NO_LEVELS: dict[str, Any] = {
-    "global_scale": None,
-    "nested_codebook": None,
-    "nested_scale": None,
-    "nested_offset": None,
-}
+_NO_LEVELS: dict[str, Any] = dict.fromkeys(("global_scale", "nested_codebook", "nested_scale", "nested_offset"))

@@ -19,6 +19,7 @@ __all__ = ["WeightSpec"]
 
 _VERSION = 1
 _ALWAYS = ("qdata", "scale")
+_NUMBERS = ("out_features", "in_features", "block_size", "nested_block_size")
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -62,16 +63,13 @@ class WeightSpec:
             {
                 "version": _VERSION,
                 "format": self.format.name,
-                "out_features": self.out_features,
-                "in_features": self.in_features,
-                "block_size": self.block_size,
                 "scale_kind": self.scale_kind.value,
                 "packing": self.packing.order.value,
                 "packing_group": self.packing.group,
                 "blocks": self.blocks.value,
-                "nested_block_size": self.nested_block_size,
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "fields": list(self.fields),
+                **{name: getattr(self, name) for name in _NUMBERS},
             },
             sort_keys=True,
         )
@@ -88,38 +86,34 @@ class WeightSpec:
         Raises:
             WeightError: The text is not such a spec.
         """
+
+        def require(name: str, value: object, rule: str, *, is_met: bool) -> None:
+            if not is_met:
+                raise WeightError("weight spec", name=name, rule=rule, value=value, where=where)
+
         try:
             facts = json.loads(text)
-            if facts["version"] != _VERSION:
-                raise WeightError(
-                    "weight spec", name="version", rule=f"{_VERSION}", value=facts["version"], where=where
-                )
+            require("version", facts["version"], f"{_VERSION}", is_met=facts["version"] == _VERSION)
             fields = tuple(facts["fields"])
-            is_whole = set(_ALWAYS) <= set(fields) <= set(TENSOR_FIELDS)
-            if not is_whole or len(set(fields)) != len(fields):
-                rule = f"names of tensor fields, each once, {' and '.join(_ALWAYS)} among them"
-                raise WeightError("weight spec", name="fields", rule=rule, value=fields, where=where)
+            is_whole = set(_ALWAYS) <= set(fields) <= set(TENSOR_FIELDS) and len(set(fields)) == len(fields)
+            rule = f"names of tensor fields, each once, {' and '.join(_ALWAYS)} among them"
+            require("fields", fields, rule, is_met=is_whole)
             dtype = getattr(torch, facts["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise WeightError("weight spec", name="dtype", rule="a torch dtype", value=facts["dtype"], where=where)
+            require("dtype", facts["dtype"], "a torch dtype", is_met=isinstance(dtype, torch.dtype))
             return cls(
                 format=find_format(facts["format"], formats),
-                out_features=int(facts["out_features"]),
-                in_features=int(facts["in_features"]),
-                block_size=int(facts["block_size"]),
                 scale_kind=ScaleKind(facts["scale_kind"]),
                 packing=Packing(NibbleOrder(facts["packing"]), int(facts["packing_group"])),
                 blocks=BlockOrder(facts["blocks"]),
-                nested_block_size=int(facts["nested_block_size"]),
                 dtype=dtype,
                 fields=fields,
+                **{name: int(facts[name]) for name in _NUMBERS},
             )
+        except WeightError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            if isinstance(error, WeightError):
-                raise
-            raise WeightError(
-                "weight spec", name="spec", rule="the JSON that q4core writes", value=text, where=where
-            ) from error
+            rule = "the JSON that q4core writes"
+            raise WeightError("weight spec", name="spec", rule=rule, value=text, where=where) from error
 
 
 _PLAIN_FIELDS = tuple(field.name for field in attrs.fields(WeightSpec) if field.name != "fields")
