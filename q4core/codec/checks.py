@@ -7,17 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.errors import FormatError, InputError
-from q4core.formats import FLOATS, BlockOrder, Form, Format, NibbleOrder, Packing, ScaleKind
+from q4core.formats import FLOATS, Form, Format, NibbleOrder, Packing, ScaleKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from q4core.codec.rule import Coded
 
-__all__ = ["check_choices", "check_columns", "check_dense", "check_finite", "check_scales"]
+__all__ = ["FLAT_FORMATS", "check_choices", "check_dense", "check_finite", "check_scales"]
 
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
 _CHUNK_ELEMENTS = 1 << 22
 _CODE_BITS = 8
+FLAT_FORMATS = frozenset({"nf4", "fp4"})
+"""Formats whose blocks run across rows where K is not a multiple of the block."""
+
+
+_Rule = tuple[bool, str, str, object, "str | None"]
+"""Whether it is met, of what, what must hold, what is there, the way out."""
 
 
 def check_dense(dense: torch.Tensor, where: str | None) -> None:
@@ -26,29 +34,23 @@ def check_dense(dense: torch.Tensor, where: str | None) -> None:
     Raises:
         InputError: It is not.
     """
-    if not isinstance(dense, torch.Tensor):
-        raise InputError("quantize", name="dense", rule="a tensor", value=type(dense).__name__, where=where)
-    if dense.dim() != 2:  # noqa: PLR2004  # [N, K]
-        each = "Quantise each matrix of a stack by itself."
-        raise InputError("quantize", name="dense", rule="[N, K]", value=list(dense.shape), where=where, hint=each)
-    if dense.dtype not in FLOATS:
-        rule = f"of dtype {', '.join(map(str, FLOATS))}"
-        hint = "Convert it with .to(torch.float32)." if dense.is_floating_point() else None
-        raise InputError("quantize", name="dense", rule=rule, value=dense.dtype, where=where, hint=hint)
-    if dense.layout is not torch.strided:
-        hint = "Convert it with .to_dense()."
-        raise InputError("quantize", name="dense", rule="a dense tensor", value=dense.layout, where=where, hint=hint)
-    if dense.is_meta:
-        hint = "Load the weight first."
-        raise InputError(
-            "quantize", name="dense", rule="on a device that holds data", value="meta", where=where, hint=hint
-        )
-    rows, columns = dense.shape
-    for name, size in (("N", rows), ("K", columns)):
-        if not 0 < size <= _MOST_FEATURES:
-            raise InputError("quantize", name=name, rule="between 1 and 2^31 - 1", value=size, where=where)
-    if rows * columns > _MOST_ELEMENTS:
-        raise InputError("quantize", name="N * K", rule="at most 2^40", value=rows * columns, where=where)
+    for is_met, name, rule, value, hint in _dense_rules(dense):
+        if not is_met:
+            raise InputError("quantize", name=name, rule=rule, value=value, where=where, hint=hint)
+
+
+def _dense_rules(dense: torch.Tensor) -> Iterator[_Rule]:
+    yield isinstance(dense, torch.Tensor), "dense", "a tensor", type(dense).__name__, None
+    hint: str | None = "Quantise each matrix of a stack by itself."
+    yield dense.dim() == 2, "dense", "[N, K]", list(dense.shape), hint  # noqa: PLR2004  # [N, K]
+    hint = "Convert it with .to(torch.float32)." if dense.is_floating_point() else None
+    yield dense.dtype in FLOATS, "dense", f"of dtype {', '.join(map(str, FLOATS))}", dense.dtype, hint
+    yield dense.layout is torch.strided, "dense", "a dense tensor", dense.layout, "Convert it with .to_dense()."
+    yield not dense.is_meta, "dense", "on a device that holds data", "meta", "Load the weight first."
+    for name, size in zip("NK", dense.shape, strict=True):
+        yield 0 < size <= _MOST_FEATURES, name, "between 1 and 2^31 - 1", size, None
+    total = dense.shape[0] * dense.shape[1]
+    yield total <= _MOST_ELEMENTS, "N * K", "at most 2^40", total, None
 
 
 def check_finite(dense: torch.Tensor, where: str | None) -> None:
@@ -80,53 +82,46 @@ def check_finite(dense: torch.Tensor, where: str | None) -> None:
 
 
 def check_choices(  # noqa: PLR0913  # the choices of one call
-    chosen: Format, block: int, kind: ScaleKind, packing: Packing, *, symmetric: bool, where: str | None
+    chosen: Format,
+    block: int,
+    kind: ScaleKind,
+    packing: Packing,
+    columns: int,
+    *,
+    symmetric: bool,
+    where: str | None,
 ) -> None:
-    """Refuse a block size, scale kind, packing or symmetry that the format does not have.
+    """Refuse choices that the format does not have, and K that cuts a block or a packed group.
 
     Raises:
-        FormatError: One of them.
+        FormatError: Something is not legal; the message says what would do.
     """
-    what = f"quantize to {chosen}"
-    legal = chosen.block_sizes
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1 or (legal and block not in legal):
-        rule = f"one of {', '.join(map(str, sorted(legal)))}" if legal else "a positive integer"
-        raise FormatError(what, name="block_size", rule=rule, value=block, where=where)
-    if kind not in chosen.scale_kinds:
-        rule = f"one of {', '.join(sorted(str(item) for item in chosen.scale_kinds))}"
-        raise FormatError(what, name="scale_kind", rule=rule, value=kind, where=where)
-    if not isinstance(packing, Packing) or packing.codes_per_byte * chosen.bits != _CODE_BITS:
-        raise FormatError(what, name="packing", rule=f"of {chosen.bits}-bit codes", value=str(packing), where=where)
-    if symmetric and chosen.form is not Form.INTEGER:
-        raise FormatError(what, name="symmetric", rule="False: only int4 has zero points", value=symmetric, where=where)
+    for is_met, name, rule, value, hint in _choice_rules(chosen, block, kind, packing, columns, symmetric=symmetric):
+        if not is_met:
+            raise FormatError(f"quantize to {chosen}", name=name, rule=rule, value=value, where=where, hint=hint)
 
 
-def check_columns(  # noqa: PLR0913  # the facts of one row
-    chosen: Format, block: int, columns: int, packing: Packing, blocks: BlockOrder, where: str | None
-) -> None:
-    """Refuse K that cuts a block or a packed group.
-
-    Raises:
-        FormatError: It does; the message says what would do.
-    """
-    what = f"quantize to {chosen}"
-    if blocks is BlockOrder.FLAT:
-        if packing.order is NibbleOrder.HALF_SPLIT:
-            rule = f"low_first or high_first where K is not a multiple of {block}"
-            raise FormatError(what, name="packing", rule=rule, value=str(packing), where=where)
+def _choice_rules(  # noqa: PLR0913  # the choices of one call
+    chosen: Format, block: int, kind: ScaleKind, packing: Packing, columns: int, *, symmetric: bool
+) -> Iterator[_Rule]:
+    legal, is_integer = chosen.block_sizes, chosen.form is Form.INTEGER
+    is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
+    rule = f"one of {', '.join(map(str, sorted(legal)))}" if legal else "a positive integer"
+    yield is_count and (not legal or block in legal), "block_size", rule, block, None
+    rule = f"one of {', '.join(sorted(str(item) for item in chosen.scale_kinds))}"
+    yield kind in chosen.scale_kinds, "scale_kind", rule, kind, None
+    is_met = isinstance(packing, Packing) and packing.codes_per_byte * chosen.bits == _CODE_BITS
+    yield is_met, "packing", f"of {chosen.bits}-bit codes", str(packing), None
+    yield is_integer or not symmetric, "symmetric", "False: only int4 has zero points", symmetric, None
+    if columns % block and chosen.name in FLAT_FORMATS:
+        rule = f"low_first or high_first where K is not a multiple of {block}"
+        yield packing.order is not NibbleOrder.HALF_SPLIT, "packing", rule, str(packing), None
         return
-    if columns % block and chosen.form is not Form.INTEGER:
-        hint = (
-            f"Pad each row with zeros to {-(-columns // block) * block} in-features, "
-            "or use a format that allows any K: nf4, fp4 or int4."
-        )
-        raise FormatError(
-            what, name="K", rule=f"a multiple of the block size {block}", value=columns, where=where, hint=hint
-        )
-    if packing.group and columns % packing.group:
-        raise FormatError(
-            what, name="K", rule=f"a multiple of {packing.group} for packing {packing}", value=columns, where=where
-        )
+    wider = -(-columns // block) * block
+    hint = f"Pad each row with zeros to {wider} in-features, or use a format that allows any K: nf4, fp4 or int4."
+    yield is_integer or not columns % block, "K", f"a multiple of the block size {block}", columns, hint
+    rule = f"a multiple of {packing.group} for packing {packing}"
+    yield not packing.group or not columns % packing.group, "K", rule, columns, None
 
 
 def check_scales(coded: Coded, chosen: Format, where: str | None) -> None:

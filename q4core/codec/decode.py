@@ -105,21 +105,7 @@ def dequantize(
 def decode_rows(
     weight: PackedWeight, start: int | torch.Tensor, stop: int | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return rows ``start … stop``, or the rows of an index vector, for callers that stream through a weight.
-
-    Args:
-        weight: The weight.
-        start: First row; or an int64 vector of row numbers, and then ``stop`` is left out.
-        stop: One past the last row; None for the end.
-        dtype: As in ``dequantize``.
-
-    Returns:
-        [R, K] of ``dtype``.
-
-    Raises:
-        InputError: As ``dequantize``.
-        WeightError: As ``dequantize``.
-    """
+    """Return ``dequantize`` of rows ``start … stop`` (None: to the end), or of an int64 vector of rows."""
     return dequantize(weight, dtype, rows=start if isinstance(start, torch.Tensor) else slice(start, stop))
 
 

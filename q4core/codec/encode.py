@@ -23,7 +23,6 @@ __all__ = ["quantize"]
 
 _CHUNK_ELEMENTS = 1 << 19
 _DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
-_FLAT_FORMATS = frozenset({"nf4", "fp4"})
 _TWO_LEVELS = frozenset({ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
 
 
@@ -73,9 +72,8 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
     block = chosen.block_size if block_size is None else block_size
     kind = _DEFAULT_KINDS.get(chosen.name, ScaleKind.PLAIN) if scale_kind is None else scale_kind
     order = chosen.default_packing() if packing is None else packing
-    checks.check_choices(chosen, block, kind, order, symmetric=symmetric, where=name)
-    blocks = BlockOrder.FLAT if chosen.name in _FLAT_FORMATS and columns % block else BlockOrder.ROW
-    checks.check_columns(chosen, block, columns, order, blocks, name)
+    checks.check_choices(chosen, block, kind, order, columns, symmetric=symmetric, where=name)
+    blocks = BlockOrder.FLAT if chosen.name in checks.FLAT_FORMATS and columns % block else BlockOrder.ROW
     checks.check_finite(dense, name)
     fields: dict[str, Any] = {}
     if kind in _TWO_LEVELS:
@@ -110,7 +108,7 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
 def _rule(
     chosen: Format, kind: ScaleKind, global_scale: torch.Tensor | None, dtype: torch.dtype, *, symmetric: bool
 ) -> Rule:
-    if chosen.name in _FLAT_FORMATS:
+    if chosen.name in checks.FLAT_FORMATS:
         return absmax_rule(chosen)
     if chosen.name == "nvfp4":
         return nvfp4_rule(kind, global_scale)
