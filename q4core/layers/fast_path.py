@@ -13,16 +13,15 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from q4core.errors import PLUGIN_FAULTS
 from q4core.machine import (
     casts,
     dispatch_modes,
     function_modes,
-    graph_recorder,
     innermost_transform,
-    is_profiled,
+    is_recorded,
 )
 from q4core.ops.plan import raise_broken_call
 
@@ -86,7 +85,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
     serves_one = plan.segments[0].low == 1
     segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
     modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
-    recorder, profiled = graph_recorder, is_profiled
+    recorded, default_dtype = is_recorded, torch.get_default_dtype
 
     def fast(  # noqa: C901, PLR0911, PLR0912  # as above
         x: torch.Tensor, out: torch.Tensor | None
@@ -99,15 +98,15 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
             or overrides()
             or transform() is not None
             or autocast()
-            or recorder() is not None
-            or profiled()
+            or recorded()
+            or profiler._is_profiler_enabled  # noqa: SLF001  # public in all but its name
             or x.is_neg()
             or forward_ad._current_level >= 0  # noqa: SLF001  # is_forward_mode, without the call
             or not x.is_contiguous()
         ):
             return None
         for name, buffer in own:  # a functional call may have swapped any of them
-            if buffers.get(name) is not buffer:
+            if buffers[name] is not buffer:
                 return None
         bias: Any = parameters["bias"]
         if bias is not None and (
@@ -131,9 +130,13 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
         if index is None:
             return None
         if out is None:
-            out = empty(rows, outputs, dtype=dtype) if two else empty((*shape[:-1], outputs), dtype=dtype)
+            # Sizes one by one: a tuple of them costs 0.8 µs more, and dtype= 0.2 µs.
+            if not two:
+                out = empty(*shape[:-1], outputs, dtype=dtype)
+            else:
+                out = empty(rows, outputs) if default_dtype() is dtype else empty(rows, outputs, dtype=dtype)
         else:
-            gap = out.data_ptr() - x.data_ptr()
+            x_at, out_at = x.data_ptr(), out.data_ptr()
             if (
                 type(out) is not plain
                 or out.dtype is not dtype
@@ -141,7 +144,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
                 or out.is_cpu is not is_cpu
                 or not out.is_contiguous()
                 or out.is_neg()
-                or -rows * out_bytes < gap < rows * in_bytes  # they overlap
+                or (out_at < x_at + rows * in_bytes and x_at < out_at + rows * out_bytes)  # they overlap
             ):
                 return None
         try:

@@ -16,7 +16,7 @@ from q4core.layers.input_checks import check_index, refuse_bias
 from q4core.layers.packed_module import PackedModule
 from q4core.layers.preparation import tell_memory
 from q4core.layers.weight_info import WeightInfo
-from q4core.machine import graph_recorder, is_forward_mode, is_transformed
+from q4core.machine import is_forward_mode, is_recorded, is_transformed
 from q4core.memory import apply_input_policy, provider_of
 from q4core.ops.autograd import linear_function
 from q4core.ops.call_check import check_linear_call
@@ -181,7 +181,7 @@ class Q4Linear(PackedModule):
             x = x.to(self._dtype)
         if out_dtype is not None or out is not None:
             self._check_options(out, out_dtype)
-        if _is_tracing() or graph_recorder() is not None:
+        if _is_tracing() or is_recorded():
             return self._call(x, bias, out_dtype, out, tracing=True)
         ready = self._ready or self._require_ready()
         own: object = bias

@@ -19,10 +19,9 @@ __all__ = [
     "casts",
     "dispatch_modes",
     "function_modes",
-    "graph_recorder",
     "innermost_transform",
     "is_forward_mode",
-    "is_profiled",
+    "is_recorded",
     "is_transformed",
     "outside_inference",
     "without_casts",
@@ -33,9 +32,11 @@ casts = torch._C._is_any_autocast_enabled  # noqa: SLF001
 dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
-graph_recorder = torch._C._get_tracing_state  # noqa: SLF001
-"""Returns what ``torch.jit.trace`` records to, or None."""
-is_profiled = torch._C._autograd._profiler_enabled  # noqa: SLF001
+is_recorded = torch._C._is_tracing  # noqa: SLF001
+"""Returns whether ``torch.jit.trace`` records."""
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def is_forward_mode() -> bool:
@@ -59,4 +60,4 @@ def without_casts(device_type: str) -> AbstractContextManager[Any]:
     Args:
         device_type: Of the device on which it computes.
     """
-    return torch.autocast(device_type, enabled=False) if casts() else contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False) if casts() else _NOTHING

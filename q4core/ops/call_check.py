@@ -49,19 +49,19 @@ def check_linear_call(  # noqa: PLR0913  # the arguments of one call
     Raises:
         InputError: One does not fit.
     """
+    shape = x.shape
     if (
         x.dtype is not plan.dtype
         or x.layout is not _STRIDED
-        or x.dim() < 1
-        or x.shape[-1] != plan.in_features
+        or not shape
+        or shape[-1] != plan.in_features
         or x.device != device
     ):
         _refuse_x(plan, device, x, label or _OP)
     if bias is not None and (
         bias.dtype is not plan.out_dtype
         or bias.layout is not _STRIDED
-        or bias.dim() != 1
-        or bias.shape[0] != plan.out_features
+        or bias.shape != (plan.out_features,)
         or bias.device != device
     ):
         raise InputError(

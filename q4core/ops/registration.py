@@ -99,24 +99,26 @@ def run_plan(
     flat = x if x.dim() == 2 else x.reshape(rows, plan.in_features)  # noqa: PLR2004  # [M, K] as it is
     if flat.is_neg():
         flat = flat.resolve_neg()
-    if flat.stride(1) != 1 or (rows > 1 and flat.stride(0) < plan.in_features):
+    if not flat.is_contiguous() and (flat.stride(1) != 1 or (rows > 1 and flat.stride(0) < plan.in_features)):
         flat = flat.contiguous()
-    if bias is not None:
+    if bias is not None and (bias.is_neg() or not bias.is_contiguous()):
         bias = bias.resolve_neg().contiguous()
-    if out.is_contiguous() and not out.is_neg():
+    is_plain = out.is_contiguous() and not out.is_neg()
+    if is_plain:
         target = out if out.dim() == 2 else out.view(rows, plan.out_features)  # noqa: PLR2004  # [M, N] as it is
     else:
         target = torch.empty((rows, plan.out_features), dtype=out.dtype, device=out.device)
     try:
-        with without_casts(x.device.type):
-            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        is_cuda = x.is_cuda
+        with without_casts("cuda" if is_cuda else "cpu"):
+            if is_cuda and x.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(x.device):
                     plan.backend.linear(prepared, flat, target, bias=bias, path=path)
             else:
                 plan.backend.linear(prepared, flat, target, bias=bias, path=path)
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, plan.backend, path)
-    if target.data_ptr() != out.data_ptr():
+    if not is_plain:
         out.copy_(target.view(out.shape))
     return index
 
@@ -219,10 +221,8 @@ def run_op(
     if prepared is None:
         prepared = plan.prepared(buffers)
     if out is None:
-        if x.dim() == 2:  # noqa: PLR2004  # [M, K]; sizes one by one are 1 µs faster than a tuple of them
-            out = torch.empty(x.shape[0], plan.out_features, dtype=plan.out_dtype, device=x.device)
-        else:
-            out = torch.empty((*x.shape[:-1], plan.out_features), dtype=plan.out_dtype, device=x.device)
+        # Sizes one by one: a tuple of them costs 1 µs more.
+        out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.out_dtype, device=device)
     segment = run_plan(plan, prepared, x, out, bias)
     if live is not None and segment is not None:
         live.counts[segment] += 1
