@@ -22,7 +22,6 @@ from q4core.backend import (
     ReasonCode,
     Request,
     Segment,
-    Standing,
     Tier,
     Verdict,
 )
@@ -206,7 +205,6 @@ __all__ = [
     "Selection",
     "Session",
     "SessionConfig",
-    "Standing",
     "TensorInfo",
     "Tier",
     "UnifiedMemoryError",

@@ -9,7 +9,6 @@ from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
-from q4core.backend.standing import Standing
 from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "ReasonCode",
     "Request",
     "Segment",
-    "Standing",
     "Tier",
     "Verdict",
 ]

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import attrs
 
 from q4core.backend.reason import Reason, require
-from q4core.backend.standing import Standing
 from q4core.errors import ConfigError
 
 __all__ = [
@@ -96,7 +95,7 @@ class KernelPath:
         codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
             table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
             the format: at most 1/126 of the largest value away, half a step of a table of ±63.
-        standing: How far it was proven on hardware of this kind; see ``Standing``.
+        interpreted: Whether an interpreter computes in the hardware's place, which says nothing about the hardware.
         probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
             ends of the range: one for each launch configuration, because each is other code.
         variant: What the path's code depends on beyond what a proof tells apart (the weight's layout and dtypes, the
@@ -112,7 +111,7 @@ class KernelPath:
     precision: Precision
     tier: int
     codebook: tuple[float, ...] | None = attrs.field(default=None, repr=False)
-    standing: Standing = attrs.field(default=Standing.RAN, kw_only=True)
+    interpreted: bool = attrs.field(default=False, kw_only=True)
     probe_rows: tuple[int, ...] = attrs.field(default=(), kw_only=True, converter=_sorted_rows)
     variant: str = attrs.field(default="", kw_only=True, repr=False)
 
@@ -125,7 +124,7 @@ class KernelPath:
         require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
         is_finite = isinstance(self.tier, (int, float)) and math.isfinite(self.tier)
         require(is_finite, what, "tier", "a number", self.tier)
-        require(isinstance(self.standing, Standing), what, "standing", "a Standing", self.standing)
+        require(isinstance(self.interpreted, bool), what, "interpreted", "True or False", self.interpreted)
         if self.codebook is not None:
             rounded = self.precision in {Precision.W4A8, Precision.W4A4}
             require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
@@ -144,21 +143,25 @@ class KernelPath:
         rule = f"at most {_MOST_PROBE_ROWS} different whole numbers inside m and up to {_LARGEST_PROBE}"
         require(is_legal, what, "probe_rows", rule, rows)
 
+    @property
+    def facts(self) -> str:
+        """Kind and precision, and that it is interpreted, in words."""
+        return f"{self.kind.value}, {self.precision.value}{', interpreted' if self.interpreted else ''}"
+
     def covers(self, rows: int) -> bool:
         """Return whether the path may run with that many rows."""
         low, high = self.m
         return low <= rows and (high is None or rows <= high)
 
     @classmethod
-    def quantizer(cls, name: str, *, tier: int = Tier.GENERIC, standing: Standing = Standing.RAN) -> KernelPath:
+    def quantizer(cls, name: str, *, tier: int = Tier.GENERIC, interpreted: bool = False) -> KernelPath:
         """Return a path of kind QUANTIZE: its range of M is every one, and its precision means nothing."""
-        return cls(name, (1, None), PathKind.QUANTIZE, Precision.W4A32, tier, standing=standing)
+        return cls(name, (1, None), PathKind.QUANTIZE, Precision.W4A32, tier, interpreted=interpreted)
 
     def __str__(self) -> str:
-        """Return name, M range, kind, precision and standing."""
+        """Return name, M range and facts."""
         low, high = self.m
-        facts = f"{self.kind.value}, {self.precision.value}, {self.standing.value}"
-        return f"{self.name} (M {low}…{'∞' if high is None else high}, {facts})"
+        return f"{self.name} (M {low}…{'∞' if high is None else high}, {self.facts})"
 
 
 @attrs.frozen

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4core.selection.result import plain_reasons, plain_segment
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from q4core.backend import Reason, Segment
     from q4core.layers.preparation import PreparedLayer
-    from q4core.selection.result import Rejection
+    from q4core.selection.result import Rejection, Selection
 
 __all__ = ["Diagnostics", "Report", "diagnose"]
 
@@ -23,26 +21,12 @@ _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load
 
 @attrs.frozen(kw_only=True)
 class Diagnostics:
-    """The record of one layer: in five facts (``summary``), and whole.
+    """The record of one layer: its selection, and what was counted; ``summary`` has five facts of it.
 
     Args:
         layer: Its name.
-        format: Name of the format.
-        backend: Who serves.
-        compute_path: The policy under which it was chosen.
-        path_name: The path that ran most often; before any call, the one chosen for the lowest M.
-        fallback_reason: Why the reference serves although a kernel was wanted, or None.
-        native_load_state: What the backend said of its native part.
-        rejections: Every other backend, with all its reasons; also when all went well.
-        disqualified: Why paths that the backend itself offers may not run; empty when all may.
-        proven: Whether every path has passed its self-probe in this process.
-        segments: Which path serves which range of M.
-        gradients: Which of the backend's input gradients serves which range of M; empty where the core computes them.
-        gradients_refused: Why input gradients of the backend may not run, or all are left to the core.
-        calls: How often each segment ran. Replayed CUDA graphs don't tick.
-        shape: (N, K).
-        device: Where it runs.
-        dtype: dtype of x.
+        selection: Who serves, and why nobody else does.
+        calls: How often each segment of the selection ran. Replayed CUDA graphs don't tick.
         prepared_bytes: Bytes of the buffers.
         source_bytes: Those of them that are the source, kept because the backend can't export.
         notes: What was assumed while the weight was read.
@@ -51,44 +35,101 @@ class Diagnostics:
     """
 
     layer: str
-    format: str
-    backend: str
-    compute_path: str
-    path_name: str
-    fallback_reason: str | None
-    native_load_state: str
-    rejections: tuple[Rejection, ...]
-    disqualified: tuple[Reason, ...]
-    proven: bool
-    segments: tuple[Segment, ...]
+    selection: Selection
     calls: tuple[int, ...]
-    shape: tuple[int, int]
-    device: str
-    dtype: str
     prepared_bytes: int
     source_bytes: int
     notes: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     input_memory: Mapping[str, int] = attrs.field(factory=dict)
-    gradients: tuple[Segment, ...] = ()
-    gradients_refused: tuple[Reason, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+        return self.selection.request.format.name
+
+    @property
+    def backend(self) -> str:
+        """Who serves."""
+        return self.selection.backend
+
+    @property
+    def compute_path(self) -> str:
+        """The policy under which it was chosen."""
+        return self.selection.compute_path.value
+
+    @property
+    def path_name(self) -> str:
+        """The path that ran most often; before any call, the one chosen for the lowest M."""
+        most = max(range(len(self.calls)), key=lambda index: (self.calls[index], -index))
+        return self.segments[most].path.name
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the reference serves although a kernel was wanted, or None."""
+        return self.selection.fallback_reason
+
+    @property
+    def native_load_state(self) -> str:
+        """What the backend said of its native part."""
+        return self.selection.native_state
+
+    @property
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Every other backend, with all its reasons; also when all went well."""
+        return self.selection.rejections
+
+    @property
+    def disqualified(self) -> tuple[Reason, ...]:
+        """Why paths that the backend itself offers may not run; empty when all may."""
+        return self.selection.disqualified
+
+    @property
+    def proven(self) -> bool:
+        """Whether every path has passed its self-probe in this process."""
+        return self.selection.proven
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Which path serves which range of M."""
+        return self.selection.segments
+
+    @property
+    def gradients(self) -> tuple[Segment, ...]:
+        """Which of the backend's input gradients serves which range of M; empty where the core computes them."""
+        return self.selection.gradients
+
+    @property
+    def gradients_refused(self) -> tuple[Reason, ...]:
+        """Why input gradients of the backend may not run, or all are left to the core."""
+        return self.selection.gradients_refused
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.selection.request.out_features, self.selection.request.in_features
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        return str(self.selection.request.device)
+
+    @property
+    def dtype(self) -> str:
+        """dtype of x."""
+        return str(self.selection.request.dtype).removeprefix("torch.")
 
     def summary(self) -> dict[str, str | None]:
         """Return ``format``, ``backend``, ``compute_path``, ``fallback_reason`` and ``native_load_state`` alone."""
         return {name: getattr(self, name) for name in _SUMMARY}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists, texts and numbers, ready for JSON."""
-        record = attrs.asdict(self, recurse=False)
-        record["rejections"] = [item.to_dict() for item in self.rejections]
-        record["disqualified"] = plain_reasons(self.disqualified)
-        record["paths"] = [
-            plain_segment(segment) | {"calls": calls} for segment, calls in zip(self.segments, self.calls, strict=True)
-        ]
-        record["gradients"] = [plain_segment(segment) for segment in self.gradients]
-        record["gradients_refused"] = plain_reasons(self.gradients_refused)
-        del record["segments"], record["calls"]
-        return record
+        """Return plain lists, texts and numbers, ready for JSON: those of the selection, and the counters."""
+        record = {"layer": self.layer} | self.selection.to_dict()
+        record["path_name"] = self.path_name
+        record["paths"] = [path | {"calls": calls} for path, calls in zip(record["paths"], self.calls, strict=True)]
+        counted = {name: getattr(self, name) for name in ("prepared_bytes", "source_bytes", "notes", "memory")}
+        return record | counted | {"input_memory": dict(self.input_memory)}
 
     def __str__(self) -> str:
         """Return the record as a few lines."""
@@ -100,8 +141,7 @@ class Diagnostics:
         for segment, calls in zip(self.segments, self.calls, strict=True):
             end = "∞" if segment.high is None else segment.high
             path = segment.path
-            facts = f"{path.kind.value}, {path.precision.value}, {path.standing.value}"
-            lines.append(f"  M {segment.low}…{end}: {path.name} [{facts}] ran {calls} ×")
+            lines.append(f"  M {segment.low}…{end}: {path.name} [{path.facts}] ran {calls} ×")
         for segment in self.gradients:
             end = "∞" if segment.high is None else segment.high
             lines.append(f"  gradient, M {segment.low}…{end}: {segment.path.name}")
@@ -125,32 +165,15 @@ def diagnose(
     input_memory: Mapping[str, int] | None = None,
 ) -> Diagnostics:
     """Return the record of a prepared layer."""
-    selection = prepared.selection
-    most = max(range(len(calls)), key=lambda index: (calls[index], -index))
-    request = selection.request
     return Diagnostics(
         layer=layer,
-        format=request.format.name,
-        backend=selection.backend,
-        compute_path=selection.compute_path.value,
-        path_name=selection.segments[most].path.name,
-        fallback_reason=selection.fallback_reason,
-        native_load_state=selection.native_state,
-        rejections=selection.rejections,
-        disqualified=selection.disqualified,
-        proven=selection.proven,
-        segments=selection.segments,
+        selection=prepared.selection,
         calls=tuple(calls),
-        shape=(request.out_features, request.in_features),
-        device=str(request.device),
-        dtype=str(request.dtype).removeprefix("torch."),
         prepared_bytes=sum(buffer.numel() for buffer in prepared.buffers),
         source_bytes=prepared.source_bytes,
         notes=notes,
         memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
         input_memory=dict(input_memory or {}),
-        gradients=selection.gradients,
-        gradients_refused=selection.gradients_refused,
     )
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Rejection",
     "Selection",
-    "plain_reasons",
-    "plain_segment",
 ]
 
 
@@ -43,7 +41,7 @@ class Rejection:
         return {
             "backend": self.backend,
             "native_load_state": self.native_state,
-            "reasons": plain_reasons(self.reasons),
+            "reasons": _plain_reasons(self.reasons),
         }
 
 
@@ -107,13 +105,13 @@ class Selection:
             "native_load_state": self.native_state,
             "compute_path": self.compute_path.value,
             "path_name": self.path.name,
-            "paths": [plain_segment(segment) for segment in self.segments],
-            "gradients": [plain_segment(segment) for segment in self.gradients],
-            "gradients_refused": plain_reasons(self.gradients_refused),
+            "paths": [_plain_segment(segment) for segment in self.segments],
+            "gradients": [_plain_segment(segment) for segment in self.gradients],
+            "gradients_refused": _plain_reasons(self.gradients_refused),
             "proven": self.proven,
             "fallback_reason": self.fallback_reason,
             "rejections": [item.to_dict() for item in self.rejections],
-            "disqualified": plain_reasons(self.disqualified),
+            "disqualified": _plain_reasons(self.disqualified),
         }
 
     def path_for(self, rows: int) -> KernelPath:
@@ -128,12 +126,12 @@ class Selection:
         raise LookupError(rows)
 
 
-def plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
+def _plain_reasons(reasons: Iterable[Reason]) -> list[dict[str, str]]:
     """Return reasons as code, domain and message, ready for JSON."""
     return [{"code": item.code.value, "domain": item.code.domain, "message": item.message} for item in reasons]
 
 
-def plain_segment(segment: Segment) -> dict[str, Any]:
+def _plain_segment(segment: Segment) -> dict[str, Any]:
     """Return a path and the rows that it serves, ready for JSON."""
     path = segment.path
     return {
@@ -142,5 +140,5 @@ def plain_segment(segment: Segment) -> dict[str, Any]:
         "kind": path.kind.value,
         "precision": path.precision.value,
         "tier": int(path.tier),
-        "standing": path.standing.value,
+        "interpreted": path.interpreted,
     }

@@ -84,7 +84,9 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
             able = {override: able[override]}
         fallback_reason = _why_fallback(asked.values(), invalid, able, override)
     if not able:
-        is_conflict = override in backends and all(item[override].is_ruled_out for item in rounds)
+        is_conflict = (
+            override is not None and override in backends and all(item[override].is_ruled_out for item in rounds)
+        )
         rejections = [*(item.rejection() for item in asked.values() if not item.segments), *invalid]
         raise _unable(request, compute_path, override, rejections, is_conflict=is_conflict)
     cuts = _cuts(able.values())

@@ -26,7 +26,7 @@ VALUES = (
     q4.Segment,
     q4.Verdict,
 )
-KINDS = (q4.PathKind, q4.Precision, q4.Standing)
+KINDS = (q4.PathKind, q4.Precision)
 
 
 @pytest.mark.parametrize("value", VALUES)

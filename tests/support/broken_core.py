@@ -224,7 +224,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "falls-back-without-the-reason",
-            _replaced(select, "_fall_back", lambda found: lambda *args: (found(*args)[0], "no kernel path")),
+            _replaced(select, "_why_fallback", lambda _: lambda *args: "no kernel path"),
             f"TC-05/unavailable/{_NF4}",
             "^reason 'no kernel path'$",
         ),

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 README = Path(__file__).parents[1] / "README.md"
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 HERE, NOT_HERE, NOT_BUILT = 1, 0, -1
 
 
@@ -83,43 +82,26 @@ def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "was_run", "standing"),
-    [
-        ("avx512", True, q4.Standing.MEASURED),
-        ("avxvnni", True, q4.Standing.RAN),
-        ("neon-i8mm", False, q4.Standing.COMPILED),
-        ("avx2", False, q4.Standing.COMPILED),
-    ],
-)
-def test_paths_say_how_far_their_set_is_proven(
-    name: str, was_run: bool, standing: q4.Standing, machine: Callable[..., None]
-) -> None:
-    """A set with recorded measurements is measured, one that was run elsewhere ran, another is compiled alone."""
-    machine({name: (HERE, was_run)})
+@pytest.mark.parametrize("was_run", [True, False])
+def test_the_state_says_what_never_ran_on_such_hardware(was_run: bool, machine: Callable[..., None]) -> None:
+    """A set that was compiled alone is loaded where it is asked for, and says so."""
+    machine({"avx2": (HERE, was_run)})
     request = q4.Request.for_weight(q4.quantize(torch.rand(16, 64), "q4_0"))
-    paths = CpuNative(name).check(request).paths
-    assert len(paths) == 3
-    assert {path.standing for path in paths} == {standing}
-
-
-def test_what_is_called_measured_has_its_record() -> None:
-    """Each measured set has a result file of the benchmark, and no other set has one."""
-    recorded = {path.stem.removeprefix("cpu-") for path in RESULTS.glob("cpu-*.json")}
-    assert recorded == q4_cpu_native.isa.MEASURED
+    state = CpuNative("avx2").check(request).native_state
+    assert state == ("loaded (avx2)" if was_run else "loaded (avx2, never run on such hardware)")
 
 
 def test_a_set_run_on_hardware_comes_first(machine: Callable[..., None]) -> None:
     """Beside a set that was run on hardware, a later one that was not is left alone."""
     machine({"old": (HERE, True), "new": (HERE, False)})
-    assert choose("") == Isa(1, "old", panels_from=(0, 12), standing=q4.Standing.RAN)
-    assert choose("new") == Isa(2, "new", panels_from=(0, 12), standing=q4.Standing.COMPILED)
+    assert choose("") == Isa(1, "old", panels_from=(0, 12), was_run=True)
+    assert choose("new") == Isa(2, "new", panels_from=(0, 12), was_run=False)
 
 
 def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
     """A machine may have a later set without an earlier one: asking for that one is refused, as its own lack."""
     machine({"avx2": (HERE, True), "avxvnni": (NOT_HERE, True), "avx512": (HERE, True)})
-    assert choose("") == Isa(3, "avx512", panels_from=(0, 12), standing=q4.Standing.MEASURED)
+    assert choose("") == Isa(3, "avx512", panels_from=(0, 12), was_run=True)
     refused = choose("avxvnni")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.ARCH

@@ -34,7 +34,6 @@ from q4core import (
     Segment,
     Session,
     SessionConfig,
-    Standing,
     Tier,
     dequantize,
     quantize,
@@ -125,24 +124,24 @@ def test_what_was_measured_of_one_architecture_is_claimed_of_no_other(
 ) -> None:
     """A record of sm_120 tells nothing of sm_121, and the other way round; there is none of either yet."""
     before = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
-    assert {(path.tier, path.standing) for path in before} == {(Tier.GENERIC, Standing.COMPILED)}
+    assert {path.tier for path in before} == {Tier.GENERIC}
     _measure(monkeypatch, 120)
-    wanted = (Tier.TUNED, Standing.MEASURED) if arch == 120 else (Tier.GENERIC, Standing.COMPILED)
+    wanted = Tier.TUNED if arch == 120 else Tier.GENERIC
     paths = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
-    assert {(path.tier, path.standing) for path in paths} == {wanted}
+    assert {path.tier for path in paths} == {wanted}
 
 
 def test_nobody_else_s_code_is_measured_by_our_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of our kernels gives an external library and ``dot_scaled`` no tier; the library is still used first."""
     _measure(monkeypatch, 120, 121)
     paths = emulated_backend(emulated_library()).check(_request(device=torch.device("cpu"))).paths
-    told = {path.name.removeprefix("native-fp4-"): (path.tier, path.standing) for path in paths}
-    own = dict.fromkeys(("m16", "m64", "m128"), (Tier.GENERIC, Standing.MEASURED))
-    assert told == {"external-fp4": (Tier.GENERIC, Standing.COMPILED), **own}
+    told = {path.name.removeprefix("native-fp4-"): path.tier for path in paths}
+    own = dict.fromkeys(("m16", "m64", "m128"), Tier.GENERIC)
+    assert told == {"external-fp4": Tier.GENERIC, **own}
     layer = Session(_config(), registry=make_registry(emulated_backend(emulated_library()))).linear(_weight())
     assert [segment.path.name for segment in layer.diagnostics().segments] == ["external-fp4"]
     dot = Nvfp4Native(_facts(100), attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)).check(_request())
-    assert {(path.tier, path.standing) for path in dot.paths} == {(Tier.GENERIC, Standing.COMPILED)}
+    assert {path.tier for path in dot.paths} == {Tier.GENERIC}
 
 
 def test_what_does_not_work_beside_what_does_is_in_the_state() -> None:

@@ -124,10 +124,11 @@ def bytes_text(count: int) -> str:
 
 
 def path_text(path: Mapping[str, Any]) -> Text:
-    """Return one path as a line: M, name, kind, precision, tier, standing."""
+    """Return one path as a line: M, name, kind, precision, tier, whether interpreted."""
     low, high = path["m"]
     span = f"M {low}…{'∞' if high is None else high}"
-    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}, {path['standing']}"
+    state = ", interpreted" if path["interpreted"] else ""
+    facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}{state}"
     return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
 
 

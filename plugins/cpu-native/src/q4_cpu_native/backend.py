@@ -90,6 +90,7 @@ class CpuNative:
         told = self._chosen.told
         if not self._isa:
             return Verdict.refuse([Reason(self._chosen.code, told)], native_state="not usable")
+        state = f"loaded ({told})" if self._chosen.was_run else f"loaded ({told}, never run on such hardware)"
         reasons = []
         if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
             message = f"blocks must be of {_SMALL_BLOCK} or a multiple of {_CHUNK}, got {request.block_size}"
@@ -97,21 +98,19 @@ class CpuNative:
         if request.out_dtype != request.dtype:
             reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
         if reasons:
-            return Verdict.refuse(reasons, native_state=f"loaded ({told})")
+            return Verdict.refuse(reasons, native_state=state)
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
-        standing = self._chosen.standing
         paths = [
-            KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC, standing=standing)
-            for name, rows in self._ranges(_EXACT).items()
+            KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC) for name, rows in self._ranges(_EXACT).items()
         ]
         values = None
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             values = table_of(request.format.codebook).values
         paths += [
-            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values, standing=standing)
+            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values)
             for name, rows in self._ranges(_A8).items()
         ]
-        return Verdict.offer(paths, native_state=f"loaded ({told})")
+        return Verdict.offer(paths, native_state=state)
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay codes and numbers out in tiles, in one pass over the source."""

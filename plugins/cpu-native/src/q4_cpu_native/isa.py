@@ -7,12 +7,10 @@ from typing import Any
 
 import attrs
 
-from q4core import ReasonCode, Standing
+from q4core import ReasonCode
 
-__all__ = ["MEASURED", "Isa", "choose", "native"]
+__all__ = ["Isa", "choose", "native"]
 
-MEASURED = frozenset({"avx2", "avx512"})
-"""The sets whose measurements are recorded; which were run at all, the native module knows."""
 _ABI_VERSION = 3
 _FAMILIES = 2  # exact, w4a8
 _HERE, _NOT_BUILT = 1, -1
@@ -27,14 +25,14 @@ class Isa:
         told: Its name; where there is none, what is missing and what to do.
         code: The kind of refusal where there is none.
         panels_from: For each family of kernels, the rows of x from which others serve than for fewer; 0 where none do.
-        standing: How far its kernels are proven on such hardware.
+        was_run: Whether its kernels have run on such hardware.
     """
 
     number: int
     told: str
     code: ReasonCode = ReasonCode.ARCH
     panels_from: tuple[int, ...] = ()
-    standing: Standing = Standing.COMPILED
+    was_run: bool = False
 
 
 @functools.cache
@@ -67,10 +65,7 @@ def choose(wish: str) -> Isa:
 def _isa(module: Any, number: int) -> Isa:
     panels_from = tuple(module.panel_from(number, family) for family in range(_FAMILIES))
     name = module.isa_name(number)
-    standing = Standing.COMPILED
-    if module.isa_was_run(number):
-        standing = Standing.MEASURED if name in MEASURED else Standing.RAN
-    return Isa(number, name, panels_from=panels_from, standing=standing)
+    return Isa(number, name, panels_from=panels_from, was_run=bool(module.isa_was_run(number)))
 
 
 def _numbers(module: Any) -> dict[str, int]:

@@ -23,7 +23,6 @@ from q4core import (
     Request,
     Rounding,
     ScaleKind,
-    Standing,
     Verdict,
 )
 
@@ -102,8 +101,7 @@ class Nvfp4Native(WeightOnlyBackend):
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
             return Verdict.refuse(reasons, native_state="no quantiser")
-        standing = Standing.COMPILED if isinstance(target, tuple) else target.standing
-        path = KernelPath.quantizer("quantize", standing=standing)
+        path = KernelPath.quantizer("quantize", interpreted=not isinstance(target, tuple) and target.is_interpreted)
         return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:

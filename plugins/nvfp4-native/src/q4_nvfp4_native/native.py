@@ -29,7 +29,6 @@ from q4core import (
     Reason,
     ReasonCode,
     RefusedError,
-    Standing,
     Tier,
     Verdict,
 )
@@ -136,16 +135,16 @@ class Native:
         elif fault is not None:
             lacks.append(fault)
         elif arch in NATIVE_ARCHITECTURES:
-            standing = Standing.MEASURED if is_measured(arch) else Standing.COMPILED
             # Beside an external library, which is to be used first and is so by its name, ours claim no more.
             tier = Tier.TUNED if is_measured(arch) and not paths else Tier.GENERIC
-            paths += [_path(f"{NATIVE}-{tile}", rows, standing, tier) for tile, rows in rows_served(arch).items()]
-            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a")
+            paths += [_path(f"{NATIVE}-{tile}", rows, tier) for tile, rows in rows_served(arch).items()]
+            never = "" if is_measured(arch) else ", never run on such hardware"
+            states.append(f"NVRTC {self._tools.nvrtc_version()} for sm_{arch}a{never}")
         else:
             dot = self._tools.dot_problem(arch, name)
             if dot is None:
                 paths.append(_path(DOT, (1, None)))
-                states.append(f"tl.dot_scaled for sm_{arch}")
+                states.append(f"tl.dot_scaled for sm_{arch}, never run on such hardware")
             else:
                 lacks.append(Reason(ReasonCode.TOOLCHAIN, dot))
         return paths, lacks, states
@@ -281,7 +280,5 @@ def _index(device: torch.device) -> int:
     return int(index)
 
 
-def _path(
-    name: str, rows: tuple[int, int | None], standing: Standing = Standing.COMPILED, tier: Tier = Tier.GENERIC
-) -> KernelPath:
-    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier, standing=standing)
+def _path(name: str, rows: tuple[int, int | None], tier: Tier = Tier.GENERIC) -> KernelPath:
+    return KernelPath(name, rows, PathKind.KERNEL, Precision.W4A4, tier)

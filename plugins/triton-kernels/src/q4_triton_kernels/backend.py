@@ -29,7 +29,6 @@ from q4core import (
     Request,
     ScaleKind,
     Segment,
-    Standing,
     Tier,
     Verdict,
 )
@@ -121,7 +120,6 @@ class WeightOnlyBackend:
         is_wide = request.dtype is torch.float32
         precision = Precision.W4A32 if is_wide else Precision.W4A16
         tier = Tier.TUNED if config.measured else Tier.GENERIC
-        standing = Standing.MEASURED if config.measured else target.standing
         half = half_of(request.block_size, request.in_features)
         shape = (request.out_features, request.in_features, half, target.processors)
         schedule = schedule_for(target.arch, family, *shape)
@@ -132,7 +130,7 @@ class WeightOnlyBackend:
                 PathKind.KERNEL,
                 precision,
                 tier,
-                standing=standing,
+                interpreted=target.is_interpreted,
                 probe_rows=schedule.probe_rows(kind),
                 variant=schedule.variant(kind),
             )
@@ -144,7 +142,9 @@ class WeightOnlyBackend:
             # from that M on.
             low, claimed = (_GEMV_ROWS + 1, Tier.DEQUANT_GEMM) if above is None else (above + 1, tier + 1)
             name, rows = f"dequant_{precision.value}", (low, None)
-            paths.append(KernelPath(name, rows, PathKind.DEQUANT, precision, claimed, standing=standing))
+            paths.append(
+                KernelPath(name, rows, PathKind.DEQUANT, precision, claimed, interpreted=target.is_interpreted)
+            )
         return paths
 
     def gradient_paths(self, request: Request, target: Target) -> list[KernelPath]:
@@ -163,7 +163,7 @@ class WeightOnlyBackend:
                 PathKind.KERNEL,
                 precision,
                 Tier.GENERIC,  # what is measured of an architecture is linear alone, so far
-                standing=target.standing,
+                interpreted=target.is_interpreted,
                 probe_rows=schedule.probe_rows("gradient"),
                 variant=schedule.variant("gradient"),
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core import Reason, ReasonCode, Standing
+from q4core import Reason, ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,11 +44,6 @@ class Target:
     def is_interpreted(self) -> bool:
         """Whether Triton's interpreter computes, on CPU tensors."""
         return self.arch is None
-
-    @property
-    def standing(self) -> Standing:
-        """How far kernels are proven here that nobody has measured here."""
-        return Standing.INTERPRETED if self.is_interpreted else Standing.COMPILED
 
     def __str__(self) -> str:
         """Return ``sm_90`` and the like, or ``interpreted``."""
