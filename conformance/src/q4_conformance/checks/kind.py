@@ -18,7 +18,7 @@ from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.dense_check import Bench, Benches, Point, weigh
 from q4_conformance.outcome import NotDeclaredError
-from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError, Standing
+from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ def _points(segment: Segment, many: tuple[int, ...]) -> list[Point]:
 
 def _is_interpreted(segment: Segment) -> bool:
     """Say whether a path is interpreted, which takes seconds a call and stands for no device: it is watched once."""
-    return segment.path.standing is Standing.INTERPRETED
+    return segment.path.interpreted
 
 
 def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> Iterator[tuple[Case, Selection]]:

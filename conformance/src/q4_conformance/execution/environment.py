@@ -197,7 +197,7 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
 def _path_facts(name: str, path: Any) -> dict[str, Any]:
     told = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
     told |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
-    return told | {"standing": path.standing.value}
+    return told | {"standing": "interpreted" if path.interpreted else "ran"}
 
 
 def _numbers(version: object) -> object:

@@ -27,7 +27,7 @@ from q4_conformance.report.tally import (
     undeclared_cases,
 )
 from q4_conformance.subjects.profiles import cases_for
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Standing
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
-_WEAKNESS = [item.value for item in Standing]
+_WEAKNESS = ["measured", "ran", "compiled", "interpreted"]
 _NOT_DECLARED = "not declared"
 _PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
@@ -189,7 +189,7 @@ def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _is_interpreted(document: Mapping[str, Any]) -> bool:
     """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
     rows = (*document["paths"], *document["manifest"].get("offered", ()))
-    return any(row.get("standing") == Standing.INTERPRETED.value for row in rows)
+    return any(row.get("standing") == "interpreted" for row in rows)
 
 
 def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[str, str]]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import Outcome
 from q4_conformance.report.tally import undeclared_cases
-from q4core import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,7 +119,7 @@ def path_verdict(path: Mapping[str, Any]) -> str:
     """Return in words whether a path stands for a format."""
     if not path["passed"]:
         return "✗ does not stand"
-    return "◐ passed in an interpreter" if path["standing"] == Standing.INTERPRETED.value else "✓ passed"
+    return "◐ passed in an interpreter" if path["standing"] == "interpreted" else "✓ passed"
 
 
 def said_of(override: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ from q4core import (
     Request,
     Session,
     SessionConfig,
-    Standing,
     default_registry,
     hookimpl,
     select,
@@ -162,7 +161,7 @@ class BackendLayer:
 
 
 def _told(path: KernelPath) -> str:
-    return f"{path.name}|{path.kind.value}|{path.precision.value}|{path.standing.value}"
+    return f"{path.name}|{path.kind.value}|{path.precision.value}|{'interpreted' if path.interpreted else 'ran'}"
 
 
 def _require_hardware(reasons: Sequence[Reason]) -> None:
@@ -173,7 +172,7 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
 
 def _refuse_interpreted(record: Diagnostics) -> None:
     """Raise ``FailureError`` where a path on an accelerator is interpreted: it says nothing about the device."""
-    names = {segment.path.name for segment in record.segments if segment.path.standing is Standing.INTERPRETED}
+    names = {segment.path.name for segment in record.segments if segment.path.interpreted}
     if names:
         raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(sorted(names))}")
 
