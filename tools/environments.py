@@ -13,12 +13,13 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["distributions", "install", "install_group", "install_packages", "lowest_versions", "run"]
+__all__ = ["distributions", "install", "install_group", "install_packages", "lowest_versions", "run", "runnable"]
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
+CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
 LARGE = {"torch", "model", "bench"}  # installations whose progress is worth showing
 
 
@@ -70,6 +71,16 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     editables = [item for folder in folders for item in ("--editable", str(folder))]
     install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+
+
+def runnable(session: nox.Session) -> str:
+    """Return which tests run here, as pytest's -m takes it. In CI, nothing is left out for want of a tool."""
+    unwanted = ["soak", "gpu", "interpreted", "peer"]
+    missing = [package for tool, package in CROSS_TOOLS.items() if not shutil.which(tool)]
+    if missing and not os.environ.get("CI"):
+        session.warn(f"the kernels for Arm are not tested; Debian: apt install {' '.join(missing)}")
+        unwanted.append("arm")
+    return " and ".join(f"not {mark}" for mark in unwanted)
 
 
 def lowest_versions() -> list[str]:
