@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from q4core.formats import same_bytes
 from q4core.machine import on_device
 from q4core.probes.error_bound import error_bound, worst_ratio
 from q4core.probes.linear import CHUNK_ELEMENTS, DIFFERENT_ROWS, grid_activations, sampled
-from q4core.probes.output import blank_output, describe_wrong
+from q4core.probes.output import describe_wrong
 from q4core.selection.probe_results import ProbeResult
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def probe_gradient(  # noqa: PLR0913  # the facts of one probe
         different = grid_activations(draws, request.out_features, path.precision, dtype=request.out_dtype, seed=draw)
         grad = different[torch.arange(count) % draws].to(request.device)
         lent = grad.clone()
-        out = blank_output(count, request.in_features, request.dtype, request.device)
+        out = torch.full((count, request.in_features), math.nan, dtype=request.dtype, device=request.device)
         try:
             with on_device(request.device):
                 computes.input_gradient(prepared, lent, out, path=path.name)

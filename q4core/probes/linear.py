@@ -22,7 +22,7 @@ from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
 from q4core.probes.error_bound import error_bound, worst_ratio
-from q4core.probes.output import blank_output, describe_wrong
+from q4core.probes.output import describe_wrong
 from q4core.selection.probe_results import ProbeResult
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             break
         x = different[torch.arange(count) % DIFFERENT_ROWS].to(request.device)
         lent = x.clone()
-        out = blank_output(count, request.out_features, request.out_dtype, request.device)
+        shape = (count, request.out_features)
+        out = torch.full(shape, math.nan, dtype=request.out_dtype, device=request.device)
         try:
             with on_device(request.device):
                 backend.linear(prepared, lent, out, bias=None, path=path.name)

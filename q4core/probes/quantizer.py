@@ -1,8 +1,8 @@
 """The self-probe of a native quantiser: it may run only after it has written right codes on this machine.
 
 Rounded to nearest, the bytes are the reference codec's, computed on the CPU. Rounded by chance, equal seeds give equal
-bytes and other seeds others; each value is one of the two neighbours that its own scales allow; and over the sample the
-errors have the mean 0 and the spread that such rounding has. Seeds are fixed, so that the answer is always the same.
+bytes and other seeds others, and each value is one of the two neighbours that its own scales allow. That such rounding
+is fair is the kit's to judge (EX-13).
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ _ROWS, _COLUMNS = 16, 256
 _SEEDS = (1, 1, 2)
 _CLOSE = 2.0**-20
 """Of a step: values this close to a level count as that level."""
-_MOST_SCORE = 5.0
-"""A fair quantiser's mean error is that many standard deviations off once in two million samples."""
-_SPREAD = (0.75, 1.25)
-"""Of the expected square error; rounding to nearest has half of it."""
 
 
 def call_quantizer(
@@ -80,7 +76,7 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
         if message is None:
             given = [item.to("cpu") for item in got]
             chance = rounding is Rounding.STOCHASTIC
-            message = _unfairness(sample, given) if chance else _difference(wanted, given[0])
+            message = _misrounded(sample, given) if chance else _difference(wanted, given[0])
     except PLUGIN_FAULTS as error:
         message = f"it raised {note_fault(backend.name, error)}"
     fault = None
@@ -133,7 +129,7 @@ def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
     return None
 
 
-def _unfairness(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
+def _misrounded(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
     """Say how rounding by chance is not what it should be, or None."""
     first, again, other = given
     if _difference(first, again) is not None:
@@ -152,17 +148,6 @@ def _unfairness(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
             f"the code at [{row}, {column}] stands for {value:.9g}, no neighbour of its value {right:.9g}, or its "
             f"scale can't reach that: the neighbours are {near}, and {count} codes are such"
         )
-    gap = above - below
-    drawn = gap > 0
-    chance = ((exact - below) / gap)[drawn].clamp(0.0, 1.0)
-    error = ((values - exact) / gap)[drawn]
-    expected = float((chance * (1 - chance)).sum())
-    score = float(error.sum()) / max(expected, _CLOSE) ** 0.5
-    if not abs(score) <= _MOST_SCORE:
-        return f"it has a bias: the mean error is {score:.3g} standard deviations off"
-    spread = float((error * error).sum()) / max(expected, _CLOSE)
-    if not _SPREAD[0] <= spread <= _SPREAD[1]:
-        return f"the spread of its errors is {spread:.3g} of what rounding by chance has"
     return "another seed gave the same bytes" if _difference(first, other) is None else None
 
 
