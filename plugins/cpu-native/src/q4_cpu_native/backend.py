@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import attrs
 import torch
 
 from q4_cpu_native.isa import choose
@@ -153,18 +154,7 @@ class CpuNative:
                 fields[name] = next(sides)
         if index is not None and "global_scale" in fields and fields["global_scale"].numel() > 1:
             fields["global_scale"] = fields["global_scale"][index]
-        return PackedWeight(
-            format=spec.format,
-            out_features=count,
-            in_features=spec.in_features,
-            block_size=spec.block_size,
-            scale_kind=spec.scale_kind,
-            packing=spec.packing,
-            blocks=spec.blocks,
-            nested_block_size=spec.nested_block_size,
-            dtype=spec.dtype,
-            **fields,
-        )
+        return attrs.evolve(spec, out_features=count, fields=tuple(fields)).build(tuple(fields.values()))
 
     def linear(
         self,

@@ -173,18 +173,7 @@ def export_weight(prepared: Prepared, rows: torch.Tensor | None = None) -> Packe
     for name in spec.fields:
         if name not in _OWN:
             fields[name] = next(given).clone()
-    return PackedWeight(
-        format=spec.format,
-        out_features=codes.shape[0],
-        in_features=spec.in_features,
-        block_size=spec.block_size,
-        scale_kind=spec.scale_kind,
-        packing=spec.packing,
-        blocks=spec.blocks,
-        nested_block_size=spec.nested_block_size,
-        dtype=spec.dtype,
-        **fields,
-    )
+    return attrs.evolve(spec, out_features=codes.shape[0], fields=tuple(fields)).build(tuple(fields.values()))
 
 
 def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
