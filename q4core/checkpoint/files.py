@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import mmap
 import os
@@ -116,23 +117,26 @@ def parse_json(text: bytes, *, what: str, where: str) -> Any:
         CheckpointError: The text is not such JSON.
     """
 
+    def fail(name: str, rule: str, value: object) -> NoReturn:
+        raise CheckpointError(what, name=name, rule=rule, value=value, where=where)
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError(what, name=f"key {twice!r}", rule="there once", value="a duplicate", where=where)
+            twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
+            fail(f"key {twice!r}", "there once", "a duplicate")
         return found
 
     def refuse(constant: str) -> NoReturn:
-        raise CheckpointError(what, name="JSON", rule="without NaN and Infinity", value=constant, where=where)
+        fail("JSON", "without NaN and Infinity", constant)
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(what, name="JSON", rule="valid UTF-8 JSON", value=str(error), where=where) from error
+        rule = "valid UTF-8 JSON"
+        raise CheckpointError(what, name="JSON", rule=rule, value=str(error), where=where) from error
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
@@ -143,13 +147,12 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MAX_JSON_BYTES:
-                rule = f"at most {_MAX_JSON_BYTES} bytes for {what}"
-                raise CheckpointError("checkpoint", name="size", rule=rule, value=size, where=str(path))
-            text = file.read()
+            text = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from error
+    if len(text) > _MAX_JSON_BYTES:
+        rule, size = f"at most {_MAX_JSON_BYTES} bytes for {what}", path.stat().st_size
+        raise CheckpointError("checkpoint", name="size", rule=rule, value=size, where=str(path))
     found = parse_json(text, what=what, where=str(path))
     if not isinstance(found, dict):
         rule = f"an object, as {what}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["save_by"]
 
+_WHAT = "save_checkpoint"
 _TEXT = "a text that UTF-8 has"
 
 
@@ -44,7 +45,12 @@ def save_by(
     for name, text in _named("metadata", request.metadata).items():
         if not _is_text(text):
             _fail(f"metadata[{name!r}]", _TEXT, text)
-    _require_json(request.config)
+    if request.config is not None and not isinstance(request.config, Mapping):
+        _fail("config", "a mapping", request.config)
+    try:
+        json.dumps(dict(request.config or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        _fail("config", "what JSON can hold", str(error))
     if weights is None:
         _fail("weights", "a mapping", weights)
     checked = _Checked("weights", _named("weights", weights), PackedWeight)
@@ -54,20 +60,14 @@ def save_by(
         fitting = [writer for writer in known if writer.accepts(target)]
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(
-            "save_checkpoint", name="file", rule="writable", value=reason, where=str(target)
-        ) from error
+        raise CheckpointError(_WHAT, name="file", rule="writable", value=reason, where=str(target)) from error
     if len(fitting) == 1:
         return fitting[0].write(target, checked, attrs.evolve(request, dense=dense))
     names = ", ".join(writer.name for writer in fitting or known)
-    raise CheckpointError(
-        "save_checkpoint",
-        name="path",
-        rule="a file or folder that exactly one installed writer takes",
-        value=names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed",
-        where=str(target),
-        hint="Name a folder, or a file that ends in .safetensors." if known else way_to("safetensors", plugins),
-    )
+    rule = "a file or folder that exactly one installed writer takes"
+    value = names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed"
+    hint = "Name a folder, or a file that ends in .safetensors." if known else way_to("safetensors", plugins)
+    raise CheckpointError(_WHAT, name="path", rule=rule, value=value, where=str(target), hint=hint)
 
 
 class _Checked(Mapping[str, Any]):
@@ -94,7 +94,7 @@ class _Checked(Mapping[str, Any]):
 
 
 def _fail(name: str, rule: str, value: object) -> NoReturn:
-    raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, hint="Nothing was written.")
+    raise CheckpointError(_WHAT, name=name, rule=rule, value=value, hint="Nothing was written.")
 
 
 def _checked_path(path: object) -> Path:
@@ -125,12 +125,3 @@ def _named(argument: str, given: object) -> Mapping[str, Any]:
         if not name or not _is_text(name):
             _fail(argument, f"keyed by names, each {_TEXT} and not empty", name)
     return given
-
-
-def _require_json(config: object) -> None:
-    if config is not None and not isinstance(config, Mapping):
-        _fail("config", "a mapping", config)
-    try:
-        json.dumps(dict(config or {}))
-    except (TypeError, ValueError, RecursionError) as error:
-        _fail("config", "what JSON can hold", str(error))

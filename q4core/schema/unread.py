@@ -80,28 +80,21 @@ def require_layers(schema: Any, path: str) -> None:
 def describe_path(path: str | os.PathLike[str]) -> CheckpointError | None:
     """Return what a path that could not be opened is, and what to do, or None where there is nothing to add."""
     place = Path(path)
+    what: str | None = None
     with contextlib.suppress(OSError, ValueError):
         if not place.exists():
+            what = "the path does not exist"
             hint = "Name a safetensors file, an index of shards, a model folder, or a GGUF file."
-            return CheckpointError("checkpoint: the path does not exist", where=str(path), hint=hint)
-        if place.is_dir():
-            return _describe_folder(place)
-        if place.is_file() and not place.stat().st_size:
-            hint = "Copy or download it again."
-            return CheckpointError("checkpoint: the file is empty", where=str(path), hint=hint)
-        if place.is_file() and place.suffix in _PICKLES:
-            what = "checkpoint: the file is a pickle, which may run code while it is read"
-            return CheckpointError(what, where=str(path), hint=_SAVE)
-    return None
-
-
-def _describe_folder(folder: Path) -> CheckpointError | None:
-    suffixes = {item.suffix for item in folder.iterdir()}
-    if ".safetensors" in suffixes or any(folder.glob("*.safetensors.index.json")):
-        return None
-    what, hint = "checkpoint: the folder holds no weights", "Name a folder with a safetensors file in it."
-    if ".gguf" in suffixes:
-        what, hint = "checkpoint: the folder holds GGUF files", "Name the file that you mean."
-    elif suffixes & {*_PICKLES}:
-        what, hint = "checkpoint: the folder holds pickles, which may run code while they are read", _SAVE
-    return CheckpointError(what, where=str(folder), hint=hint)
+        elif place.is_dir():
+            suffixes = {item.suffix for item in place.iterdir()}
+            if ".safetensors" not in suffixes and not any(place.glob("*.safetensors.index.json")):
+                what, hint = "the folder holds no weights", "Name a folder with a safetensors file in it."
+                if ".gguf" in suffixes:
+                    what, hint = "the folder holds GGUF files", "Name the file that you mean."
+                elif suffixes & {*_PICKLES}:
+                    what, hint = "the folder holds pickles, which may run code while they are read", _SAVE
+        elif place.is_file() and not place.stat().st_size:
+            what, hint = "the file is empty", "Copy or download it again."
+        elif place.is_file() and place.suffix in _PICKLES:
+            what, hint = "the file is a pickle, which may run code while it is read", _SAVE
+    return None if what is None else CheckpointError(f"checkpoint: {what}", where=str(path), hint=hint)
