@@ -1,4 +1,4 @@
-"""``Reason``: why not, as a code that never changes and a sentence for people."""
+"""``Reason``: a stable code and a sentence that say why a backend does not serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend is asked: the facts of the weight, of the call and of the device."""
+"""``Request``: the facts of the weight, of the call and of the device that a backend decides on."""
 
 from __future__ import annotations
 

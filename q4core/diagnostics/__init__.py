@@ -1,1 +1,1 @@
-"""Events, and what other code raised, in words."""
+"""Events, and descriptions of exceptions."""

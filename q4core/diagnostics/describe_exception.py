@@ -1,4 +1,4 @@
-"""An error of somebody else's code in words: its kind, its text, and where in that code it was raised."""
+"""Exceptions of plugins in words: kind, text, and where in their code they were raised."""
 
 from __future__ import annotations
 

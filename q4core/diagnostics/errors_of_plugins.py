@@ -1,4 +1,4 @@
-"""What backends raised, as events with tracebacks, and as the cause of the error that comes of it.
+"""Exceptions of backends: as events with tracebacks, and as the cause of the error that follows from them.
 
 An exception holds its frames, and these all that a kernel had made. So it is kept no longer than the call that it
 broke, and without what its frames hold: what is remembered of a fault is its words.

@@ -1,4 +1,4 @@
-"""Finds and loads plugins: entry points, named modules, or objects given by a test; each in its own try."""
+"""The discovery and loading of plugins: entry points, named modules, or objects of a test, each in its own try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds, isolates and lists plugins.
+"""``Registry``: the plugins of a process, isolated from each other.
 
 Loaded on first need; each plugin, and each hook call, in its own try. Nothing that a plugin does wrong stops the
 others: it is recorded, shown by ``q4 doctor`` and listed among the rejections. No answer depends on the order of

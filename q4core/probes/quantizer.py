@@ -39,9 +39,9 @@ def call_quantizer(
 ) -> PackedWeight:
     """Call a backend's quantiser, with its device current; to nearest by the two arguments that every one has."""
     native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
-    wishes = {} if rounding is Rounding.NEAREST else {"rounding": rounding, "seed": seed}
+    options = {} if rounding is Rounding.NEAREST else {"rounding": rounding, "seed": seed}
     with torch.no_grad(), on_device(dense.device):
-        packed: PackedWeight = native(dense, request, **wishes)
+        packed: PackedWeight = native(dense, request, **options)
     return packed
 
 

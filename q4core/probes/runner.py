@@ -1,4 +1,4 @@
-"""Proves a prepared weight before it may serve: its paths, its export, and that the caller's weight is untouched."""
+"""The run of all self-probes of a prepared weight, and the guard of the caller's weight."""
 
 from __future__ import annotations
 

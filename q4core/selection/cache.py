@@ -1,4 +1,4 @@
-"""What a layer asks under a resolved configuration, and the warm answers."""
+"""Requests under a resolved configuration, and the cache of selections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["layer_request", "resolve_device", "select_for", "wished_request"]
+__all__ = ["apply_config", "layer_request", "resolve_device", "select_for"]
 
 _CACHE_LIMIT = 4096
 
@@ -30,22 +30,20 @@ def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.
     """Return the device that a configuration means for a weight.
 
     Raises:
-        ConfigError: It names a device that is not there.
+        ConfigError: It names a device that is not available.
     """
     if config.device in {None, "auto"}:
         return weight_device
-    return _there(torch.device(str(config.device)))
+    return _available(torch.device(str(config.device)))
 
 
-def _there(device: torch.device) -> torch.device:
-    """Return a device that this machine has, with its index."""
+def _available(device: torch.device) -> torch.device:
+    """Return the device with its index, if this machine has it."""
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(
-                "session",
-                name="device",
-                rule=f"there; torch sees {count} CUDA devices",
+                f"device {str(device)!r} is not available: torch sees {count} CUDA devices",
                 value=str(device),
                 hint='Use device="cpu", or see `q4 doctor`.',
             )
@@ -53,18 +51,18 @@ def _there(device: torch.device) -> torch.device:
     return device
 
 
-def wished_request(request: Request, config: SessionConfig) -> Request:
-    """Return a request with the wishes of a resolved configuration, as a layer would make it.
+def apply_config(request: Request, config: SessionConfig) -> Request:
+    """Return a request with the options of a resolved configuration, as a layer would make it.
 
     Raises:
-        ConfigError: The device of either is not there.
-        PolicyConflictError: The two say different things.
+        ConfigError: The device of either is not available.
+        PolicyConflictError: The two contradict each other.
     """
-    wish = config.activation_precision or ActivationPrecision.AUTO
-    if wish is not request.precision and wish is not ActivationPrecision.AUTO:
+    precision = config.activation_precision or ActivationPrecision.AUTO
+    if precision is not request.precision and precision is not ActivationPrecision.AUTO:
         if request.precision is not ActivationPrecision.AUTO:
-            raise _conflict("precision", wish.value, request.precision.value)
-        request = attrs.evolve(request, precision=wish)
+            raise _conflict("precision", precision.value, request.precision.value)
+        request = attrs.evolve(request, precision=precision)
     if config.gradients and not request.gradients:
         request = attrs.evolve(request, gradients=True)
     if config.compute_dtype is not None and config.compute_dtype is not request.dtype:
@@ -76,13 +74,14 @@ def wished_request(request: Request, config: SessionConfig) -> Request:
                 raise _conflict("device", str(device), str(request.device))
             request = attrs.evolve(request, device=device)
     if request.device.type == "cuda":
-        request = attrs.evolve(request, device=_there(request.device))
+        request = attrs.evolve(request, device=_available(request.device))
     return request
 
 
 def _conflict(name: str, wanted: str, asked: str) -> PolicyConflictError:
+    what = f"the request's {name} is {asked}, and the configuration asks for {wanted}"
     hint = f"Give Request.for_weight({name}=…), or leave it to the configuration."
-    return PolicyConflictError("q4.select", name=name, rule=f"{wanted}, as configured", value=asked, hint=hint)
+    return PolicyConflictError(what, value=asked, hint=hint)
 
 
 def layer_request(

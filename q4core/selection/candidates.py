@@ -1,4 +1,4 @@
-"""Asks one backend what it can do for a request, and lays its paths over the range of M under a policy."""
+"""``Candidate``: one backend's answer to a request, and its paths laid over the range of M under a policy."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     }  # fmt: skip
     codec.check_dense(dense, name)
     found: Quantizer | None = None
-    why = "the reference is at home on the CPU"
+    why = "CPU tensors are quantised by the reference codec"
     if chosen is not Rounding.NEAREST or dense.device.type != "cpu":
         try:
             request = quantize_request(dense, kind, **choices)

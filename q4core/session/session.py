@@ -17,7 +17,7 @@ from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, resolve_config
-from q4core.selection.cache import select_for, wished_request
+from q4core.selection.cache import apply_config, select_for
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
 
     Args:
         request: What is asked; see ``Request.for_weight``.
-        config: Wishes; unset fields ask the context, the environment and the default. Its device, precision and
+        config: Options; unset fields ask the context, the environment and the default. Its device, precision and
             gradients join the request, as they would for a layer.
         registry: The plugins to choose among; the process's unless told.
 
@@ -245,7 +245,7 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
             hint="Use q4.Request.for_weight(weight).",
         )
     resolved = resolve_config(config)
-    return select_for(wished_request(request, resolved), resolved, registry or default_registry())
+    return select_for(apply_config(request, resolved), resolved, registry or default_registry())
 
 
 def explain(what: torch.nn.Module | Session) -> Report:
