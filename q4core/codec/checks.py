@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,26 +59,19 @@ def check_finite(dense: torch.Tensor, where: str | None) -> None:
     Raises:
         InputError: There are some; the message gives how many, and where the first is.
     """
-    count = 0
-    first: tuple[int, int] | None = None
+    count, first = 0, None
     step = max(1, _CHUNK_ELEMENTS // dense.shape[1])
     for start in range(0, dense.shape[0], step):
         bad = ~torch.isfinite(dense[start : start + step])
         count += int(bad.sum())
         if first is None and count:
             row, column = bad.nonzero()[0].tolist()
-            first = (start + row, column)
+            first = start + row, column
     if first is not None:
-        raise InputError(
-            "quantize",
-            name=f"dense[{first[0]}, {first[1]}]",
-            rule="finite",
-            value=float(dense[first]),
-            where=where,
-            hint=f"{count} of {dense.numel()} values are not finite.",
-            count=count,
-            index=first,
-        )
+        name, value = f"dense[{first[0]}, {first[1]}]", float(dense[first])
+        hint = f"{count} of {dense.numel()} values are not finite."
+        facts: dict[str, Any] = {"where": where, "hint": hint, "count": count, "index": first}
+        raise InputError("quantize", name=name, rule="finite", value=value, **facts)
 
 
 def check_choices(  # noqa: PLR0913  # the choices of one call
@@ -136,11 +129,10 @@ def check_scales(coded: Coded, chosen: Format, where: str | None) -> None:
         bad = ~torch.isfinite(numbers)
         if bool(bad.any()):
             block = bad.nonzero()[0].tolist()
-            raise InputError(
+            what, which, hint = (
                 f"quantize to {chosen}",
-                name=f"the {name} of block {block}",
-                rule=f"at most {torch.finfo(numbers.dtype).max} ({numbers.dtype})",
-                value="infinity",
-                where=where,
-                hint="The values there are too large for this format.",
+                f"the {name} of block {block}",
+                "The values there are too large.",
             )
+            rule = f"at most {torch.finfo(numbers.dtype).max} ({numbers.dtype})"
+            raise InputError(what, name=which, rule=rule, value="infinity", where=where, hint=hint)

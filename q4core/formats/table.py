@@ -27,7 +27,7 @@ from q4core.errors import FormatError, closest_name
 from q4core.formats.packing import Packing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 __all__ = [
     "BUILTIN_FORMATS",
@@ -262,27 +262,6 @@ def as_e8m0(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
-def _broadcast_global(global_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    value = global_scale.to(torch.float32)
-    return value.reshape(-1, *([1] * (scale.dim() - 1))) if value.numel() > 1 else value.reshape(())
-
-
-def _double_quant(
-    scale: torch.Tensor,
-    table: torch.Tensor | None,
-    second: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    block: int,
-) -> torch.Tensor:
-    if table is None or second is None or mean is None:
-        raise FormatError("scale kind double_quant", name="nested scales", rule="present")
-    flat = scale.reshape(-1)
-    index = torch.arange(flat.numel(), device=flat.device) // block
-    # Multiply, then add, each rounded to float32: bitsandbytes' order, without a fused multiply-add.
-    product = table.to(torch.float32)[flat.to(torch.int64)] * second.to(torch.float32)[index]
-    return (product + mean.to(torch.float32)).reshape(scale.shape)
-
-
 def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
     kind: ScaleKind,
     scale: torch.Tensor,
@@ -310,20 +289,25 @@ def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
     Raises:
         FormatError: A level that the kind needs is missing.
     """
+
+    def stored(name: str, level: torch.Tensor | None) -> torch.Tensor:
+        if level is None:
+            raise FormatError(f"scale kind {kind.value}", name=name, rule="present")
+        return level.to(torch.float32)
+
     if kind is ScaleKind.DOUBLE_QUANT:
-        return _double_quant(scale, nested_codebook, nested_scale, nested_offset, nested_block_size)
-    resolver = _RESOLVERS[kind]
-    if kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV}:
-        if global_scale is None:
-            raise FormatError(f"scale kind {kind.value}", name="global_scale", rule="present")
-        return resolver(scale, _broadcast_global(global_scale, scale))
-    return resolver(scale, scale)
-
-
-_RESOLVERS: dict[ScaleKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ScaleKind.PLAIN: lambda scale, _: scale.to(torch.float32),
-    ScaleKind.E8M0: lambda scale, _: as_e8m0(scale),
-    ScaleKind.E4M3: lambda scale, _: as_e4m3(scale),
-    ScaleKind.E4M3_MUL: lambda scale, g: g * as_e4m3(scale),
-    ScaleKind.E4M3_DIV: lambda scale, g: as_e4m3(scale) / g,
-}
+        table, second = stored("nested_codebook", nested_codebook), stored("nested_scale", nested_scale)
+        flat = scale.reshape(-1)
+        index = torch.arange(flat.numel(), device=flat.device) // nested_block_size
+        # Multiply, then add, each rounded to float32: bitsandbytes' order, without a fused multiply-add.
+        product = table[flat.to(torch.int64)] * second[index]
+        return (product + stored("nested_offset", nested_offset)).reshape(scale.shape)
+    if kind is ScaleKind.PLAIN:
+        return scale.to(torch.float32)
+    if kind is ScaleKind.E8M0:
+        return as_e8m0(scale)
+    if kind is ScaleKind.E4M3:
+        return as_e4m3(scale)
+    total = stored("global_scale", global_scale)
+    total = total.reshape(-1, *([1] * (scale.dim() - 1))) if total.numel() > 1 else total.reshape(())
+    return total * as_e4m3(scale) if kind is ScaleKind.E4M3_MUL else as_e4m3(scale) / total

@@ -162,14 +162,9 @@ def check_values(weight: PackedWeight) -> None:
         bad = first_illegal(tensor, rule)
         if bad is not None:
             position, value = bad
-            raise WeightError(
-                weight.label("weight"),
-                name=f"{name}{position}",
-                rule=rule,
-                value=value,
-                where=weight.dialect,
-                hint="The checkpoint is damaged, or it is read in the wrong dialect.",
-            )
+            what, field, source = weight.label("weight"), f"{name}{position}", weight.dialect
+            hint = "The checkpoint is damaged, or it is read in the wrong dialect."
+            raise WeightError(what, name=field, rule=rule, value=value, where=source, hint=hint)
     check_permutation(weight)
 
 

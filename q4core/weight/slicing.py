@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
@@ -24,27 +24,22 @@ def _cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
+def _fail(weight: PackedWeight, what: str, **facts: Any) -> NoReturn:
+    raise WeightError(weight.label(what), **facts)
+
+
 def _require_row_blocks(weight: PackedWeight, what: str) -> None:
     if weight.blocks is BlockOrder.FLAT:
-        raise WeightError(
-            weight.label(what),
-            name="blocks",
-            rule="ROW",
-            value=weight.blocks.name,
-            hint="Flat blocks straddle rows; dequantise and quantise again to cut such a weight.",
-        )
+        hint = "Flat blocks straddle rows; dequantise and quantise again to cut such a weight."
+        _fail(weight, what, name="blocks", rule="ROW", value=weight.blocks.name, hint=hint)
 
 
 def narrow(weight: PackedWeight, dim: int, start: int, length: int) -> PackedWeight:
     """Return rows (``dim=0``) or in-features (``dim=1``) ``start … start + length``; see ``PackedWeight.narrow``."""
     total = weight.shape[dim] if dim in {0, 1} else 0
     if start < 0 or length < 1 or start + length > total:
-        raise WeightError(
-            weight.label("narrow"),
-            name="dim, start, length",
-            rule=f"a range inside {weight.shape}",
-            value=(dim, start, length),
-        )
+        rule = f"a range inside {weight.shape}"
+        _fail(weight, "narrow", name="dim, start, length", rule=rule, value=(dim, start, length))
     _require_row_blocks(weight, "narrow")
     return _narrow_rows(weight, start, length) if dim == 0 else _narrow_columns(weight, start, length)
 
@@ -54,11 +49,11 @@ def take_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
     _require_row_blocks(weight, "take_rows")
     if rows.dtype != torch.int64 or rows.dim() != 1 or not rows.numel():
         rule, value = "an int64 vector of at least one row", f"{rows.dtype} {list(rows.shape)}"
-        raise WeightError(weight.label("take_rows"), name="rows", rule=rule, value=value)
+        _fail(weight, "take_rows", name="rows", rule=rule, value=value)
     outside = (rows < 0) | (rows >= weight.out_features)
     if bool(outside.any()):
         rule, row = f"in 0 … {weight.out_features - 1}", int(rows[outside][0])
-        raise WeightError(weight.label("take_rows"), name="rows", rule=rule, value=row)
+        _fail(weight, "take_rows", name="rows", rule=rule, value=row)
     return _pick(weight, rows.to(weight.device), rows.numel())
 
 
@@ -98,12 +93,8 @@ def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeig
     step = math.lcm(weight.block_size, unit)
     stop = start + length
     if start % step or (stop % step and stop != weight.in_features) or weight.input_permutation is not None:
-        raise WeightError(
-            weight.label("narrow"),
-            name="start and length",
-            rule=f"multiples of {step} in a weight without input_permutation",
-            value=(start, length),
-        )
+        rule = f"multiples of {step} in a weight without input_permutation"
+        _fail(weight, "narrow", name="start and length", rule=rule, value=(start, length))
     plain = weight.with_plain_scale() if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight
     per_unit = 1 if is_grouped else unit // per_byte
     changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : _cdiv(stop, unit) * per_unit]}
