@@ -203,6 +203,7 @@ _VARIABLES = {
     "Q4_DEVICE": "device",
     "Q4_BACKEND": "backend",
     "Q4_COMPUTE_PATH": "compute_path",
+    "Q4_PRECISION": "activation_precision",
     "Q4_UNIFIED_MEMORY": "unified_memory",
 }
 

@@ -129,6 +129,19 @@ def test_the_unified_memory_policy_has_a_variable(monkeypatch: pytest.MonkeyPatc
         q4.resolve_config()
 
 
+def test_the_activation_precision_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_PRECISION stands below argument and context and above the default; a bad value is named."""
+    monkeypatch.setenv("Q4_PRECISION", "exact")
+    assert q4.resolve_config().activation_precision is q4.ActivationPrecision.EXACT
+    with q4.using(q4.SessionConfig(activation_precision="int8")):
+        assert q4.resolve_config().activation_precision is q4.ActivationPrecision.INT8
+        asked = q4.SessionConfig(activation_precision="auto")
+        assert q4.resolve_config(asked).activation_precision is q4.ActivationPrecision.AUTO
+    monkeypatch.setenv("Q4_PRECISION", "best")
+    with pytest.raises(q4.ConfigError, match=r"Q4_PRECISION must be one of .*'exact'"):
+        q4.resolve_config()
+
+
 @pytest.mark.usefixtures("reference_alone")
 def test_using_takes_a_session_too() -> None:
     """``with q4.using(session)`` steers what is made inside."""

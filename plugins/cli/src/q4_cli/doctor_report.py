@@ -30,6 +30,7 @@ VARIABLES = (
     "Q4_LOG",
     "Q4_PLUGINS",
     "Q4_PLUGIN_MODULES",
+    "Q4_PRECISION",
     "Q4_UNIFIED_MEMORY",
 )
 _SIZE = 4096
