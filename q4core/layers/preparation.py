@@ -208,9 +208,7 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or capturing:
         raise LifecycleError(
-            f"layer {weight.name!r}",
-            name="layer",
-            rule="prepared before it is traced or captured",
+            f"layer {weight.name!r} can't be prepared inside a trace or a capture",
             hint="Make the layer (session.linear) and move it to its device first, then compile.",
         )
 

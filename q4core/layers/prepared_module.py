@@ -250,14 +250,10 @@ class WeightOwner(nn.Module):
 
     def _require_ready(self) -> PreparedLayer:
         if self._ready is None:
-            rule = "open" if self._closed else "prepared"
-            raise LifecycleError(
-                f"layer {self.name!r}",
-                name="layer",
-                rule=rule,
-                value="closed" if self._closed else "on the meta device",
-                hint="Make it again from its weight." if self._closed else "Load a state dict first (assign=True).",
-            )
+            if self._closed:
+                raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")
+            what = f"layer {self.name!r} is on the meta device and has no weight yet"
+            raise LifecycleError(what, hint="Load a state dict first (assign=True).")
         return self._ready
 
     def packed_weight(self) -> PackedWeight:

@@ -142,7 +142,7 @@ def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torc
     """
     if not buffers:
         hint = "Make it again from its weight, and compile that."
-        raise LifecycleError(_OP, name="layer", rule="open", value=f"closed ({key})", hint=hint)
+        raise LifecycleError("the layer of this graph is closed", hint=hint, plan=key)
     plan = plan_by_key(key)
     if len(buffers) != len(plan.layouts):
         raise InputError(_OP, name="buffers", rule=f"{len(plan.layouts)} tensors", value=len(buffers))

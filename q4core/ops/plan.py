@@ -220,19 +220,13 @@ def plan_by_key(key: str) -> Plan:
     """
     if key == UNTRACEABLE_PLAN:
         raise LifecycleError(
-            "q4core::linear",
-            name="unified_memory",
-            rule="other than REQUIRE_UNIFIED in a compiled graph, which can't place activations",
-            value="require_unified",
+            "a compiled graph can't place activations, as REQUIRE_UNIFIED asks",
             hint="Ask for PREFER_UNIFIED, and give the graph activations in managed memory.",
         )
     try:
         return _plans[key]
     except KeyError:
         raise LifecycleError(
-            "q4core::linear",
-            name="plan",
-            rule="that of a layer prepared in this process",
-            value=key,
+            f"no layer of this process was prepared under plan {key!r}",
             hint="Prepare the layer first (session.linear, or load its state dict), then compile or call it.",
         ) from None

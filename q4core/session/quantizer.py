@@ -226,7 +226,8 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
         if result is None:
             if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 hint = "Quantise a weight of this kind once before the capture."
-                raise LifecycleError("quantize", name="quantiser", rule="proven before it is captured", hint=hint)
+                what = f"no quantiser of {request.format.name} is proven yet, and none can be inside a capture"
+                raise LifecycleError(what, hint=hint)
             result = probe_quantizer(backend, request, rounding)
             results.record(backend.name, path, request, result)
             emit(

@@ -68,7 +68,7 @@ class Session:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise LifecycleError("session", name="session", rule="open", value="closed", hint="Make a new session.")
+            raise LifecycleError("session is closed", hint="Make a new session.")
 
     def linear(
         self,
