@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fakes import FakeBackend, registry
 
 import q4core as q4
 from q4core.ops.plan import UNTRACEABLE_PLAN
+from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
