@@ -124,7 +124,7 @@ def select_for(
             registry.backends(),
             compute_path=compute_path,
             override=config.backend,
-            refused=registry.refused_backends(),
+            invalid=registry.refused_backends(),
             results=results,
             failures=failures or {},
         )

@@ -42,7 +42,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     *,
     compute_path: ComputePath = ComputePath.AUTO,
     override: str | None = None,
-    refused: Sequence[RefusedBackend] = (),
+    invalid: Sequence[RefusedBackend] = (),
     results: ProbeResults | None = None,
     failures: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Selection:
@@ -53,7 +53,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         backends: The backends that may serve, by name.
         compute_path: Which kinds of path may serve.
         override: A backend asked for by name: obeyed or refused, never replaced.
-        refused: Backends that may not serve at all, for the record.
+        invalid: Backends that may not serve at all, for the record.
         results: What self-probes have shown; nothing unless told.
         failures: Backends to pass over, with the reasons: they could not prepare the weight at hand.
 
@@ -63,9 +63,9 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         BackendUnavailableError: Nothing may serve; ``rejections`` holds every reason.
     """
     shown = results or ProbeResults()
-    invalid = [Rejection(item.name, (item.reason,), "refused at registration") for item in refused]
-    if override is not None and override not in {*backends, *(item.backend for item in invalid)}:
-        raise _unknown(override, backends, invalid)
+    unregistered = [Rejection(item.name, (item.reason,), "refused at registration") for item in invalid]
+    if override is not None and override not in {*backends, *(item.backend for item in unregistered)}:
+        raise _unknown(override, backends, unregistered)
 
     def ask(kinds: frozenset[PathKind], *, any_precision: bool) -> dict[str, Candidate]:
         return {
@@ -82,12 +82,12 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         able = {name: item for name, item in rounds[-1].items() if item.segments}
         if override is not None and override in able:  # obeyed, not replaced by another reference
             able = {override: able[override]}
-        fallback_reason = _why_fallback(asked.values(), invalid, able, override)
+        fallback_reason = _why_fallback(asked.values(), unregistered, able, override)
     if not able:
         is_conflict = (
             override is not None and override in backends and all(item[override].is_ruled_out for item in rounds)
         )
-        rejections = [*(item.rejection() for item in asked.values() if not item.segments), *invalid]
+        rejections = [*(item.rejection() for item in asked.values() if not item.segments), *unregistered]
         raise _unable(request, compute_path, override, rejections, is_conflict=is_conflict)
     cuts = _cuts(able.values())
     winner = min(able.values(), key=lambda item: ([-item.path_at(rows).tier for rows in cuts], item.name))
@@ -105,7 +105,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         compute_path=compute_path,
         override=override,
         fallback_reason=fallback_reason,
-        rejections=tuple(sorted([*losers, *invalid], key=lambda item: item.backend)),
+        rejections=tuple(sorted([*losers, *unregistered], key=lambda item: item.backend)),
         disqualified=winner.reasons,
         proven=all(shown.proven(winner.name, segment, winner.request) for segment in winner.segments),
     )

@@ -83,7 +83,7 @@ def _select(drawn: Sequence[Cast], wish: Wish, order: random.Random | None = Non
             dict(backends),
             compute_path=wish.compute_path,
             override=wish.override,
-            refused=registry.refused_backends(),
+            invalid=registry.refused_backends(),
             results=History(drawn),
         )
     except q4.Q4Error as error:

@@ -168,10 +168,12 @@ def _refusals(cast: Cast, wish: Wish) -> tuple[str, list[Told]]:
     if cast.conduct in on_asking:
         return on_asking[cast.conduct]
     state = f"{name}: loaded"
+    if cast.conduct == "twins":  # one name is told before what is not declared
+        return state, [Told(plain, ("one name",))]
     undeclared = {path.precision for path in cast.paths} - EXACT
     if undeclared and not cast.declares_all:
         return state, [Told(plain, ("did not declare", *(precision.value for precision in undeclared)))]
-    return state, [Told(plain, ("one name",))] if cast.conduct == "twins" else []
+    return state, []
 
 
 def fact_of(cast: Cast, wish: Wish, found: frozenset[tuple[str, str]] = frozenset()) -> Fact:
