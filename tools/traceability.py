@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CERTIFICATES", "PAGE", "Part", "Table", "certificates", "page_of", "parts", "problems", "tables", "unshown"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traceability.md"
 CERTIFICATES = ROOT / "docs" / "certificates"
 _HOOKS = {
@@ -120,7 +120,7 @@ def _plugins_with(hook: str | None) -> tuple[str, ...]:
     if hook is None:
         return ("q4core",)
     files = sorted(ROOT.glob("plugins/*/src/*/*.py"))
-    return tuple(dict.fromkeys(file.parents[2].name for file in files if f"def {hook}(" in file.read_text("utf-8")))
+    return tuple(dict.fromkeys(file.parents[1].name for file in files if f"def {hook}(" in file.read_text("utf-8")))
 
 
 def certificates(folder: Path = CERTIFICATES) -> dict[str, dict[str, dict[str, int]]]:
