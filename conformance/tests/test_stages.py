@@ -107,7 +107,7 @@ def test_a_plugin_that_fails_at_import_is_told_by_any_of_its_names(neighbour: Pa
     neighbour.write_text("raise ImportError('libnothing.so.3 is not here')", encoding="utf-8")
     result = _judge(NEIGHBOUR)
     assert result.outcome is Outcome.FAIL
-    fault = f"ImportError: libnothing.so.3 is not here (in {neighbour.name}:1, <module>)"
+    fault = f"import raised ImportError: libnothing.so.3 is not here (in {neighbour.name}:1, <module>)"
     assert result.message == f"the plugin {NEIGHBOUR!r} failed at import: {fault}"
     with pytest.raises(UnknownTargetError) as caught:
         run_target(Query(name="neighbour"))

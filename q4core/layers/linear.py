@@ -212,12 +212,15 @@ class Q4Linear(PackedModule):
     def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
         label = f"layer {self.name!r}"
         if out_dtype is not None and out_dtype not in FLOATS:
-            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype)
+            hint = "Leave out_dtype= away for the layer's own."
+            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype, hint=hint)
         if out is not None and out.dtype is not (out_dtype or self._dtype):
-            raise InputError(label, name="out", rule=f"of dtype {out_dtype or self._dtype}", value=out.dtype)
+            hint = "Give a tensor of that dtype, name its dtype by out_dtype=, or leave out= away."
+            raise InputError(label, name="out", rule=f"of dtype {out_dtype or self._dtype}", value=out.dtype, hint=hint)
         if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
             rule = "a tensor that does not require gradients"
-            raise InputError(label, name="out", rule=rule, value="requires_grad=True")
+            hint = "Call under torch.no_grad(), or leave out= away."
+            raise InputError(label, name="out", rule=rule, value="requires_grad=True", hint=hint)
 
     def _call(
         self,
