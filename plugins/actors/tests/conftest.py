@@ -6,7 +6,7 @@ import pytest
 from shared_fixtures import content, keeps, other, state, threads
 from sharing import MODES
 
-from q4_actors import MutableMode, shared
+from q4_actors import MutableMode
 
 __all__ = ["content", "keeps", "other", "state", "threads"]
 
@@ -15,9 +15,3 @@ __all__ = ["content", "keeps", "other", "state", "threads"]
 def mode(request: pytest.FixtureRequest) -> MutableMode:
     """Return each mode in turn."""
     return MutableMode(request.param)
-
-
-@pytest.fixture
-def locks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes agree by the core's own locks, also where a plugin with atomics is installed."""
-    monkeypatch.setattr(shared, "find_cells", lambda: None)

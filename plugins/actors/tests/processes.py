@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from q4_actors import SharedMutableTensor
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["q4core", "processes"])
+CONTEXT.set_forkserver_preload(["q4_actors", "processes"])
 
 
 class Worker:

@@ -1,7 +1,6 @@
 """Races threads or processes on a mutable tensor, kills writers at random, and checks every operation.
 
-    python tests/shared_stress.py --operations 10000000 --kills 200 --json result.json
-    python tests/shared_stress.py --kinds native --operations 10000000 --kills 200  # by the plugin's atomics
+    python plugins/actors/tests/shared_stress.py --operations 10000000 --kills 200 --json result.json
 
 Each version's content is its own number, in every element, so that each read tells whether it is whole. Before an
 operation each worker looks at the newest version that any worker has told of, and afterwards at least that must have
@@ -29,7 +28,7 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
-from q4_actors.segment import ATOMICS, WRITER, WRITER_PROCESS
+from q4_actors.segment import WRITER_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,9 +36,8 @@ if TYPE_CHECKING:
 ELEMENTS = 32
 WRITERS, READERS, THREADS = 2, 3, 2
 STUCK_S = 30.0
-TURN = 104  # the word that says whose turn it is, with atomics
+TURN = 104  # the word that says whose turn it is
 KINDS = ("processes", "threads")
-NATIVE = "native"
 
 
 class Board:
@@ -194,12 +192,12 @@ class Run:
         self.board = Board((WRITERS + READERS) * THREADS)
         self.killed = self.amid = self.readers_killed = self.resets = 0
 
-    def in_processes(self, kind: str) -> dict[str, Any]:
+    def in_processes(self) -> dict[str, Any]:
         """Race processes."""
         chance = random.Random(7)
         content = torch.zeros(ELEMENTS, dtype=torch.int64)
         slots = self.slots if self.mode is MutableMode.VERSIONED else None
-        state = SharedMutableTensor(content, mode=self.mode, slots=slots, native=kind == NATIVE)
+        state = SharedMutableTensor(content, mode=self.mode, slots=slots)
         with state:
             children = [
                 _start(lambda index=index: _run_process(state, self.board, index))  # type: ignore[misc]  # bound here
@@ -213,9 +211,8 @@ class Run:
                         self._choose_instant(state, children[index], chance)
                         self._kill(children, index, state)
                         self.killed += 1
-                        if kind == NATIVE:  # by locks the kernel gives back what it held, by atomics writers must
-                            self._kill(children, WRITERS + chance.randrange(READERS), state)
-                            self.readers_killed += 1
+                        self._kill(children, WRITERS + chance.randrange(READERS), state)
+                        self.readers_killed += 1
                 self.board.stop()
                 self._join(children, state)
             except BaseException:
@@ -224,7 +221,7 @@ class Run:
                         os.kill(child, signal.SIGKILL)
                         os.waitpid(child, 0)
                 raise
-            return self._result(kind, state)
+            return self._result("processes", state)
 
     def _kill(self, children: list[int], index: int, state: SharedMutableTensor) -> None:
         os.kill(children[index], signal.SIGKILL)
@@ -239,12 +236,9 @@ class Run:
         content = state._content
         if chance.random() < 0.75:  # as said
             for _ in range(20_000):
-                if content.words[WRITER_PROCESS] == child and self._is_written(content):
+                if content.words[WRITER_PROCESS] == child and content.words[TURN]:
                     self.amid += 1
                     return
-
-    def _is_written(self, content: Any) -> bool:
-        return bool(content.words[TURN] if content.segment.form.layout == ATOMICS else content.locks.is_taken(WRITER))
 
     def in_threads(self) -> dict[str, Any]:
         """Race threads of one process."""
@@ -318,7 +312,7 @@ class Run:
             "version": state.version,
             "killed": self.killed,
             "killed_at_an_update": self.amid,
-            **({"readers_killed": self.readers_killed} if kind == NATIVE else {}),
+            "readers_killed": self.readers_killed,
             "resets": self.resets,
             "seconds": round(seconds, 1),
             "torn": self.board.total(Board.TORN),
@@ -333,7 +327,7 @@ def _refuse_end(status: int) -> NoReturn:
 
 def _environment(load: float) -> dict[str, Any]:
     """Return what every result carries, with the load of the machine before."""
-    sys.path.append(str(pathlib.Path(__file__).parents[1]))  # a program has its own folder there alone
+    sys.path.append(str(pathlib.Path(__file__).parents[3]))  # a program has its own folder there alone
     from benchmarks.record import environment  # noqa: PLC0415  # as said
 
     return {**environment(), "load_average": load}
@@ -344,7 +338,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=100_000, help="of each kind and mode, at least")
     parser.add_argument("--kills", type=int, default=20, help="of writers, in each mode, at least")
-    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, NATIVE), default=KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--modes", nargs="+", choices=[mode.value for mode in MutableMode], default=None)
     parser.add_argument("--slots", type=int, default=8, help="of VERSIONED")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the result")
@@ -354,7 +348,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     for kind in options.kinds:
         for mode in MutableMode if options.modes is None else map(MutableMode, options.modes):
             run = Run(mode, options.operations, 0 if kind == "threads" else options.kills, slots=options.slots)
-            results.append(run.in_threads() if kind == "threads" else run.in_processes(kind))
+            results.append(run.in_threads() if kind == "threads" else run.in_processes())
             print(results[-1], flush=True)  # noqa: T201  # a program's result
     if options.json is not None:
         record = {"environment": _environment(load), "races": results}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from matplotlib import image
-from tests.repository.test_examples import ROOT, run_example
 
 from q4_nn import ste_weight
+from tests.repository.test_examples import ROOT, run_example
 
 if TYPE_CHECKING:
     from pathlib import Path

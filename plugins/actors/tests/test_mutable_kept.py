@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAKERS = [MutableTensor, functools.partial(SharedMutableTensor, native=False)]
+MAKERS = [MutableTensor, SharedMutableTensor]
 
 
 @pytest.fixture(params=MAKERS, ids=["threads", "processes"])

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 def test_a_writer_that_waits_in_vain_is_told_for_whom(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """The refusal names readers where readers were there, and the other writer where one was."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    for block, who in ((state.read(timeout=LONG), "readers"), (state.write(timeout=LONG), "another writer")):
+    for block, who in (
+        (state.read(timeout=LONG), "readers are there"),
+        (state.write(timeout=LONG), "another writer is there"),
+    ):
         held = Held(threads, block)
         with pytest.raises(q4.WriteConflictError) as caught, state.write(wait=True, timeout=0.01):
             raise AssertionError("let in")
-        assert caught.value.value == who
+        assert who in str(caught.value)
         held.release()
 
 
@@ -49,7 +52,7 @@ def test_a_closed_shared_tensor_is_not_pickled() -> None:
     assert pickle.dumps(state)
     other = SharedMutableTensor.attach(state.segment)
     state.close()
-    with pytest.raises(q4.LifecycleError, match=r"'membrane'.*open, got 'closed'"):
+    with pytest.raises(q4.LifecycleError, match="mutable tensor 'membrane' is closed"):
         pickle.dumps(state)
     with pytest.raises(q4.LifecycleError):
         pickle.dumps(other)  # the maker has ended it for all

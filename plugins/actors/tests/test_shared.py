@@ -22,12 +22,12 @@ import torch
 from sharing import content_of, failing_block
 
 import q4core as q4
-from q4_actors import MutableMode, SharedMutableTensor, process_locks, segment, shared, shared_content
+from q4_actors import MutableMode, SharedMutableTensor, segment, shared_content
+from q4_actors.file_locks import FileLocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by their plugin
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where segments are
 
 
@@ -44,15 +44,10 @@ def own_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
     return lambda: {name for name in _files() if own in name}
 
 
-def _is_native() -> bool:
-    """Return whether atomics are tested, as the plugin does by running these tests again."""
-    return vars(shared)["find_cells"]() is not None
-
-
 @contextlib.contextmanager
 def _in_use(path: pathlib.Path) -> Iterator[None]:
     """Hold a file as whoever is attached does, so that no tensor made meanwhile, in another process, removes it."""
-    locks = process_locks.ProcessLocks(str(path), 1, path.name)
+    locks = FileLocks(str(path), path.name)
     locks.try_shared(segment.USED)
     try:
         yield
@@ -178,34 +173,16 @@ def test_slots_held_by_readers_are_never_written() -> None:
             block = other.read()
             views.append(block.__enter__())
             state.replace(torch.full((4,), value))
-        for wait, timeout, rule in ((False, None, "free for the next version"), (True, 0.02, "let in within 0.02 s")):
+        for wait, timeout, said in ((False, None, "has no room for a new version"), (True, 0.02, "within 0.02 s")):
             with pytest.raises(q4.WriteConflictError) as caught:
                 state.replace(torch.full((4,), 9.0), wait=wait, timeout=timeout)
-            assert caught.value.rule == rule
-            assert wait or "2 of 3" in str(caught.value)
+            assert said in str(caught.value)
+            assert "readers of old versions hold 2 of 3 slots" in str(caught.value)
         assert [(view.version, view.tensor[0].item()) for view in views] == [(0, 0.0), (1, 1.0)]
         views[0].__exit__(None, None, None)
         state.replace(torch.full((4,), 3.0))
         assert (views[1].tensor[0].item(), content_of(other)) == (1.0, [3.0] * 4)
         views[1].__exit__(None, None, None)
-
-
-def test_late_reader_finds_the_newest_version() -> None:
-    """A reader that is overtaken between its look at the word and its hold begins anew."""
-    with SharedMutableTensor(torch.zeros(4), slots=3) as state, SharedMutableTensor.attach(state.segment) as other:
-        locks = other._content.locks
-        take = locks.try_shared
-
-        def overtaken(place: int) -> bool:
-            locks.try_shared = take  # type: ignore[method-assign]
-            for value in (1.0, 2.0, 3.0):
-                state.replace(torch.full((4,), value))
-            return take(place)
-
-        locks.try_shared = overtaken  # type: ignore[method-assign]
-        with other.read() as view:
-            assert (view.version, view.tensor.tolist()) == (3, [3.0] * 4)
-        assert not any(state._content.locks.is_taken(segment.FIRST_SLOT + slot) for slot in range(3))
 
 
 @pytest.mark.parametrize("slots", [2, 65, True, 4.0, "4"])
@@ -234,7 +211,7 @@ def test_version_overflow_is_refused(state: SharedMutableTensor) -> None:
     assert state.version == largest
     with pytest.raises(q4.LifecycleError) as caught, state.write():
         pass
-    assert (caught.value.name, caught.value.value) == ("version", largest)
+    assert f"has come to its last version, {largest}" in str(caught.value)
     assert (content_of(state), state.version, state.is_poisoned) == ([2.0] * 4, largest, False)
     assert words[segment.CURRENT] > 0
 
@@ -386,25 +363,11 @@ def test_system_that_refuses_is_a_typed_error(
                 SharedMutableTensor(torch.zeros(4), name="membrane")
             assert "membrane" in str(caught.value)
     with monkeypatch.context() as patch:
-        allow = fcntl.fcntl
-        takes_back = state._content.locks._free
-        patch.setattr(fcntl, "fcntl", lambda *call: (allow if call[2] in takes_back else refuse)(*call))
-        with pytest.raises(q4.LifecycleError) as caught:
-            state.snapshot()
-        assert caught.value.name == "lock"
+        patch.setattr(fcntl, "fcntl", refuse)
+        with pytest.raises(q4.LifecycleError, match=r"grants .*membrane.* no file lock"):
+            SharedMutableTensor.attach(state.segment, name="membrane")
     assert own_names() == before
     assert content_of(state) == [1.0] * 4
-
-
-def test_other_platforms_are_refused(monkeypatch: pytest.MonkeyPatch, state: SharedMutableTensor) -> None:
-    """ConfigError that names the way out, where there are no such locks."""
-    monkeypatch.setattr(process_locks, "HAS_LOCKS", False)
-    with pytest.raises(q4.ConfigError) as caught:
-        SharedMutableTensor(torch.zeros(4))
-    assert caught.value.name == "platform"
-    with pytest.raises(q4.ConfigError) as caught:
-        SharedMutableTensor.attach(state.segment)
-    assert caught.value.name == "platform"
 
 
 def test_copies_are_refused_and_pickles_attach(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
@@ -418,7 +381,7 @@ def test_copies_are_refused_and_pickles_attach(state: SharedMutableTensor, other
 def test_repr_says_what_it_is(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
     """Name, mode, form and the newest state, also where another process made it."""
     state.replace(torch.zeros(4))
-    told = f"{state.mode.value}, torch.float32 [4] on cpu, version 1, by {'atomics' if _is_native() else 'locks'})"
+    told = f"{state.mode.value}, torch.float32 [4] on cpu, version 1)"
     assert repr(other) == f"SharedMutableTensor('membrane', {told}"
     with SharedMutableTensor.attach(state.segment) as nameless:
         assert repr(nameless) == f"SharedMutableTensor({told}"
@@ -430,11 +393,6 @@ def test_a_handle_without_a_name_tells_its_segment(state: SharedMutableTensor) -
         assert nameless.name is None
         with pytest.raises(q4.InputError, match=rf"mutable tensor '{state.segment}'"):
             nameless.replace(torch.zeros(5))
-
-
-def test_it_says_how_processes_agree(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
-    """Also in the process that attaches, which had no say in it."""
-    assert (state.is_native, other.is_native) == (_is_native(), _is_native())
 
 
 # -- lifetime

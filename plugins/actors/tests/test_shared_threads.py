@@ -7,24 +7,19 @@ import pytest
 import sharing
 import test_mutable
 import test_mutable_abandoned
-import test_mutable_collected
-import test_mutable_exclusion
 import test_mutable_guards
-import test_mutable_interrupted
 import test_mutable_late
 import test_mutable_lifetime
 import test_mutable_races
+import test_mutable_turns
 
 from q4_actors import SharedMutableTensor
 
-pytestmark = pytest.mark.usefixtures("locks_alone")  # atomics are tested by their plugin
 MODULES = [
     test_mutable,
     test_mutable_abandoned,
-    test_mutable_collected,
-    test_mutable_exclusion,
+    test_mutable_turns,
     test_mutable_guards,
-    test_mutable_interrupted,
     test_mutable_late,
     test_mutable_lifetime,
     test_mutable_races,
@@ -38,6 +33,8 @@ DIFFERENT = {
     "test_capture_is_for_an_address_that_stays",
     "test_device_that_fails_fails_the_update",
     "test_cuda_update_is_whole_on_every_stream",
+    # It takes the turns among threads away; here readers and writers keep each other out without them.
+    "test_own_guard_catches_a_missing_exclusion",
     # Torch itself refuses to resize this memory: test_memory_can_not_be_resized.
     "test_change_by_a_reader_is_found_out",
     "test_writer_may_change_values_only",

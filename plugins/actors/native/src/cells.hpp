@@ -1,4 +1,4 @@
-// The protocol between processes by atomics alone; docs/memory-protocols.md argues it, and tests/shared_native_model.py searches it.
+// The protocol between processes by atomics alone; docs/memory-protocols.md argues it, and tests/protocols searches it.
 //
 // One 64-bit word names the newest version and its slot. Each process has a row, with one bit for each slot that it reads.
 // A reader sets its bit and then looks at the word again; a writer, whose turn it is, writes only where no bit is set. Between
@@ -17,13 +17,12 @@
 
 namespace q4 {
 
-constexpr int kLayout = 3;
 constexpr int kPage = 4096;
 constexpr int kRows = 256;
 constexpr int kRowBytes = 64;
 constexpr int64_t kMaxVersion = (int64_t{1} << 55) - 1;
 
-// Which 64-bit word of the header is what; plugins/actors/src/q4_actors/segment.py has the same numbers.
+// Which 64-bit word of the header is what; q4_actors/segment.py has the same numbers.
 enum Word {
     kCurrent = 64, kClosed = 72, kTainted = 73, kBarred = 80, kBarAwaited = 81, kMoves = 88, kMovesAwaited = 89, kUnbarredAt = 90, kWriterProcess = 96,
     kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121

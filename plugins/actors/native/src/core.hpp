@@ -16,7 +16,7 @@ namespace q4 {
 namespace nb = nanobind;
 
 constexpr int64_t kCopiedHere = 1 << 16;  // bytes; larger contents are copied by torch, without the GIL
-enum Obstacle { kTaken = -1, kFull = -2, kLook = -3, kCut = -4 };
+enum Obstacle { kTaken = -1, kInUse = -2, kLook = -3, kCut = -4, kReadersFirst = -5 };
 
 class View;
 
@@ -141,41 +141,32 @@ class Core {
 
     // -- writing
 
-    int begin_write(bool copies, int64_t process) {
+    // Take the turn and what an update needs, and return its slot, or what is in the way.
+    int begin(bool copies, bool heals, bool yields, int64_t process) {
         if (!is_whole()) return kCut;
         if (!checked_cells().try_turn()) return kTaken;
-        cells_.set(kWriterProcess, process);
         const int64_t word = cells_.word(kCurrent), version = word >> 8;
-        if (is_shut || cells_.word(kClosed) || cells_.word(kTainted) == version + 1 || version >= kMaxVersion) return kLook;
-        const auto current = static_cast<size_t>(word & 255);
-        if (!is_untouched(current, version)) return kLook;
+        const auto current = static_cast<size_t>(is_in_place ? 0 : word & 255);
+        const bool is_poisoned = is_in_place ? (word & 255) != kHealthy : cells_.word(kTainted) == version + 1;
+        if (is_shut || cells_.word(kClosed) || is_poisoned != heals || version >= kMaxVersion) return kLook;
+        if (!heals) {
+            if (!is_untouched(current, version)) return kLook;
+            cells_.set(kWriterProcess, process);  // while it is healed, the process that died stays named
+        }
+        if (is_in_place) {
+            if (yields && cells_.is_readers_turn()) return kReadersFirst;
+            if (!cells_.claim()) return kInUse;
+            if (cells_.word(kCurrent) != word) return kLook;  // whoever read until now may have changed it
+            if (!heals) mark();
+            return 0;
+        }
         const int slot = cells_.free_slot();
-        if (slot < 0) return kFull;
+        if (slot < 0) return kInUse;
         if (copies && content_bytes_ <= kCopiedHere) {
             std::memcpy(data(static_cast<size_t>(slot)), data(current), static_cast<size_t>(content_bytes_));
             if (!is_untouched(current, version)) return kLook;
         }
         return slot;
-    }
-
-    // As above where there is one slot; the word says from then on that it is written.
-    int begin_in_place(int64_t process) {
-        if (!is_whole()) return kCut;
-        if (!try_turn()) return kTaken;
-        const int64_t word = cells_.word(kCurrent), version = word >> 8;
-        if (is_shut || cells_.word(kClosed) || (word & 255) != kHealthy || version >= kMaxVersion) return kLook;
-        if (cells_.is_readers_turn() || !is_untouched(0, version)) return kLook;
-        cells_.set(kWriterProcess, process);
-        if (!cells_.claim()) return kFull;
-        // Whoever read until now may have changed it.
-        if (cells_.word(kCurrent) != word) return kLook;
-        mark();
-        return 0;
-    }
-
-    bool try_turn() {
-        has_published = false;
-        return checked_cells().try_turn();
     }
 
     // Say that the content is being written, before the first store to it.
@@ -192,14 +183,6 @@ class Core {
         if (cells.has_turn() && (cells.word(kCurrent) & 255) == kWriting) cells_.declare(kHealthy);
     }
 
-    int64_t end_in_place() {
-        const auto& cells = checked_cells();
-        if (!is_marked || !cells.has_turn() || cells.word(kClosed) || (cells.word(kCurrent) & 255) != kWriting) return kLook;
-        const int64_t version = publish(0);
-        end_turn();
-        return version;
-    }
-
     void end_turn() {
         is_marked = false;
         checked_cells().end_turn();
@@ -207,21 +190,15 @@ class Core {
 
     bool copies_here() const { return content_bytes_ <= kCopiedHere; }
 
-    // Publish the slot and give back the turn, unless somebody has closed it or changed what it was made from.
-    int64_t end_write(int slot) {
+    // Publish the slot and give back the turn, unless somebody has closed it, or poisoned it meanwhile.
+    int64_t end(int slot, bool heals) {
         const auto& cells = checked_cells();
-        if (!cells.is_own() || cells.word(kClosed) || cells.word(kTainted) == (cells.word(kCurrent) >> 8) + 1) return kLook;
-        const int64_t version = publish(slot);
-        cells_.end_turn();
-        return version;
-    }
-
-    // Make what is in the slot the next version, and return its number.
-    int64_t publish(int slot) {
-        const int64_t version = (checked_cells().word(kCurrent) >> 8) + 1;
+        const int64_t word = cells.word(kCurrent), version = (word >> 8) + 1;
+        const bool is_well = is_in_place ? is_marked && (word & 255) == kWriting : cells.word(kTainted) != version;
+        if (!cells.has_turn() || cells.word(kClosed) || !(heals || is_well)) return kLook;
         note(slot, version);
-        is_marked = false, has_published = true;
         cells_.publish(version, slot);
+        end_turn();
         return version;
     }
 
@@ -273,13 +250,11 @@ class Core {
     void link(View& view);
     void unlink(View& view, bool is_there = true);
     int64_t reads = 0;
-    int forks = 0;  // between the process that made this and the one that has it
     bool is_shut = false;
     const bool is_in_place;
     int file;  // what is mapped, open once more
     bool is_held = false;  // by blocks that the caller counts
     bool is_marked = false;  // by this process's update
-    bool has_published = false;  // since it last tried to get the turn
 
   private:
     // Sleep until there is another word, while other threads may close.

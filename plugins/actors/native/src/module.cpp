@@ -6,11 +6,7 @@ NB_MODULE(_native, module) {
     using q4::Core;
     using q4::View;
     nb::set_leak_warnings(false);  // daemon threads may hold blocks when the interpreter ends
-    module.attr("LAYOUT") = q4::kLayout;
     module.attr("ROWS") = q4::kRows;
-    module.attr("TAKEN") = static_cast<int>(q4::kTaken);
-    module.attr("FULL") = static_cast<int>(q4::kFull);
-    module.attr("CUT") = static_cast<int>(q4::kCut);
     nb::class_<View>(module, "View")
         .def("__enter__", [](nb::object self) { nb::cast<View&>(self).enter(); return self; })
         .def("__exit__", [](View& self, nb::handle, nb::handle error, nb::handle) { self.exit(error); },
@@ -28,18 +24,11 @@ NB_MODULE(_native, module) {
         .def("close", &Core::close)
         .def("is_reading", &Core::is_reading)
         .def("reclaim", &Core::reclaim)
-        .def("begin_write", &Core::begin_write)
-        .def("publish", &Core::publish)
-        .def("end_write", &Core::end_write)
-        .def("note", &Core::note)
+        .def("begin", &Core::begin)
+        .def("end", &Core::end)
         .def("is_untouched", &Core::is_untouched)
         .def("end_turn", &Core::end_turn)
-        .def("try_turn", &Core::try_turn)
-        .def("begin_in_place", &Core::begin_in_place)
-        .def("end_in_place", &Core::end_in_place)
-        .def("mark", &Core::mark)
         .def("unmark", [](Core& self) { if (self.is_whole()) self.unmark(); })
-        .def("claim", [](Core& self) { return self.checked_cells().claim(); })
         .def("bury", [](Core& self, int64_t dead) { self.checked_cells().bury(dead); })
         .def("poison", [](Core& self) { self.checked_cells().declare(q4::kPoisoned); })
         .def("hold_in_turn", &Core::hold_in_turn)
@@ -65,8 +54,6 @@ NB_MODULE(_native, module) {
         .def_prop_ro("barred", [](Core& self) { return self.checked_cells().word(q4::kBarred); })
         .def_prop_ro("has_turn", [](Core& self) { return self.checked_cells().has_turn(); })
         .def_prop_ro("is_holding", &Core::is_holding)
-        .def_ro("is_marked", &Core::is_marked)
-        .def_ro("has_published", &Core::has_published)
         .def_prop_ro("open", &Core::open)
         .def_prop_ro("is_own", [](Core& self) { return self.cells().is_own(); })
         .def_prop_ro("row", [](Core& self) { return self.cells().row(); })

@@ -20,7 +20,6 @@ class View {
         if (stage_ != kNew) ask(content_, names().refuse_again);
         stage_ = kLeft;
         thread_ = core_.thread();
-        forks_ = core_.forks;
         if (core_.is_in_place) {
             if (!enter_at_once()) enter_in_turn();
             return;
@@ -59,7 +58,7 @@ class View {
             ask(turn_, names().exit, nb::none(), error, nb::none());
         } else if (stage_ == kPutOut) {
             stage_ = kLeft;
-            ask(content_, names().refuse_late, error, nb::bool_(core_.forks != forks_));
+            ask(content_, names().refuse_late, error);
         }
     }
 
@@ -161,7 +160,6 @@ class View {
     Core& core_;
     nb::object timeout_, thread_, alias_, turn_;
     int64_t version_ = -1, changes_ = 0;
-    int forks_ = 0;
     Stage stage_ = kNew;
 };
 
@@ -191,11 +189,10 @@ inline void Core::put_all_out() {
 
 // In a child nobody is inside: what the parent's threads hold is the parent's.
 inline void Core::after_fork() {
-    ++forks;
     put_all_out();
     for (auto& slot : slots_) slot.readers = 0, slot.version = -1;
     reads = waiting_ = 0;
-    is_held = is_marked = has_published = false;
+    is_held = is_marked = false;
     cells_.leave();
 }
 

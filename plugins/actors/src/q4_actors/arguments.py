@@ -8,9 +8,9 @@ import threading
 
 import torch
 
-from q4core.errors import ConfigError, InputError
+from q4core import ConfigError, InputError
 
-__all__ = ["MutableMode", "check_content", "label_of", "to_mode", "to_seconds"]
+__all__ = ["MutableMode", "check_content", "check_version", "label_of", "to_mode", "to_seconds"]
 
 
 class MutableMode(enum.Enum):
@@ -81,6 +81,12 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
+
+
+def check_version(label: str, version: object) -> None:
+    """Refuse what is no number of a version."""
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise ConfigError(label, name="version", rule="an integer", value=version)
 
 
 def to_seconds(label: str, timeout: float) -> float:

@@ -1,4 +1,4 @@
-"""Whom a fork concerns: in the child, everything that threads of its parent hold is the parent's."""
+"""Contents that a forked child must hear of: everything that threads of its parent hold is the parent's."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from q4_actors.content import Content
 
-__all__ = ["let_forks_know"]
+__all__ = ["CONTENTS"]
 
-_CONTENTS: weakref.WeakSet[Content] = weakref.WeakSet()
-
-
-def let_forks_know(content: Content) -> None:
-    """Call ``content.after_fork`` in each child that this process forks from now on."""
-    _CONTENTS.add(content)
+CONTENTS: weakref.WeakSet[Content] = weakref.WeakSet()
+"""``after_fork`` of each is called in every child that this process forks."""
 
 
 def _after_fork() -> None:
-    for content in tuple(_CONTENTS):
+    for content in tuple(CONTENTS):
         content.after_fork()
 
 

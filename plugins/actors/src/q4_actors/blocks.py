@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.rwlock import HERE, Ticket
-from q4core.errors import LifecycleError
+from q4core import LifecycleError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -16,37 +16,23 @@ if TYPE_CHECKING:
 
     from q4_actors.content import Content
 
-__all__ = ["ReadView", "WriteBlock", "refuse_outside"]
+__all__ = ["ReadView", "WriteBlock", "refuse_again", "refuse_outside"]
 
 
 class ReadView(Ticket):
     """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
 
-    __slots__ = (
-        "_alias",
-        "_content",
-        "base",
-        "begun_on",
-        "count",
-        "deadline",
-        "mark",
-        "number",
-        "side",
-        "timeout",
-        "turn",
-    )
+    __slots__ = ("_alias", "_content", "base", "begun_on", "deadline", "mark", "number", "side", "timeout", "turn")
+
     base: torch.Tensor
     begun_on: int | None
     deadline: float | None
-    count: int
     mark: tuple[int, int]
     number: int
     """``version``, once it is known."""
 
     def __init__(self, content: Content, timeout: float | None) -> None:
         self.is_admitted = False
-        self.thread = None
-        self.token = object()
         self._content = content
         self._alias: torch.Tensor | None = None
         self.timeout = timeout
@@ -78,10 +64,10 @@ class ReadView(Ticket):
 
     def __enter__(self) -> Self:
         """Begin to read."""
-        if self.thread:
-            _refuse_again(self._content.label)
+        if hasattr(self, "thread"):
+            refuse_again(self._content.label)
+        self.thread = HERE.thread
         try:
-            self.thread = HERE.thread
             self._alias = self._content.begin_read(self)
         except BaseException:
             self._content.drop_read(self)
@@ -92,18 +78,9 @@ class ReadView(Ticket):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the read, and raise ``PoisonedError`` if this version was changed meanwhile."""
-        try:
-            self._alias = None
-            if self.is_admitted:
-                self._content.end_read(self, error)
-        except BaseException:
-            self._content.drop_read(self)
-            raise
-
-    def __del__(self) -> None:
-        """Leave word that nobody will end this read."""
-        if getattr(self, "is_admitted", False):  # its own making may have been interrupted
-            self._content.lose_read(self)
+        self._alias = None
+        if self.is_admitted:
+            self._content.end_read(self, error)
 
 
 class WriteBlock(Ticket):
@@ -113,7 +90,6 @@ class WriteBlock(Ticket):
         "_content",
         "address",
         "alias",
-        "before",
         "begun_on",
         "deadline",
         "extent",
@@ -134,8 +110,6 @@ class WriteBlock(Ticket):
     alias: torch.Tensor
     begun_on: int | None
     deadline: float | None
-    before: int | None
-    """The version when it began to end."""
 
     def __init__(
         self,
@@ -146,9 +120,7 @@ class WriteBlock(Ticket):
         healing: bool = False,  # noqa: FBT001, FBT002  # as above
     ) -> None:
         self.is_admitted = False
-        self.thread = None
-        self.token = object()
-        self.before = self.extent = None
+        self.extent = None
         self._content = content
         self.wait = wait
         self.timeout = timeout
@@ -159,10 +131,10 @@ class WriteBlock(Ticket):
 
     def __enter__(self) -> torch.Tensor:
         """Begin to write."""
-        if self.thread:
-            _refuse_again(self._content.label)
+        if hasattr(self, "thread"):
+            refuse_again(self._content.label)
+        self.thread = HERE.thread
         try:
-            self.thread = HERE.thread
             return self._content.begin_write(self)
         except BaseException:
             self._content.drop_write(self)
@@ -172,25 +144,16 @@ class WriteBlock(Ticket):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Publish the update as the next version, or drop it if the block failed."""
-        try:
-            if self.is_admitted:
-                self._content.end_write(self, error)
-        except BaseException as fault:
-            if self.is_admitted:
-                self._content.fail_write(self, fault)
-            raise
-
-    def __del__(self) -> None:
-        """Leave word that nobody will end this update."""
-        if getattr(self, "is_admitted", False):
-            self._content.lose_write(self)
+        if self.is_admitted:
+            self._content.end_write(self, error)
 
 
 def refuse_outside(label: str, name: str) -> NoReturn:
     """Raise, since a read view is used outside its block."""
-    rule, hint = "used inside its with block", "Take a snapshot() for what must last longer."
-    raise LifecycleError(f"read view of {label}", name=f"view.{name}", rule=rule, hint=hint)
+    hint = "Take a snapshot() for what must last longer."
+    raise LifecycleError(f"view.{name} of {label} is used outside its with block", hint=hint)
 
 
-def _refuse_again(label: str) -> NoReturn:
-    raise LifecycleError(label, name="with block", rule="entered once", hint="Call read() or write() each time.")
+def refuse_again(label: str) -> NoReturn:
+    """Raise, since a block is entered once."""
+    raise LifecycleError(f"this with block of {label} was entered before", hint="Call read() or write() each time.")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4_actors.blocks import ReadView
-from q4_actors.rwlock import HERE, Exclusion
+from q4_actors.rwlock import HERE, RWLock
 from q4_actors.snapshot import Snapshot
-from q4core.diagnostics.describe_exception import describe_briefly
-from q4core.errors import InputError, LifecycleError, PoisonedError, WriteConflictError
+from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import copy_beside, detached_copy, provider_of
+from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
     from q4_actors.blocks import WriteBlock
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
 
 
-def refuse_late(label: str, error: BaseException | None, *, is_forked: bool = False) -> None:
+def refuse_late(label: str, error: BaseException | None) -> None:
     """Complain about a block that was put out before it was left, unless it is left by an error of its own."""
-    if error is not None:
-        return
-    if is_forked:
-        rule, hint = "left by the process that entered it", "There it goes on."
-        raise LifecycleError(label, name="with block", rule=rule, value="left by a forked child", hint=hint)
-    hint = "Leave it in the thread that entered it. Its update is dropped, or what it read may be torn: begin anew."
-    raise LifecycleError(label, name="with block", rule="left before its thread ends", value="left after", hint=hint)
+    if error is None:
+        raise LifecycleError(
+            f"a with block of {label} was left after its thread had ended, or in a forked child",
+            hint="Its update is dropped, and what it read may be torn. Leave each block in the thread that entered it.",
+        )
 
 
 def cause_of(problem: BaseException | None) -> str | None:
     """Return why an update failed."""
-    return None if problem is None else f"a writer failed with {describe_briefly(problem)}"
+    return None if problem is None else f"a writer failed with {describe_exception(problem)}"
 
 
 def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
@@ -54,45 +52,11 @@ def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
 class Content:
     """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
 
-    __slots__ = (
-        "__weakref__",
-        "bytes_copied",
-        "conflicts",
-        "copies",
-        "device",
-        "dtype",
-        "failures",
-        "gate",
-        "grown",
-        "home",
-        "is_closed",
-        "is_forked",
-        "is_in_place",
-        "is_unsettled",
-        "kept",
-        "label",
-        "lock",
-        "mark",
-        "nbytes",
-        "order",
-        "poison",
-        "reads",
-        "shape",
-        "snapshots",
-        "tensor",
-        "version",
-        "waiting",
-        "writes",
-    )
-
     def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
         self.label = label
         self.home = provider_of(tensor)
         self.is_in_place = is_in_place
-        self.gate = Exclusion(excludes_readers=self.is_in_place)
-        self.lock = self.gate.lock
-        self.grown = threading.Condition(self.lock)
-        self.waiting = 0
+        self.renew()
         self.tensor = tensor
         # The last writer's tensor, until the next turn. To free a tensor torch gives up the interpreter's lock: if that
         # happened after the block, readers would run on for whole switch intervals before the writer could come back.
@@ -105,69 +69,61 @@ class Content:
         self.poison: str | None = None
         self.is_closed = self.is_forked = False
         self.is_unsettled = False
+
+    def make_gate(self) -> RWLock:
+        """Return what lets threads in."""
+        return RWLock(excludes_readers=self.is_in_place)
+
+    def renew(self) -> None:
+        """Begin with nobody inside, and nothing counted."""
+        self.gate = self.make_gate()
+        self.lock = self.gate.lock
+        self.grown = threading.Condition(self.lock)
+        self.waiting = 0
         self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
         self.bytes_copied = 0
 
     def after_fork(self) -> None:
         """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
-        self.gate = Exclusion(excludes_readers=self.is_in_place)  # of the old one a lock may be held for ever
-        self.lock = self.gate.lock
-        self.grown = threading.Condition(self.lock)
+        self.renew()  # of the old one a lock may be held for ever
         self.order = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
 
-    # -- places that nobody leaves
-
-    def lose_read(self, view: ReadView) -> None:
-        """Take word from a finaliser that nobody will leave this block."""
-        self.gate.lost_reads.append(view.token)
-
-    def lose_write(self, block: WriteBlock) -> None:
-        """Take word from a finaliser that nobody will leave this block."""
-        self.gate.lost_writes.append(block.token)
+    # -- blocks that nobody leaves
 
     def reclaim(self) -> None:
-        """Take back what can't be left any more: a reader's place, and an update, which has failed."""
-        gate = self.gate
-        cause = gate.lost_writer()
-        if cause is not None:  # known as failed before anybody else is let in
-            self.note_failure(cause)
-            self.release_claim()
-            gate.end_write()
-        if gate.put_out_readers():
+        """Take back what threads that have ended hold: a reader's place, and an update, which has failed."""
+        writer = self.gate.writer
+        if writer is not None and writer.thread() is None:  # known as failed before anybody else is let in
+            self.note_failure("a writer's thread ended without leaving its block")
+            self.gate.end_write(writer)
+            writer.is_admitted = True  # so that whoever leaves its block is told
+            self.release_write()
+        for ticket in self.gate.put_out_readers():
             self.is_unsettled = self.is_in_place
+            self.release_read(ticket)
 
-    def release_claim(self) -> None:
-        """Let other processes write, if there are any."""
+    def release_read(self, view: object) -> None:
+        """Give back what a read holds beside its place among the threads."""
+
+    def release_write(self) -> None:
+        """Give back what the writer holds beside its place among the threads."""
 
     def drop_read(self, view: ReadView) -> None:
-        """Take back whatever a read that ends before its time has taken, wherever it was interrupted."""
+        """Take back whatever a read that ends before its time has taken."""
         if self.order is not None:
             self.order.leave(view)
         with self.lock:
-            self.gate.drop(view)
+            self.gate.end_read(view)
+            self.release_read(view)
 
     def drop_write(self, block: WriteBlock) -> None:
-        """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
+        """Take back whatever an update that did not begin has taken."""
         if self.order is not None:
             self.order.leave(block)
         with self.lock:
-            self.gate.drop(block)
-
-    def fail_write(self, block: WriteBlock, fault: BaseException) -> None:
-        """End an update whose end was interrupted; it has failed, unless it was published before."""
-        if self.order is not None:
-            self.order.leave(block)
-        with self.lock:
-            if self.gate.writing is block.token:
-                self.note_fault(block, fault)
-                self.gate.end_write(block)
-            block.is_admitted = False
-
-    def note_fault(self, block: WriteBlock, fault: BaseException) -> None:
-        """Count an update that was interrupted, unless it was published before."""
-        if block.before is None or block.before == self.version:
-            self.note_failure(cause_of(fault))
+            if self.gate.end_write(block):
+                self.release_write()
 
     def note_failure(self, cause: str | None) -> None:
         """Count an update that does not take effect; with a cause, ``IN_PLACE`` content is unknown from now on."""
@@ -183,21 +139,17 @@ class Content:
         if self.is_closed:
             self.raise_closed()
         if self.poison is not None:
+            hint = "Give it new content with reset(tensor)."
             raise PoisonedError(
-                self.label,
-                name="content",
-                rule="known",
-                value=self.poison,
-                hint="Give it new content with reset(tensor).",
-                version=self.version,
+                f"{self.label} is poisoned: {self.poison}", hint=hint, value=self.poison, version=self.version
             )
 
     def raise_closed(self) -> NoReturn:
         """Tell that it is closed, or another process's."""
         if self.is_forked:
-            rule, hint = "used by the process that made it", "Between processes take a SharedMutableTensor."
-            raise LifecycleError(self.label, name="it", rule=rule, value="used by a forked child", hint=hint)
-        raise LifecycleError(self.label, name="it", rule="open", value="closed", hint="Make a new one.")
+            hint = "Between processes take a SharedMutableTensor."
+            raise LifecycleError(f"{self.label} belongs to the process that made it, not to its fork", hint=hint)
+        raise LifecycleError(f"{self.label} is closed")
 
     def check_waiting(self) -> None:
         """Look whether who is waited for can still leave, and raise if it is closed or poisoned."""
@@ -208,17 +160,31 @@ class Content:
     def check_healing(self) -> None:
         """Raise if there is nothing that ``reset()`` could heal."""
         self.reclaim()
-        if self.is_forked:
+        if self.is_closed:
             self.raise_closed()
-        if self.is_closed or self.poison is None:
-            rule, got = ("open", "closed") if self.is_closed else ("poisoned", "healthy")
-            hint = "Update a healthy tensor with write() or replace(tensor)."
-            raise LifecycleError(f"reset() of {self.label}", name="it", rule=rule, value=got, hint=hint)
+        if self.poison is None:
+            hint = "Update it with write() or replace(tensor)."
+            raise LifecycleError(f"{self.label} is not poisoned, so reset() has nothing to mend", hint=hint)
 
-    def refuse(self, name: str, rule: str, value: str, hint: str) -> NoReturn:
+    def refuse(self, complaint: str, hint: str) -> NoReturn:
         """Count a conflict and raise it."""
         self.conflicts += 1
-        raise WriteConflictError(self.label, name=name, rule=rule, value=value, hint=hint, version=self.version)
+        raise WriteConflictError(f"{self.label} {complaint}", hint=hint, version=self.version)
+
+    def refuse_nested(self, wanted: str, held: str) -> NoReturn:
+        """Raise, since a thread waits for what it holds itself."""
+        hint = "Read what write() gave you." if wanted == "read" else "Leave the outer block first."
+        self.refuse(f"can't {wanted} inside this thread's own {held}()", hint)
+
+    def refuse_timeout(self, what: str, timeout: float | None, who: str) -> NoReturn:
+        """Raise, since a block's time ran out."""
+        self.refuse(f"could not be {what} within {timeout} s: {who}", "Wait longer, or hold blocks shorter.")
+
+    def check_not_inside(self) -> None:
+        """Raise, where a thread waits for a version that its own block keeps from coming."""
+        thread, gate = HERE.thread, self.gate
+        if gate.is_writing(thread) or (self.is_in_place and gate.is_reading(thread)):
+            self.refuse("can't wait() inside this thread's own block", "It would never end.")
 
     def set_poison(self, cause: str) -> None:
         """Declare the content unknown, and tell everybody who waits."""
@@ -231,16 +197,14 @@ class Content:
         cause = f"version {version} was changed in place outside write()"
         if base is self.tensor and self.poison is None:
             self.set_poison(cause)
-        raise PoisonedError(
-            self.label,
-            name="content",
-            rule="changed inside write() only",
-            value=cause,
-            hint="Change a snapshot(), or write inside write(); then call reset(tensor).",
-            version=version,
-        )
+        hint = "Change a snapshot(), or write inside write(); then call reset(tensor)."
+        raise PoisonedError(f"{self.label} is poisoned: {cause}", hint=hint, value=cause, version=version)
 
     # -- reading
+
+    def view(self, timeout: float | None) -> ReadView:
+        """Return a block that reads."""
+        return ReadView(self, timeout)
 
     def begin_read(self, view: ReadView) -> torch.Tensor:
         """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
@@ -248,14 +212,7 @@ class Content:
         if order is not None:
             order.arrive(view)
         with self.lock:
-            gate = self.gate
-            if self.is_in_place and gate.writer is view.thread:
-                self.check_waiting()
-                if gate.writer is view.thread:
-                    hint = "Read what write() gave you."
-                    self.refuse("read()", "outside this thread's own write()", "inside", hint)
-            if not gate.enter_read(view, view.timeout, self.check_waiting):
-                self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
+            self.enter_read(view)
             if self.is_closed or self.poison is not None:
                 self.check()
             base, mark = self.tensor, self.mark
@@ -265,7 +222,15 @@ class Content:
         side = None if order is None else order.begin(view, base, is_reading=True)
         return base.detach() if side is None else side
 
-    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
+    def enter_read(self, view: ReadView) -> None:
+        """Let the view in among the threads of this process, in its turn."""
+        gate = self.gate
+        if self.is_in_place and gate.is_writing(view.thread):
+            self.refuse_nested("read", "write")
+        if not gate.enter_read(view, view.timeout, self.check_waiting):
+            self.refuse_timeout("read", view.timeout, "a writer is there")
+
+    def end_read(self, view: ReadView, error: BaseException | None) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
         base, version = view.base, view.number
         is_late = False
@@ -276,40 +241,32 @@ class Content:
         finally:
             with self.lock:
                 is_late = not self.gate.end_read(view) and (self.is_in_place or self.is_forked)
-                is_touched = mark_of(base) != view.mark and not is_late
-                if is_copied:
-                    self.snapshots += 1
-                    self.copies += 1
-                    self.bytes_copied += self.nbytes
-                else:
-                    self.reads += 1
+                self.reads += 1
                 try:
-                    if is_touched:
+                    if not is_late and mark_of(base) != view.mark:
                         self.refuse_touched(base, version)
                 except PoisonedError:
                     if error is None:
                         raise
+                finally:
+                    self.release_read(view)
         if is_late:
-            refuse_late(self.label, error, is_forked=self.is_forked)
+            refuse_late(self.label, error)
 
     def snapshot(self, timeout: float | None) -> Snapshot:
         """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
-        view = ReadView(self, timeout)
-        view.thread = HERE.thread
-        error: BaseException | None = None
-        try:
-            self.begin_read(view)
-            try:
-                copy = detached_copy(view.base)
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                self.end_read(view, error, is_copied=error is None)
-            return Snapshot(copy, view.number)
-        except BaseException:
-            self.drop_read(view)
-            raise
+        with self.view(timeout) as view:
+            copy = detached_copy(view.base)
+        with self.lock:
+            self.reads -= 1
+            self.snapshots += 1
+            self.count_copy()
+        return Snapshot(copy, view.version)
+
+    def count_copy(self) -> None:
+        """Count a copy of the whole content."""
+        self.copies += 1
+        self.bytes_copied += self.nbytes
 
     # -- writing
 
@@ -336,20 +293,20 @@ class Content:
         return alias if side is None else side
 
     def enter_write(self, block: WriteBlock) -> None:
-        """Let the block in when its turn comes, or refuse it."""
+        """Let the block in among the threads of this process when its turn comes, or refuse it."""
         gate = self.gate
         check = self.check_healing if block.healing else self.check_waiting
         check()
         if gate.try_write(block):
             return
         if gate.is_writing(block.thread) or gate.is_reading(block.thread):
-            inside = "write()" if gate.is_writing(block.thread) else "read()"
-            self.refuse("write()", f"outside this thread's own {inside}", "inside", "Leave the outer block first.")
+            self.refuse_nested("write", "write" if gate.is_writing(block.thread) else "read")
         if not block.wait and gate.has_writer:
-            self.refuse("writer", "the only one", "another one is there", "Try later, or wait with write(wait=True).")
+            self.refuse("is being written by another thread", "Use write(wait=True), or retry.")
         if not gate.enter_write(block, block.timeout, check):
-            who = "readers" if self.is_in_place and gate.writer is None else "another writer"
-            self.refuse("write()", f"let in within {block.timeout} s", who, "Wait longer, or hold blocks shorter.")
+            has_readers = self.is_in_place and gate.writer is None
+            who = "readers are there" if has_readers else "another writer is there"
+            self.refuse_timeout("written", block.timeout, who)
         check()
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
@@ -357,22 +314,18 @@ class Content:
         if self.is_unsettled and self.order is not None:
             self.order.settle()
             self.is_unsettled = False
-        if block.healing:
-            if self.is_in_place and base.data_ptr() == mark[1]:
-                return base
-            if block.source is None:
-                return copied(torch.zeros(self.shape, dtype=self.dtype, device=self.device), self.home, self.label)
-        elif self.is_in_place:
+        if self.is_in_place and (not block.healing or base.data_ptr() == mark[1]):
             return base
-        source = base if block.source is None else block.source
-        copy = detached_copy(source) if self.home is None else copied(source, self.home, self.label)
+        if block.healing and block.source is None:
+            return copied(torch.zeros(self.shape, dtype=self.dtype, device=self.device), self.home, self.label)
+        copy = copied(base if block.source is None else block.source, self.home, self.label)
         if mark_of(base) != mark and not block.healing:
             with self.lock:
                 self.refuse_touched(base, self.version)
         return copy
 
     def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out, or ``fail_write``."""
+        """Publish the update, or drop it, or poison the content; then let the block out."""
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
@@ -386,22 +339,23 @@ class Content:
         is_kept = self.is_in_place and not alias.requires_grad
         self.kept = None
         with self.lock:
-            if self.gate.writing is not block.token:  # it was put out, and counted as a failure
+            if self.gate.writer is not block:  # it was put out, and counted as a failure
                 block.is_admitted = False
-                refuse_late(self.label, error, is_forked=self.is_forked)
+                refuse_late(self.label, error)
                 return
-            block.before = self.version
-            if not self.is_in_place or block.source is not None:
-                self.copies += 1
-                self.bytes_copied += self.nbytes
-            may_publish = not self.is_closed and (block.healing or self.poison is None)
-            if problem is None and may_publish:
-                self.publish(work)
-                self.kept = alias if is_kept else None
-            else:
-                self.note_failure(cause_of(problem))
-            self.gate.end_write(block)
-        if problem is None and not may_publish:
+            try:
+                if not self.is_in_place or block.source is not None:
+                    self.count_copy()
+                is_published = problem is None and self.publish(block, work)
+                if is_published:
+                    self.writes += 1
+                    self.kept = alias if is_kept else None
+                else:
+                    self.note_failure(cause_of(problem))
+            finally:
+                self.gate.end_write(block)
+                self.release_write()
+        if problem is None and not is_published:
             self.check()
         if problem is not None and problem is not error:
             raise problem
@@ -423,13 +377,11 @@ class Content:
                     hint="Change values only, or use replace(tensor).",
                 )
 
-    def publish(self, work: torch.Tensor) -> None:
-        """Make ``work`` the newest version."""
-        mark = mark_of(work)
-        # By one statement, so that no signal handler finds half of it.
-        self.tensor, self.mark, self.version, self.poison = work, mark, self.version + 1, None
-        self.writes += 1
-        if self.gate.lost_reads:  # else nobody might ever look
-            self.reclaim()
+    def publish(self, block: WriteBlock, work: torch.Tensor) -> bool:
+        """Make ``work`` the newest version, unless it was closed or poisoned meanwhile."""
+        if self.is_closed or (self.poison is not None and not block.healing):
+            return False
+        self.tensor, self.mark, self.version, self.poison = work, mark_of(work), self.version + 1, None
         if self.waiting:
             self.grown.notify_all()
+        return True

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from q4_actors.stream_order import Fences, TorchStreams
-from q4core.errors import ConfigError, WriteConflictError
+from q4core import ConfigError, WriteConflictError
 from q4core.memory import keeper_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Order:
             tensor = turn.__enter__()
         except WriteConflictError as error:
             with content.lock:
-                content.refuse(str(error.name), str(error.rule), str(error.value), error.hint or "Wait longer.")
+                content.refuse(f"waits for its other side: {error.summary}", error.hint or "Wait longer.")
         block.turn = turn
         return tensor
 
@@ -131,7 +131,7 @@ class Order:
     def end_write(self, block: WriteBlock, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
         """End an update; return what has failed by now, in it or here."""
         try:
-            if self._content.gate.writing is block.token:
+            if self._content.gate.writer is block:
                 self.end(block, work, is_reading=False)
             else:  # it was put out, and others have gone on
                 self.leave(block)

@@ -1,8 +1,8 @@
 """``Segment``: memory that processes share, the header that describes it, and the locks on its parts.
 
-A file in ``/dev/shm``: one page of header, with atomics the processes' rows, then the slots, each on pages of its own.
-It gets its name only once it is complete, and every process that uses it holds a shared lock, so that a segment without
-users can be told and removed.
+A file in ``/dev/shm``: one page of header, the processes' rows, then the slots, each on pages of its own. It gets its
+name only once it is complete, and every process that uses it holds a shared lock, so that a segment without users can
+be told and removed.
 """
 
 from __future__ import annotations
@@ -22,38 +22,46 @@ import attrs
 import torch
 
 from q4_actors.arguments import MutableMode
-from q4_actors.process_locks import ProcessLocks, check_platform
-from q4core.errors import ConfigError, InputError, LifecycleError
+from q4_actors.file_locks import FileLocks
+from q4core import ConfigError, InputError, LifecycleError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ATOMICS", "CURRENT", "FIRST_SLOT", "LOCKS", "MAX_SLOTS", "ROWS", "WRITER", "Form", "Segment"]
+__all__ = [
+    "CLOSED",
+    "CURRENT",
+    "FIRST_ROW",
+    "MAX_SLOTS",
+    "ROWS",
+    "TAINTED",
+    "USED",
+    "WRITER_PROCESS",
+    "Form",
+    "Segment",
+]
 
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory
 NAME = re.compile(r"q4core-[0-9a-f]{16}")
 MAGIC = b"q4mutabl"
-LOCKS, ATOMICS = 1, 3
-"""Layouts, and so protocols: all who use a segment follow the one that its maker chose."""
+LAYOUT = 4
 ROWS, ROW_BYTES = 256, 64
-"""With atomics: room for what so many processes hold, each on a cache line of its own."""
+"""Room for what so many handles hold, each on a cache line of its own."""
 PAGE = 4096  # also where pages are larger: what matters is that no two slots share a cache line
+START = PAGE + ROWS * ROW_BYTES
 FORM = struct.Struct("8s6q16s32q")
 MAX_RANK = 32
 MAX_SLOTS = 64
 
-# Places to lock.
-USED, WRITER, FIRST_SLOT = 0, 1, 2
+USED, FIRST_ROW = 0, 1
+"""Places to lock: by all who use the segment; and by whose row it is, row by row."""
 
-# Words of the header that change, each kind on a cache line of its own. All stores are of whole, aligned words.
+# Words of the header that change; ``native/src/cells.hpp`` has the others. All stores are of whole, aligned words.
 CURRENT = 64
 """Version and state: ``version << 8 | low``; ``low`` is the slot (VERSIONED) or the state (IN_PLACE)."""
 CLOSED, TAINTED = 72, 73
 """Whether the maker closed it; and, VERSIONED, 1 + the version that somebody changed outside ``write()``."""
-WRITER_WAITS, READER_WAITS = 80, 88
-"""Hints that somebody polls; whoever died may have left them behind, so that nobody waits for them alone."""
 WRITER_PROCESS = 96
-# With atomics, 80 … 95 and 104 … 127 are the plugin's; 80 then says who keeps readers out.
 CAUSE = slice(1024, 1536)
 """Bytes: words 128 … 191."""
 
@@ -67,29 +75,12 @@ class Form:
         dtype: Of the tensor.
         shape: Of the tensor.
         slots: How many copies of the content there is room for.
-        layout: ``LOCKS`` or ``ATOMICS``.
     """
 
     mode: MutableMode
     dtype: torch.dtype
     shape: tuple[int, ...]
     slots: int
-    layout: int = LOCKS
-
-    @property
-    def start(self) -> int:
-        """Where the slots begin."""
-        return PAGE + (ROWS * ROW_BYTES if self.layout == ATOMICS else 0)
-
-    @property
-    def first_row(self) -> int:
-        """The place to lock of the first process's row."""
-        return FIRST_SLOT + self.slots
-
-    @property
-    def places(self) -> int:
-        """How many places there are to lock."""
-        return self.first_row + (ROWS if self.layout == ATOMICS else 0)
 
     @property
     def content_bytes(self) -> int:
@@ -104,13 +95,13 @@ class Form:
     @property
     def total(self) -> int:
         """Size of the file."""
-        return self.start + self.slots * self.stride
+        return START + self.slots * self.stride
 
 
 def _packed(form: Form) -> bytes:
     shape = (*form.shape, *(0,) * (MAX_RANK - len(form.shape)))
     mode = list(MutableMode).index(form.mode)
-    numbers = (form.layout, mode, form.slots, form.stride, form.content_bytes, len(form.shape))
+    numbers = (LAYOUT, mode, form.slots, form.stride, form.content_bytes, len(form.shape))
     return FORM.pack(MAGIC, *numbers, str(form.dtype).removeprefix("torch.").encode(), *shape)
 
 
@@ -119,13 +110,13 @@ def _unpacked(label: str, header: bytes, size: int) -> Form:
 
     def check(name: str, rule: str, value: object, *, holds: bool) -> None:
         if not holds:
-            hint = "Attach to a segment that this version of q4core made."
+            hint = "Attach to a segment that this version of q4-actors made."
             raise LifecycleError(f"segment of {label}", name=name, rule=rule, value=value, hint=hint)
 
     check("size", f"{PAGE} bytes or more", size, holds=len(header) >= PAGE)
     magic, layout, mode, slots, stride, content_bytes, rank, name, *shape = FORM.unpack_from(header)
     check("magic", repr(MAGIC), magic, holds=magic == MAGIC)
-    check("layout", f"number {LOCKS} or {ATOMICS}", layout, holds=layout in {LOCKS, ATOMICS})
+    check("layout", f"number {LAYOUT}", layout, holds=layout == LAYOUT)
     check("mode", "0 or 1", mode, holds=mode in {0, 1})
     check("rank", f"0 … {MAX_RANK}", rank, holds=0 <= rank <= MAX_RANK)
     check("shape", "0 or more everywhere", shape[:rank], holds=all(length >= 0 for length in shape[:rank]))
@@ -133,7 +124,7 @@ def _unpacked(label: str, header: bytes, size: int) -> Form:
     check("dtype", "one of torch's", name, holds=isinstance(dtype, torch.dtype))
     legal = (1, 1) if mode else (3, MAX_SLOTS)
     check("slots", f"{legal[0]} … {legal[1]}", slots, holds=legal[0] <= slots <= legal[1])
-    form = Form(list(MutableMode)[mode], dtype, tuple(shape[:rank]), slots, layout)
+    form = Form(list(MutableMode)[mode], dtype, tuple(shape[:rank]), slots)
     check("slot size", f"{form.stride} bytes", stride, holds=stride == form.stride)
     check("content size", f"{form.content_bytes} bytes", content_bytes, holds=content_bytes == form.content_bytes)
     check("size", f"{form.total} bytes", size, holds=size == form.total)
@@ -149,7 +140,7 @@ def _remove_unused() -> None:
             with contextlib.suppress(OSError):
                 own = _OPEN.get(path.name)
                 if (own is None or not own.close.alive) and path.lstat().st_uid == os.getuid():
-                    locks = ProcessLocks(str(path), 1, path.name)
+                    locks = FileLocks(str(path), path.name)
                     try:
                         if locks.try_exclusive(USED):
                             path.unlink()
@@ -163,21 +154,21 @@ class Segment:
     Attributes:
         name: What other processes attach to.
         form: What it holds.
-        locks: On ``WRITER`` and on ``FIRST_SLOT`` + slot.
+        locks: On ``USED``, and on ``FIRST_ROW`` + this process's row.
         words: The header, as 64-bit words.
         memory: All of it.
         slots: The contents, one tensor each, which count their changes apart from one another.
         is_maker: Whether this process made it (and so removes its name).
     """
 
-    def __init__(self, name: str, form: Form, file: int, locks: ProcessLocks, *, is_maker: bool) -> None:
+    def __init__(self, name: str, form: Form, file: int, locks: FileLocks, *, is_maker: bool) -> None:
         self.name, self.form, self.locks, self.is_maker = name, form, locks, is_maker
         mapping = mmap.mmap(file, form.total)
         self.memory: Any = mapping
         self.words = memoryview(mapping)[:PAGE].cast("q")
         self._bytes = memoryview(mapping)[:PAGE]
         with torch.inference_mode(mode=False):
-            self.slots = [_over(mapping, form, form.start + index * form.stride) for index in range(form.slots)]
+            self.slots = [_over(mapping, form, START + index * form.stride) for index in range(form.slots)]
         self._held: list[Any] = [locks]
         named = weakref.finalize(self, _remove_name, FOLDER / name, os.getpid()) if is_maker else None
         self.close = weakref.finalize(self, _close, self._held, named)
@@ -190,11 +181,9 @@ class Segment:
         """Make a segment with a first content, at version 0.
 
         Raises:
-            ConfigError: Not on Linux.
             InputError: There is no room for it, or the tensor has too many dimensions.
             LifecycleError: The system refuses a file or a lock.
         """
-        check_platform(label)
         if len(form.shape) > MAX_RANK:
             raise InputError(label, name="rank", rule=f"{MAX_RANK} or less", value=len(form.shape))
         try:
@@ -206,12 +195,12 @@ class Segment:
                 hint = "Use fewer slots, IN_PLACE, or give the machine more shared memory."
                 raise InputError(label, name="size", rule=rule, value=form.total, hint=hint)
             name = f"q4core-{secrets.token_hex(8)}"
-            locks: ProcessLocks | None = None
+            locks: FileLocks | None = None
             file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, form.total)  # so that no later store finds the memory used up
                 os.pwrite(file, _packed(form), 0)
-                locks = ProcessLocks(f"/proc/self/fd/{file}", form.places, label)
+                locks = FileLocks(f"/proc/self/fd/{file}", label)
                 locks.try_shared(USED)
                 made = cls(name, form, file, locks, is_maker=True)
                 made.slots[0].copy_(content)
@@ -226,42 +215,35 @@ class Segment:
                 os.close(file)
         except OSError as error:
             hint = f"Look at {FOLDER}: its size, its rights, and the limit on open files."
-            raise LifecycleError(label, name="segment", rule="made", value=str(error), hint=hint) from error
+            raise LifecycleError(f"{label} gets no shared memory: {error}", hint=hint) from error
 
     @classmethod
     def attach(cls, label: str, name: str) -> Self:
         """Join a segment that another process made.
 
         Raises:
-            ConfigError: Not on Linux, or ``name`` is none of a segment.
+            ConfigError: ``name`` is none of a segment.
             LifecycleError: It is gone, its size or header is wrong, or it may not be opened.
         """
-        check_platform(label)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             hint = "Give what SharedMutableTensor.segment says."
             raise ConfigError(label, name="segment", rule=f"a name like {NAME.pattern}", value=name, hint=hint)
-        gone = LifecycleError(
-            label,
-            name="segment",
-            rule="there",
-            value=f"{name}, which has vanished",
-            hint="Its maker has closed it, let it go or ended. Keep the maker's tensor while others may attach.",
-        )
+        hint = "Its maker has closed it, let it go or ended. Keep the maker's tensor while others may attach."
+        gone = LifecycleError(f"{label}: segment {name} has vanished", hint=hint)
         try:
             file = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise gone from None
         except OSError as error:
-            raise LifecycleError(label, name="segment", rule="one that opens", value=str(error)) from error
-        locks: ProcessLocks | None = None
+            raise LifecycleError(f"{label}: segment {name} can't be opened: {error}") from error
+        locks: FileLocks | None = None
         try:
             facts = os.fstat(file)
             if not stat.S_ISREG(facts.st_mode):
-                raise LifecycleError(  # noqa: TRY301  # what was opened must be closed
-                    label, name="segment", rule="a file", value=stat.filemode(facts.st_mode)
-                )
+                text = f"{label}: segment {name} is no file ({stat.filemode(facts.st_mode)})"
+                raise LifecycleError(text)  # noqa: TRY301  # what was opened must be closed
             form = _unpacked(label, os.pread(file, PAGE, 0), facts.st_size)
-            locks = ProcessLocks(f"/proc/self/fd/{file}", form.places, label)
+            locks = FileLocks(f"/proc/self/fd/{file}", label)
             if not locks.try_shared(USED) or os.fstat(file).st_nlink == 0:
                 raise gone  # noqa: TRY301  # as above
             return cls(name, form, file, locks, is_maker=False)
@@ -269,7 +251,7 @@ class Segment:
             if locks is not None:
                 locks.close()
             if isinstance(error, OSError):
-                raise LifecycleError(label, name="segment", rule="one that maps", value=str(error)) from error
+                raise LifecycleError(f"{label}: segment {name} can't be mapped: {error}") from error
             raise
         finally:
             os.close(file)

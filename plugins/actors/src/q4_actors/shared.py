@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
-from q4_actors.blocks import ReadView
-from q4_actors.native import find_cells
-from q4_actors.native_content import NativeContent
-from q4_actors.native_in_place import NativeInPlace
-from q4_actors.segment import ATOMICS, LOCKS, MAX_SLOTS, Form, Segment
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.rwlock import HERE
+from q4_actors.segment import MAX_SLOTS, Form, Segment
 from q4_actors.shared_content import SharedContent
 from q4_actors.tensor import MutableTensor
-from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core import ConfigError, InputError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import ModuleType
 
     import torch
     from typing_extensions import Self
@@ -38,17 +38,15 @@ class SharedMutableTensor(MutableTensor):
         name: For messages.
         slots: ``VERSIONED``: how many versions there is room for, 3 … 64; None means 4. Of these, one is the newest and
             one the writer's; the others are for readers that still hold older versions. ``IN_PLACE``: None.
-        native: Whether processes agree by the atomics of the plugin ``q4-shared-native``, which then all of them need,
-            or by the core's own, slower locks. None: by atomics where this process has them.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
-        ConfigError: ``mode``, ``name``, ``slots`` or ``native`` is not legal, or the platform is not Linux.
+        ConfigError: ``mode``, ``name`` or ``slots`` is not legal, or the extension module is missing: outside Linux, or
+            where q4-actors was installed without a C++ compiler.
         LifecycleError: The system refuses a file or a lock.
     """
 
     _content: SharedContent
-    _reader: Callable[..., ReadView] | None = None
 
     def __init__(
         self,
@@ -57,42 +55,21 @@ class SharedMutableTensor(MutableTensor):
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
         slots: int | None = None,
-        native: bool | None = None,
     ) -> None:
         label = label_of(name)
         mode = to_mode(label, mode)
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
-        count = _count_of(label, slots, mode)
-        form = Form(mode, tensor.dtype, tuple(tensor.shape), count, _layout(label, native=native))
-        segment = Segment.create(label, form, tensor.detach())
-        self._adopt(segment, label, name)
+        _extension(label)
+        form = Form(mode, tensor.dtype, tuple(tensor.shape), _count_of(label, slots, mode))
+        self._adopt(Segment.create(label, form, tensor.detach()), label, name)
 
     def _adopt(self, segment: Segment, label: str, name: str | None) -> None:
-        self._mode = segment.form.mode
-        self._name = name
-        if segment.form.layout == LOCKS:
-            self._content = SharedContent(segment, label)
-            return
-        cells = find_cells()
-        if cells is None:
-            segment.close()
-            hint = "Install q4-shared-native here, or make the tensor with native=False."
-            rule, got = "that of the core's own locks", "that of atomics, which only q4-shared-native has"
-            raise LifecycleError(f"segment of {label}", name="layout", rule=rule, value=got, hint=hint)
-        kind = NativeContent if self._mode is MutableMode.VERSIONED else NativeInPlace
-        self._content = content = kind(segment, label, cells)
-        self._reader = content.cells.read
-
-    def read(self, *, timeout: float | None = None, device: str | None = None) -> ReadView:
-        """Return a ``with`` block, as ``MutableTensor.read`` does, with the same arguments and errors."""
-        if device is not None:
-            return super().read(timeout=timeout, device=device)
-        content = self._content
-        if timeout is not None:
-            timeout = to_seconds(content.label, timeout)
-        return ReadView(content, timeout) if self._reader is None else self._reader(content, timeout)
+        self._mode, self._name = segment.form.mode, name
+        bytes_each = segment.form.content_bytes
+        cells = _extension(label).Core(segment.memory, segment.slots, HERE, bytes_each, segment.locks.file)
+        self._content = SharedContent(segment, label, cells)
 
     @classmethod
     def attach(
@@ -116,7 +93,7 @@ class SharedMutableTensor(MutableTensor):
         Raises:
             LifecycleError: It has vanished, or its size or header is wrong.
             InputError: It has another mode, dtype or shape.
-            ConfigError: ``segment``, ``mode``, ``shape`` or ``name`` is not legal, or the platform is not Linux.
+            ConfigError: ``segment``, ``mode``, ``shape`` or ``name`` is not legal, or the extension module is missing.
         """
         label = label_of(segment if name is None and isinstance(segment, str) else name)
         try:
@@ -128,6 +105,7 @@ class SharedMutableTensor(MutableTensor):
             "dtype": dtype,
             "shape": lengths,
         }
+        _extension(label)
         joined = Segment.attach(label, segment)
         for what, rule in wanted.items():
             got = getattr(joined.form, what)
@@ -142,11 +120,6 @@ class SharedMutableTensor(MutableTensor):
     def segment(self) -> str:
         """What another process gives to ``attach``."""
         return self._content.segment.name
-
-    @property
-    def is_native(self) -> bool:
-        """Whether processes agree by atomics, those of ``q4-shared-native``, or by the core's own locks."""
-        return self._content.segment.form.layout == ATOMICS
 
     @property
     def version(self) -> int:
@@ -178,8 +151,7 @@ class SharedMutableTensor(MutableTensor):
         What another process writes is seen within a millisecond.
         """
         content = self._content
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise ConfigError(content.label, name="version", rule="an integer", value=version)
+        check_version(content.label, version)
         return content.wait_for(version, None if timeout is None else to_seconds(content.label, timeout))
 
     def close(self) -> None:
@@ -205,8 +177,7 @@ class SharedMutableTensor(MutableTensor):
         with self._content.lock, contextlib.suppress(LifecycleError):
             self._content.check_size()
             self._content.refresh()
-        how = "by atomics" if self.is_native else "by locks"
-        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)[:-1] + f", {how})"
+        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)
 
     def __copy__(self) -> NoReturn:
         """Refuse.
@@ -238,15 +209,16 @@ def _count_of(label: str, slots: int | None, mode: MutableMode) -> int:
     return count
 
 
-def _layout(label: str, *, native: bool | None) -> int:
-    """Return by which protocol processes are to agree."""
-    if native is not None and not isinstance(native, bool):
-        raise ConfigError(label, name="native", rule="True, False or None", value=native)
-    found = native is not False and find_cells() is not None
-    if native and not found:
-        hint = "Install q4-shared-native, and look at `q4 doctor`; or leave native=None."
-        raise ConfigError(label, name="native", rule="False or None without its plugin", value=native, hint=hint)
-    return ATOMICS if found else LOCKS
+def _extension(label: str) -> ModuleType:
+    """Return the extension module, by which processes agree."""
+    try:
+        return importlib.import_module("q4_actors._native")
+    except ImportError as error:
+        text = f"{label} can't be shared between processes: the extension module of q4-actors is missing"
+        hint = "Install a C++ compiler, then: pip install --force-reinstall --no-deps q4-actors."
+        if sys.platform != "linux":
+            hint = "It is for Linux. Use a MutableTensor, which threads share."
+        raise ConfigError(text, hint=hint) from error
 
 
 def _attached(

@@ -1,444 +1,545 @@
 """The protocol between processes: what the blocks of a ``SharedMutableTensor`` do.
 
-A thread first takes its turn among the threads of its process, then its process takes a lock among the processes.
-``docs/memory-protocols.md`` states the protocol, its memory order, and why no reader sees half an update.
+A thread first takes its turn among the threads of its process, then its process takes one among the processes, by
+atomics in the extension module. ``docs/memory-protocols.md`` states the protocol, its memory order, and why no reader
+sees half an update. A slot's address never changes, so torch's count of in-place changes is its whole mark.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from os import SEEK_END, lseek
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.backoff import LONGEST_PAUSE_S, Pauses
-from q4_actors.content import cause_of, refuse_late
-from q4_actors.rwlock import HERE, wait_on
-from q4_actors.segment import (
-    CLOSED,
-    CURRENT,
-    FIRST_SLOT,
-    READER_WAITS,
-    TAINTED,
-    WRITER,
-    WRITER_PROCESS,
-    WRITER_WAITS,
-)
-from q4_actors.shared_state import HEALTHY, WRITING, SharedState
-from q4core.errors import LifecycleError, PoisonedError
+import torch
+
+from q4_actors.arguments import MutableMode
+from q4_actors.at_fork import CONTENTS
+from q4_actors.backoff import LONGEST_SLEEP_S, Backoff
+from q4_actors.blocks import ReadView, refuse_again, refuse_outside
+from q4_actors.content import Content, mark_of, refuse_late
+from q4_actors.rwlock import ENDED, RWLock
+from q4_actors.segment import CLOSED, CURRENT, FIRST_ROW, ROWS, TAINTED, WRITER_PROCESS
+from q4core import LifecycleError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
-    from q4_actors.blocks import ReadView, WriteBlock
+    from q4_actors._native import Core
+    from q4_actors.blocks import WriteBlock
+    from q4_actors.rwlock import Thread, Ticket
+    from q4_actors.segment import Segment
 
 __all__ = ["MAX_VERSION", "SharedContent"]
 
 MAX_VERSION = 2**55 - 1
 """The word that publishes has 8 bits for the slot, and a sign."""
-READERS_TURN_S = 2.4 * LONGEST_PAUSE_S
+LONGEST_LOOK_S = 1.0
+READERS_TURN_S = 2.4 * LONGEST_SLEEP_S
 """How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""
+VERSION_SLEEP_S = 0.01
+"""Who waits for a version is woken; if the process that would wake it is killed just before, it looks by itself."""
 LOOKS_FOR_A_SLOT = 5
 """How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
+TAKEN, IN_USE, LOOK, CUT, READERS_FIRST = range(-1, -6, -1)
+"""Why an update can't begin yet: another writer has the turn; readers; a closer look; a cut file; readers that wait."""
+HEALTHY, POISONED = 0, 2
+"""States of an ``IN_PLACE`` content, beside its version in one word; 1 while it is written."""
 
 
-class SharedContent(SharedState):
-    """The protocol.
+class SharedRWLock(RWLock):
+    """Turns among the threads of this process, of which most read by the extension module, without asking here."""
 
-    A slot's address never changes, so torch's count of in-place changes, ``_version``, is its whole mark. What every
-    block does is written out, for calls are what a block costs beside its locks.
+    def __init__(self, cells: Core, *, excludes_readers: bool) -> None:
+        super().__init__(excludes_readers=excludes_readers)
+        self._cells = cells
+
+    def is_reading(self, thread: Thread) -> bool:
+        """Return whether the thread reads."""
+        return super().is_reading(thread) or self._cells.is_reading(thread)
+
+    def try_write(self, ticket: Ticket) -> bool:
+        """Let the ticket write now and return True, or return False."""
+        cells = self._cells
+        if cells.open and (self._excludes_readers or cells.is_reading(ticket.thread)):
+            return False
+        return super().try_write(ticket)
+
+    def hand_over(self) -> None:
+        """Let in whose turn it is, but no writer while threads read."""
+        if not (self._excludes_readers and self._waiting_writers and self._cells.open):
+            super().hand_over()
+
+
+class SharedContent(Content):
+    """State and protocol in one process; ``version``, ``poison``, ``is_closed`` and ``tensor`` are its latest look.
+
+    Args:
+        segment: The memory.
+        label: For messages.
+        cells: This process's part in it.
     """
 
-    __slots__ = ()
+    def __init__(self, segment: Segment, label: str, cells: Core) -> None:
+        self.cells, self.segment, self.locks = cells, segment, segment.locks
+        self.words, self.slots = segment.words, segment.slots
+        super().__init__(segment.slots[0], label, is_in_place=segment.form.mode is MutableMode.IN_PLACE)
+        self.is_let_go = False
+        segment.close_first(cells)
+        self._take_row()
+        self.refresh()
+        CONTENTS.add(self)
+
+    def make_gate(self) -> RWLock:
+        """Return what lets threads in."""
+        return SharedRWLock(self.cells, excludes_readers=self.is_in_place)
+
+    def renew(self) -> None:
+        """Begin with nobody inside."""
+        super().renew()
+        self.process = os.getpid()
+        self.inside: set[ReadView] = set()
+        """``IN_PLACE``: blocks that waited, and that now hold the slot for this process."""
+        self.kept_out: set[ReadView] = set()
+        self.claimed: int | None = None
+        """The slot that this process writes."""
+
+    def _take_row(self) -> None:
+        """Take a row of the header, with the lock that proves that it is this process's."""
+        for row in range(ROWS):
+            if self.locks.try_exclusive(FIRST_ROW + row):
+                self.cells.enter(row)
+                return
+        hint = "Close handles, or end processes that are done with it."
+        raise LifecycleError(f"{self.label} has {ROWS} handles, and no room for more", hint=hint)
+
+    def after_fork(self) -> None:
+        """Begin anew in a child: what its parent's threads hold is the parent's."""
+        self.cells.after_fork()
+        self.renew()
+        try:
+            if not self.is_disposed:
+                self.segment.reopen()
+                self.cells.file = self.locks.file
+                if not self.is_closed and not self.is_cut:
+                    self._take_row()
+        except (OSError, LifecycleError):
+            self.is_closed = self.is_let_go = True
+            self.dispose()
+        self.cells.is_shut = self.is_closed
+
+    def _notice_fork(self) -> None:
+        """Begin anew in a child that was not forked by Python, which would have told."""
+        if not self.cells.is_own and not self.is_closed:
+            self.check_size()
+            self.after_fork()
+
+    # -- a look at the header
+
+    @property
+    def is_disposed(self) -> bool:
+        """Whether this process has given everything back."""
+        return not self.segment.close.alive
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has cut the file short, so that a look at what is gone would end the process."""
+        return not self.is_disposed and self.locks.size() < self.segment.form.total
+
+    def check_size(self) -> None:
+        """Raise if somebody has cut the file short."""
+        if not self.is_closed and self.is_cut:
+            size, total = self.locks.size(), self.segment.form.total
+            text = f"{self.label} is lost: somebody has cut its file from {total} bytes to {size}"
+            raise LifecycleError(text, hint="Make a new one.")
+
+    def refresh(self) -> None:
+        """Look at version and state, which other processes change."""
+        words = self.words
+        if words[CLOSED]:
+            self.is_closed = True
+        while not self.is_closed:
+            word = words[CURRENT]
+            self.version, low = word >> 8, word & 255
+            if not self.is_in_place:
+                self.tensor = self.slots[low]
+                self.poison = self.segment.cause if words[TAINTED] == self.version + 1 else None
+            elif low == HEALTHY:
+                self.poison = None
+            else:
+                self.poison = self.segment.cause if low == POISONED else self._ended_writer(word)
+            # A writer that ended well between the two looks has not died.
+            if words[CURRENT] == word:
+                return
+
+    def _ended_writer(self, word: int) -> str | None:
+        cells = self.cells
+        if self.claimed is not None or cells.current != word:  # so that the bar is seen, too
+            return None
+        # Nobody writes while this process reads, or has the turn.
+        if not (cells.is_holding or cells.has_turn):
+            held = cells.barred
+            if held and self._is_alive(held):
+                return None
+            cells.bury(held)
+        return f"process {self.words[WRITER_PROCESS]} ended inside write()" if cells.current == word else None
+
+    def _is_alive(self, holder: int) -> bool:
+        """Return whether the process lives whose turn it was; the row of a dead one is emptied."""
+        token, row = divmod(holder, ROWS)
+        return self.cells.token(row) == token and (row == self.cells.row or not self._clear_if_dead(row))
+
+    def _clear_if_dead(self, row: int) -> bool:
+        """Empty a row if its process has ended, which its lock tells."""
+        if not self.locks.try_exclusive(FIRST_ROW + row):
+            return False
+        try:
+            self.cells.clear(row)
+        finally:
+            self.locks.release(FIRST_ROW + row)
+        return True
+
+    def _clear_dead_readers(self) -> bool:
+        """Empty the rows of processes that have ended, and return whether there were any."""
+        cells = self.cells
+        reading = [row for row in range(cells.rows_used) if row != cells.row and cells.reads_any(row)]
+        return any([self._clear_if_dead(row) for row in reading])  # noqa: C419  # all of them
+
+    def _inherit_turn(self) -> bool:
+        """Take the turn to write from a process that has ended."""
+        held = self.cells.turn
+        return bool(held) and not self._is_alive(held) and self.cells.inherit_turn(held)
+
+    def set_poison(self, cause: str) -> None:
+        """Declare the content unknown, in all processes. ``IN_PLACE``: this one reads, or has the turn."""
+        self.segment.cause = cause
+        if self.is_in_place:
+            self.cells.poison()
+        else:
+            self.words[TAINTED] = self.version + 1
+        super().set_poison(cause)
+        self.cells.wake()
+
+    def refuse_touched(self, base: torch.Tensor, version: int) -> NoReturn:
+        """Raise, since a version was changed outside ``write()`` in this process."""
+        self.refresh()
+        super().refuse_touched(base, version)
+
+    def note_failure(self, cause: str | None) -> None:
+        """Count an update that does not take effect; other processes must be told also of one that closing dropped."""
+        # Only who has the slot has changed anything, and may tell.
+        super().note_failure(None if self.claimed is None else cause or "a handle was closed during its update")
+
+    # -- what the extension module asks for
+
+    def look(self) -> None:
+        """Look why a reader may not be let in, and raise; or do what makes it possible."""
+        self._notice_fork()
+        with self.lock:
+            self.check_waiting()
+
+    def tell_of_a_change(self, slot: int, version: int) -> NoReturn:
+        """Raise, since a version was changed outside ``write()``."""
+        with self.lock:
+            self.refuse_touched(self.slots[slot], version)
+
+    def refuse_late(self, error: BaseException | None) -> None:
+        """Complain about a block that was put out before it was left."""
+        refuse_late(self.label, error)
+
+    def refuse_again(self) -> NoReturn:
+        """Raise, since a block is entered once."""
+        refuse_again(self.label)
+
+    def refuse_outside(self, name: str) -> NoReturn:
+        """Raise, since a view is used outside its block."""
+        refuse_outside(self.label, name)
+
+    def read_in_turn(self, timeout: float | None) -> ReadView:
+        """Return a block that waits, and complains; for ``IN_PLACE``."""
+        return ReadView(self, timeout)
+
+    def hand_over(self) -> None:
+        """Let in a writer of this process after the last reader."""
+        with self.lock:
+            self.gate.hand_over()
+
+    def let_go(self) -> None:
+        """Give everything back after the last reader of a closed handle."""
+        with self.lock:
+            self.dispose()
+
+    # -- what this process holds
+
+    def is_inside(self, thread: Thread) -> bool:
+        """Return whether a thread is in a block."""
+        return self.gate.is_writing(thread) or self.gate.is_reading(thread)
+
+    def reclaim(self) -> None:
+        """Take back what threads of this process that have ended hold; of processes that ended, the kernel does it."""
+        if not self.is_disposed:
+            self.check_size()
+            self.refresh()
+            self.cells.reclaim()
+            self.gate.hand_over()  # also after a block that was collected, which hands over nothing
+            super().reclaim()
+            self.reads = self.cells.reads - self.snapshots
+
+    def release_read(self, view: ReadView) -> None:  # type: ignore[override]  # no other tickets read
+        """Let a block that waited out, and this process with the last one."""
+        if view in self.kept_out:
+            self.kept_out.remove(view)
+            self.cells.say_kept_out(bool(self.kept_out))
+        if view in self.inside:
+            self.inside.remove(view)
+            if not self.inside:
+                self.cells.let_go()
+        self.dispose()
+
+    def release_write(self) -> None:
+        """Let other processes write; where the file was cut short, there is nothing to let them have."""
+        self.claimed = None
+        if not self.is_disposed and not self.is_cut:
+            self.cells.unmark()  # unless something was written, and told
+            self.cells.end_turn()
+        self.dispose()
+
+    def close(self) -> None:
+        """Let go, and tell everybody who waits; the maker ends it for all processes."""
+        with self.lock:
+            if self.segment.is_maker:
+                if not self.is_disposed and not self.is_cut:
+                    self.words[CLOSED] = 1
+                self.segment.remove_name()
+            self.is_closed = self.is_let_go = True
+            self.tensor, self.kept = torch.empty(0, device="cpu"), None
+            self.gate.wake()
+            if not self.is_disposed:
+                self.cells.is_shut = True
+                self.cells.wake()
+            self.dispose()
+
+    def dispose(self) -> None:
+        """Give everything back once a closed handle has nobody inside any more."""
+        if self.is_let_go and not (self.gate.writer or self.gate.readers or self.cells.open):
+            self.segment.close()
+            self.segment.let_go()
+            self.words, self.slots = self.segment.words, []
 
     # -- reading
 
+    def view(self, timeout: float | None) -> ReadView:
+        """Return a block that reads, which comes back to ``read_in_turn`` if it has to wait."""
+        return self.cells.read(self, timeout)
+
     def begin_read(self, view: ReadView) -> torch.Tensor:
-        """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
+        """Let the view in, when its turn comes; if that raises, ``drop_read`` must follow."""
+        self._notice_fork()
+        backoff = Backoff(view.timeout)
         with self.lock:
-            view.place = (self.epoch, -1)
-            if self.lost or self.is_closed or lseek(self.locks.file, 0, SEEK_END) < self.total:
-                self.check_waiting()
-            if not self.is_in_place:
-                self.gate.enter_read(view, None, self.check_waiting)
-                self._hold_newest(view)
-                return view.base.detach()
-            pauses = None if view.timeout is None else self.pauses(view.timeout)
-            gate = self.gate
-            if gate.writer is view.thread:
-                self._refuse_own_write(view)
-            if not gate.enter_read(view, view.timeout, self.check_waiting):
-                self._refuse_late_read(view)
-            is_in = self._hold_in_place(view)
+            self.check_waiting()
+            self.enter_read(view)
+            is_in = self._hold(view)
         while not is_in:
-            pauses = pauses or self.pauses(view.timeout)
-            is_in = self._hold_later(view, pauses)
+            pause = backoff.next()
+            if pause is not None:
+                _sleep(self.cells.wait_bar, pause)
+            with self.lock:
+                if pause is None:
+                    self.refuse_timeout("read", view.timeout, "a writer is there")
+                self.check_waiting()
+                is_in = self._hold(view)
         return view.base.detach()
 
-    def _refuse_own_write(self, view: ReadView) -> None:
-        self.check_waiting()  # it may have been put out
-        if self.gate.writer is view.thread:
-            self.refuse("read()", "outside this thread's own write()", "inside", "Read what write() gave you.")
-
-    def _refuse_late_read(self, view: ReadView) -> None:
-        self.refuse("read()", f"let in within {view.timeout} s", "a writer", "Wait longer, or write less.")
-
-    def _hold_newest(self, view: ReadView) -> None:
-        """Hold the slot of the newest version. Begins anew only after another version was published."""
-        words, holds, locks = self.words, self.holds, self.locks
-        while True:
-            word = words[CURRENT]
-            slot = word & 255
-            if holds[slot]:  # so nobody has written there since, and it has what the word says
-                break
-            if locks.try_shared(FIRST_SLOT + slot):
-                word = words[CURRENT]  # anew, since a later version may have been begun there before the hold
-                if word & 255 == slot:
-                    break
-                locks.release(FIRST_SLOT + slot)
-        if words[CLOSED] or words[TAINTED]:
-            self.refresh()
-            self.check()
-        self._enter(view, slot, word >> 8)
-
-    def _hold_in_place(self, view: ReadView) -> bool:
+    def _hold(self, view: ReadView) -> bool:
         """Hold the one slot, or return False while another process writes or waits to."""
-        words, locks, holds = self.words, self.locks, self.holds[0]
-        if words[WRITER_WAITS] and view.thread not in holds.values():
-            if locks.is_taken(WRITER):
+        cells = self.cells
+        is_again = cells.is_reading(view.thread) or any(other.thread is view.thread for other in self.inside)
+        if not cells.hold_in_turn(is_again):
+            held = cells.turn
+            if held and not self._is_alive(held):
+                cells.bury(held)
+            if not cells.hold_in_turn(False):  # noqa: FBT003  # called by position, as below
+                self.kept_out.add(view)
+                cells.say_kept_out(True)  # noqa: FBT003
                 return False
-            words[WRITER_WAITS] = 0  # left behind by a process that died
-        if not holds and not locks.try_shared(FIRST_SLOT):
-            words[READER_WAITS] = 1
-            return False
-        word = words[CURRENT]
-        if words[CLOSED] or word & 255 != HEALTHY:
+        self.inside.add(view)
+        word = cells.current
+        if self.words[CLOSED] or word & 255 != HEALTHY:
             self.refresh()
             self.check()
-        self._enter(view, 0, word >> 8)
+        base = self.slots[0]
+        view.base, view.mark, view.number = base, mark_of(base), word >> 8
+        if not cells.is_untouched(0, view.number):
+            self.refuse_touched(base, view.number)
+        if view in self.kept_out:
+            self.kept_out.remove(view)
+            cells.say_kept_out(bool(self.kept_out))
         return True
 
-    def _hold_later(self, view: ReadView, pauses: Pauses) -> bool:
-        is_in_time = pauses.sleep()
-        with self.lock:
-            if not is_in_time:
-                self._refuse_late_read(view)
-            self.check_waiting()
-            return self._hold_in_place(view)
-
-    def _enter(self, view: ReadView, slot: int, version: int) -> None:
-        self.holds[slot][view.token], view.place = view.thread, (self.epoch, slot)
-        base = self.slots[slot]
-        count = base._version  # noqa: SLF001  # torch documents it under this name
-        view.base, view.count, view.number = base, count, version
-        seen = self.seen[slot]
-        if seen[0] != version:
-            self.seen[slot] = (version, count)
-        elif seen[1] != count:
-            self.refuse_touched(base, version)
-
-    def drop_read(self, view: ReadView) -> None:
-        """Take back whatever a read that ends before its time has taken, wherever it was interrupted."""
-        with self.lock:
-            if getattr(view, "place", (-1, -1))[0] == self.epoch:  # else it got no place, or it is the parent's
-                self.release_hold(view.token, view.place[1])
-                self.release_unheld()
-                self.gate.drop(view)
-
-    def end_read(self, view: ReadView, error: BaseException | None, *, is_copied: bool = False) -> None:
-        """Let the view out, after a look at whether its version is still what it was."""
-        base, version = view.base, view.number
-        del view.base
-        with self.lock:
-            epoch, slot = view.place
-            is_late = epoch != self.epoch or view.token not in self.gate.readers
-            if is_copied:
-                self.snapshots += 1
-                self.copies += 1
-                self.bytes_copied += self.nbytes
-            else:
-                self.reads += 1
-            try:
-                if base._version != view.count and not is_late:  # noqa: SLF001  # as in _enter
-                    self.refuse_touched(base, version)
-            except PoisonedError:
-                if error is None:
-                    raise
-            finally:
-                if is_late:
-                    view.is_admitted = False
-                else:
-                    holders = self.holds[slot]
-                    holders.pop(view.token, None)
-                    if not holders and slot != self.claimed:
-                        self.locks.release(FIRST_SLOT + slot)
-                        if self.is_let_go:
-                            self.dispose()
-                    self.gate.end_read(view)
-        if is_late:
-            refuse_late(self.label, error, is_forked=epoch != self.epoch)
-
-    def pauses(self, timeout: float | None) -> Pauses:
-        """Return how long to sleep between two looks at what other processes do."""
-        return Pauses(timeout)
-
-    # -- waiting for a version
+    def end_read(self, view: ReadView, error: BaseException | None) -> None:
+        """Let the view out, after a look at whether the content is still what it was."""
+        self._notice_fork()
+        super().end_read(view, error)
 
     def wait_for(self, version: int, timeout: float | None) -> bool:
         """Wait until the version is there; return False if the time ran out."""
-        pauses = Pauses(timeout)
-        thread = HERE.thread
+        backoff = Backoff(timeout, VERSION_SLEEP_S)
         while True:
             with self.lock:
+                self.check_size()
+                known = self.words[CURRENT]
                 self.check_waiting()
                 if self.version >= version:
                     return True
-                if self.gate.is_writing(thread) or (self.is_in_place and self.gate.is_reading(thread)):
-                    self.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
-                pause = pauses.next()
+                self.check_not_inside()
+                pause = backoff.next()
                 if pause is None:
                     return False
                 self.waiting += 1
-                try:
-                    wait_on(self.grown, pause)  # which ends early when this process itself writes
-                finally:
-                    self.waiting -= 1
+            with contextlib.suppress(ValueError):  # it was closed meanwhile
+                self.cells.wait(known, pause)
+            with self.lock:
+                self.waiting -= 1
 
     # -- writing
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
+        self._notice_fork()
+        backoff = Backoff(block.timeout)
         with self.lock:
-            block.place = (self.epoch, -1)
-            pauses = None if block.timeout is None else self.pauses(block.timeout)
-            if block.healing:
-                self.check_healing()
-            elif self.lost or self.is_closed or lseek(self.locks.file, 0, SEEK_END) < self.total:
-                self.check_waiting()
-            if not self.gate.try_write(block):
+            if block.healing or self.is_closed or not self.gate.try_write(block):
                 self.enter_write(block)
-            lets_readers_go = self.is_in_place and (block.timeout is None or block.timeout > READERS_TURN_S)
-            obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
-            if obstacle is None:
-                self._begin_update(block)
-        if obstacle is not None:
-            self._wait_for_claim(block, obstacle, pauses or self.pauses(block.timeout))
-        block.work = work = self._working_copy(block)
+            found = self._try_begin(block, yields=self.is_in_place and backoff.allows(READERS_TURN_S))
+        if found < 0:
+            found = self._wait_to_begin(block, found, backoff)
+        block.work = work = self._filled(block, found)
         block.address = work.data_ptr()
         block.alias = alias = work.detach()
         return alias
 
-    def _wait_for_claim(self, block: WriteBlock, obstacle: str | None, pauses: Pauses) -> None:
-        """Return once this process alone may write, or raise."""
-        lets_readers_go = obstacle == "another writer" and self.is_in_place and pauses.allows(READERS_TURN_S)
-        while obstacle is not None:
-            with self.lock:
-                self._give_up(block, obstacle, pauses)
-            if obstacle == "readers that wait":
-                lets_readers_go = False
+    def _try_begin(self, block: WriteBlock, *, yields: bool) -> int:
+        """Take the turn among processes and a slot; return it, or what is in the way."""
+        is_copied = block.source is None and not block.healing
+        while True:
+            found = self.cells.begin(is_copied, block.healing, yields, self.process)
+            is_dead = (found == TAKEN and self._inherit_turn()) or (found == IN_USE and self._clear_dead_readers())
+            if not is_dead:
+                break
+        if found >= 0:
+            self.claimed = found
+        return found
+
+    def _wait_to_begin(self, block: WriteBlock, found: int, backoff: Backoff) -> int:
+        """Return the slot once this process alone may write, or raise."""
+        yields = self.is_in_place
+        while found < 0:
+            if found == READERS_FIRST:
                 self._let_readers_go()
-            elif not self._sleep(obstacle, pauses):
-                with self.lock:
-                    got = obstacle if self.is_in_place or obstacle != "readers" else self._slots_held()
-                    hint = "Wait longer, or hold blocks shorter."
-                    self.refuse("write()", f"let in within {block.timeout} s", got, hint)
+                yields = False
+            elif found in {TAKEN, IN_USE}:
+                self._pause(block, found, backoff)
             with self.lock:
-                self.reclaim()
-                if self.is_closed:  # there may be no locks any more
-                    self.check()
-                obstacle = self._obstacle(block, lets_readers_go=lets_readers_go)
-                if obstacle is None:
-                    self._begin_update(block)
+                (self.check_healing if block.healing else self.check_waiting)()
+                if found == LOOK:
+                    self._check_newest(block)
+                found = self._try_begin(block, yields=yields and backoff.allows(READERS_TURN_S))
+        return found
 
-    def _sleep(self, obstacle: str, pauses: Pauses) -> bool:  # noqa: ARG002  # others are woken
-        return pauses.sleep()
-
-    def _let_readers_go(self) -> None:
-        time.sleep(READERS_TURN_S)
-
-    def _are_readers_kept_out(self) -> bool:
-        is_told = bool(self.words[READER_WAITS])
-        if is_told:
-            self.words[READER_WAITS] = 0
-        return is_told
-
-    def _give_up(self, block: WriteBlock, obstacle: str, pauses: Pauses) -> None:
-        """Raise if the block won't wait for what is in the way."""
-        if block.wait or block.healing:
-            return
-        if obstacle == "another writer":
-            got = f"another one is there (process {self.words[WRITER_PROCESS]})"
-            self.refuse("writer", "the only one", got, "Try later, or wait with write(wait=True).")
-        if not self.is_in_place and pauses.count >= LOOKS_FOR_A_SLOT:
-            hint = "Hold reads shorter, make the tensor with more slots, or wait with write(wait=True)."
-            self.refuse("slot", "free for the next version", self._slots_held(), hint)
-
-    def _slots_held(self) -> str:
-        """Return in words what is in the way where no slot is free."""
-        return f"{len(self.slots) - 1} of {len(self.slots)} slots held by readers of old versions"
-
-    def _obstacle(self, block: WriteBlock, *, lets_readers_go: bool) -> str | None:
-        """Take what an update still lacks, and return what is in the way, or None."""
-        if not self.has_turn:
-            self.has_turn = self._take_turn()
-        if block.healing:  # after it, since no other process can change the version now
-            self.check_healing()
-        else:
-            words = self.words
-            if words[CLOSED] or words[TAINTED] or words[CURRENT] != self.version << 8 | self.current:
-                self.refresh()
-            if self.is_closed or self.poison is not None:
-                self.check()
-            if self.has_turn:  # while it is healed, the process that died stays named
-                words[WRITER_PROCESS] = self.process
-        if not self.has_turn:
-            return "another writer"
+    def _check_newest(self, block: WriteBlock) -> None:
+        """Raise if there is anything about the newest version that forbids an update."""
         if self.version >= MAX_VERSION:
             hint = "Make a new tensor from a snapshot()."
-            rule = f"less than {MAX_VERSION}"
-            raise LifecycleError(f"update of {self.label}", name="version", rule=rule, value=self.version, hint=hint)
-        if lets_readers_go and self._are_readers_kept_out():
-            return "readers that wait"
-        return self._claim_in_place(block) if self.is_in_place else self._claim_free_slot()
+            raise LifecycleError(f"{self.label} has come to its last version, {MAX_VERSION}", hint=hint)
+        slot = 0 if self.is_in_place else self.words[CURRENT] & 255
+        if not block.healing and not self.cells.is_untouched(slot, self.version):
+            self.refuse_touched(self.slots[slot], self.version)
 
-    def _take_turn(self) -> bool:
-        return self.locks.try_exclusive(WRITER)
+    def _pause(self, block: WriteBlock, found: int, backoff: Backoff) -> None:
+        """Sleep until there may be a change, or raise if the block won't wait for it, or has no time left."""
+        is_impatient = not (block.wait or block.healing)
+        writer = f"process {self.words[WRITER_PROCESS]}"
+        held = f"readers of old versions hold {len(self.slots) - 1} of {len(self.slots)} slots"
+        pause = backoff.next()
+        with self.lock:
+            if found == TAKEN and is_impatient:
+                self.refuse(f"is being written by {writer}", "Use write(wait=True), or retry.")
+            if found == IN_USE and is_impatient and not self.is_in_place and backoff.count > LOOKS_FOR_A_SLOT:
+                hint = "Hold reads shorter, make the tensor with more slots, or use write(wait=True)."
+                self.refuse(f"has no room for a new version: {held}", hint)
+            if pause is None:
+                who = f"{writer} writes" if found == TAKEN else "readers are there" if self.is_in_place else held
+                self.refuse_timeout("written", block.timeout, who)
+        if found == TAKEN:
+            _sleep(self.cells.wait_turn, pause)
+        elif self.is_in_place:
+            _sleep(self.cells.wait_readers, pause)
+        else:
+            time.sleep(pause)
 
-    def _claim_in_place(self, block: WriteBlock) -> str | None:
-        words, locks = self.words, self.locks
-        if self.holds[0] or not locks.try_exclusive(FIRST_SLOT):
-            words[WRITER_WAITS] = 1
-            return "readers"
-        words[WRITER_WAITS] = 0
-        if words[CURRENT] & 255 != HEALTHY and not block.healing:  # a reader has changed it meanwhile
-            locks.release(FIRST_SLOT)
-            self.check_waiting()
-        self.claimed = 0
-        return None
+    def _let_readers_go(self) -> None:
+        backoff = Backoff(READERS_TURN_S)
+        with contextlib.suppress(ValueError):  # it was closed meanwhile
+            while self.cells.is_readers_turn():
+                pause = backoff.next()
+                if pause is None:
+                    break
+                self.cells.wait_kept_out(pause)
+            if self.cells.keeps_out():
+                with self.lock:
+                    self._clear_dead_readers()
 
-    def _claim_free_slot(self) -> str | None:
-        current, try_exclusive = self.current, self.locks.try_exclusive
-        for slot, holders in enumerate(self.holds):
-            if slot != current and not holders and try_exclusive(FIRST_SLOT + slot):
-                self.claimed = slot
-                return None
-        return "readers"
-
-    def _begin_update(self, block: WriteBlock) -> None:
-        base, version, slot = self.tensor, self.version, self.current
-        count = base._version  # noqa: SLF001  # as in _enter
-        seen = self.seen[slot]
-        if seen[0] != version:
-            self.seen[slot] = (version, count)
-        elif seen[1] != count and not block.healing:
-            self.refuse_touched(base, version)
-        if self.is_in_place and not block.healing:
-            self.words[CURRENT] = version << 8 | WRITING
-
-    def _working_copy(self, block: WriteBlock) -> torch.Tensor:
-        """Return what the writer changes: the content itself, or the free slot with a copy of what it begins with."""
-        base = self.tensor
-        if self.is_in_place or self.claimed is None:
-            return base
-        work = self.slots[self.claimed]
+    def _filled(self, block: WriteBlock, slot: int) -> torch.Tensor:
+        """Return the slot with what the update begins with; small contents are there already."""
+        work = self.slots[slot]
+        if self.is_in_place:
+            return work
         if block.source is not None:
             return work.copy_(block.source)
         if block.healing:
             return work.zero_()
-        count = base._version  # noqa: SLF001  # as in _enter
-        work.copy_(base)
-        if base._version != count:  # noqa: SLF001  # as in _enter
-            with self.lock:
-                self.refuse_touched(base, self.version)
+        if not self.cells.copies_here:
+            word = self.words[CURRENT]
+            work.copy_(self.slots[word & 255])
+            if not self.cells.is_untouched(word & 255, word >> 8):
+                self.tell_of_a_change(word & 255, word >> 8)
         return work
 
-    def drop_write(self, block: WriteBlock) -> None:
-        """Take back whatever an update that was not let in has taken, wherever it was interrupted."""
-        with self.lock:
-            self._drop_write(block)
-
-    def _drop_write(self, block: WriteBlock) -> None:
-        if getattr(block, "place", (-1, -1))[0] != self.epoch:  # it got no place, or it is the parent's
-            return
-        if self.gate.writing is block.token:
-            self._unmark(block)
-            self._release_all()
-        self.gate.drop(block)
-
-    def _unmark(self, block: WriteBlock) -> None:
-        """Take back that the content is being written, since nothing was."""
-        if self.is_in_place and self.claimed is not None and not block.healing:
-            low = HEALTHY if self.poison is None else self.words[CURRENT] & 255
-            self.words[CURRENT] = self.version << 8 | low
-
-    def _release_all(self) -> None:
-        """Let go whatever only a writer has, also what it was just taking."""
-        self.has_turn = not self.is_disposed
-        self.release_claim(is_cut=self.is_cut)
-        self.release_unheld()
-
-    def fail_write(self, block: WriteBlock, fault: BaseException) -> None:
-        """End an update whose end was interrupted; it has failed, unless it was published before."""
-        with self.lock:
-            if block.place[0] == self.epoch and self.gate.writing is block.token:
-                self.note_fault(block, fault)
-                self._release_all()
-                self.gate.end_write(block)
-            block.is_admitted = False
-
     def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out, or ``fail_write``."""
-        work, alias = block.work, block.alias
-        del block.work, block.alias
-        problem = error
-        if problem is None and (self.is_in_place or not alias.is_set_to(work)):
-            try:
-                self.check_form(block, work, alias)
-            except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
-                problem = raised
-        is_kept = self.is_in_place and not alias.requires_grad
-        self.kept = None
-        with self.lock:
-            if block.place[0] != self.epoch or self.gate.writing is not block.token:
-                block.is_admitted = False
-                refuse_late(self.label, error, is_forked=block.place[0] != self.epoch)
-                return
-            if not self.is_in_place or block.source is not None:
-                self.copies += 1
-                self.bytes_copied += self.nbytes
-            words = self.words
-            if words[CLOSED] or words[TAINTED] or words[CURRENT] >> 8 != self.version:
-                self.refresh()  # what else there is can't have changed in this process's turn
-            block.before = self.version
-            may_publish = not self.is_closed and (block.healing or self.poison is None)
-            if problem is None and may_publish:
-                self.publish(work)
-                self.kept = alias if is_kept else None
-            else:
-                self.note_failure(cause_of(problem))
-            self.release_claim()
-            self.gate.end_write(block)
-        if problem is None and not may_publish:
-            self.check()
-        if problem is not None and problem is not error:
-            raise problem
+        """Publish the update, or drop it, or poison the content; then let the block out."""
+        self._notice_fork()
+        super().end_write(block, error)
 
-    def publish(self, work: torch.Tensor) -> None:
-        """Make ``work`` the newest version, by one store."""
-        version = self.version + 1
-        slot = 0
-        if not self.is_in_place and self.claimed is not None:
-            # Given back first, so that readers of the new version never wait for this process. Nobody can take it:
-            # other writers lack the turn, and a reader looks at the word again once it holds the slot.
-            slot = self.claimed
-            self.locks.release(FIRST_SLOT + slot)
-            self.claimed = None
-        word = version << 8 | slot  # HEALTHY is 0
-        seen = (version, work._version)  # noqa: SLF001  # as in _enter
-        # By one statement, so that no signal handler finds half of it.
-        news = (seen, word, slot, work, version, None)
-        self.seen[slot], self.words[CURRENT], self.current, self.tensor, self.version, self.poison = news
-        self.writes += 1
-        if self.lost:
-            self.reclaim()
-        if self.waiting:
-            self.grown.notify_all()
+    def publish(self, block: WriteBlock, work: torch.Tensor) -> bool:
+        """Make ``work`` the newest version by one store, unless it was closed or poisoned meanwhile."""
+        version = -1 if self.is_closed or self.claimed is None else self.cells.end(self.claimed, block.healing)
+        if version < 0:
+            self.refresh()
+            return False
+        self.tensor, self.version, self.poison = work, version, None
+        return True
+
+
+def _sleep(wait: Callable[[float], object], seconds: float) -> None:
+    with contextlib.suppress(ValueError):  # it was closed meanwhile
+        wait(seconds)
+
+
+def _after_thread(thread: Thread) -> None:
+    """Put out at once a thread that has ended inside a block, since other processes can't."""
+    for content in tuple(CONTENTS):
+        # Not in a forked child, where its parent's other threads end; nor may a thread that hangs hold up this one.
+        if not isinstance(content, SharedContent) or content.process != os.getpid():
+            continue
+        if content.lock.acquire(timeout=LONGEST_LOOK_S):
+            try:
+                if content.is_inside(thread):
+                    with contextlib.suppress(LifecycleError):
+                        content.reclaim()
+            finally:
+                content.lock.release()
+
+
+ENDED.append(_after_thread)

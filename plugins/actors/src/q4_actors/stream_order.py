@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from q4core.errors import InputError, LifecycleError
+from q4core import InputError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from q4_actors.arguments import MutableMode, check_content, label_of, to_mode, to_seconds
-from q4_actors.at_fork import let_forks_know
-from q4_actors.blocks import ReadView, WriteBlock
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.at_fork import CONTENTS
+from q4_actors.blocks import WriteBlock
 from q4_actors.content import Content, copied
 from q4_actors.dual_view import Order, to_side
-from q4_actors.rwlock import HERE, LOOK_INTERVAL_S, wait_on
+from q4_actors.rwlock import LOOK_INTERVAL_S
 from q4_actors.snapshot import MutableStats, Snapshot
-from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core import ConfigError, InputError, LifecycleError
 from q4core.memory import provider_of, was_taken_back
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from q4_actors.blocks import ReadView
     from q4_actors.dual_view import Sides
 
 __all__ = ["MutableTensor"]
@@ -78,13 +79,13 @@ class MutableTensor:
         check_content(label, tensor, copy=copy)
         self._name = name
         if not copy and was_taken_back(tensor):
-            rule, hint = "in memory that its provider has not taken back", "Place a new tensor."
-            raise LifecycleError(label, name="tensor", rule=rule, value="given back", hint=hint)
+            text = f"{label} can't begin in memory that was given back to its provider"
+            raise LifecycleError(text, hint="Place a new tensor.")
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
         if sides is not None or tensor.device.type == "cuda":
             self._content.order = Order(self._content, sides)
-        let_forks_know(self._content)
+        CONTENTS.add(self._content)
 
     # -- facts
 
@@ -169,9 +170,11 @@ class MutableTensor:
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        view = ReadView(self._content, None if timeout is None else to_seconds(self._content.label, timeout))
-        if device is not None:
-            view.side = to_side(self._content, device)
+        content = self._content
+        side = None if device is None else to_side(content, device)
+        view = content.view(None if timeout is None else to_seconds(content.label, timeout))
+        if side is not None:
+            view.side = side
         return view
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
@@ -195,23 +198,20 @@ class MutableTensor:
             ConfigError: ``version`` or ``timeout`` is not legal.
         """
         content = self._content
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise ConfigError(content.label, name="version", rule="an integer", value=version)
+        check_version(content.label, version)
         deadline = None if timeout is None else time.monotonic() + to_seconds(content.label, timeout)
-        thread = HERE.thread
         with content.lock:
             while True:
                 content.check_waiting()
                 if content.version >= version:
                     return True
-                if content.gate.is_writing(thread) or (content.is_in_place and content.gate.is_reading(thread)):
-                    content.refuse("wait()", "outside this thread's own block", "inside", "It would never end.")
+                content.check_not_inside()
                 remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
                 if remaining <= 0:
                     return False
                 content.waiting += 1
                 try:
-                    wait_on(content.grown, remaining)
+                    content.grown.wait(remaining)
                 finally:
                     content.waiting -= 1
 
@@ -321,12 +321,8 @@ class MutableTensor:
         Raises:
             LifecycleError: Always.
         """
-        raise LifecycleError(
-            f"copy of {self._content.label}",
-            name="it",
-            rule="shared, not copied or pickled",
-            hint="Between processes take a SharedMutableTensor; else make another one from snapshot().tensor.",
-        )
+        hint = "Between processes take a SharedMutableTensor; else make another one from snapshot().tensor."
+        raise LifecycleError(f"{self._content.label} is shared, and can't be copied or pickled", hint=hint)
 
     def __repr__(self) -> str:
         """Name, mode, form and state."""

@@ -1,4 +1,4 @@
-"""The protocol between processes (``docs/memory-protocols.md``) as a model, and a search through all that it can do.
+"""A model of processes that share memory, and a search through all that their protocol can do.
 
 Memory is weakly ordered: a location keeps all values that it ever had, each process knows how far it has seen each
 location, and a load gives any value from there on. What a process knows grows by its own stores and loads, and when it
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
-    "FAULTS_IN_PLACE",
-    "FAULTS_VERSIONED",
     "NOBODY",
     "Found",
     "Model",
@@ -35,34 +33,6 @@ SLOTS = 3
 HEALTHY, WRITING = 0, 1
 NOBODY = -1
 View: TypeAlias = "tuple[int, ...]"
-
-FAULTS_VERSIONED = {
-    "publish before data": "torn",
-    "publish between halves": "torn",
-    "reader holds no slot": "torn",
-    "no second look": "torn",
-    "writer asks for no slot": "torn",
-    "writer takes the slot in use": "torn",
-    "no turn to write": "order",
-    "locks order nothing": "torn",
-    "kill keeps locks": "stuck",
-    "turn is not let go": "stuck",
-    "ends before it publishes": "stale",
-}
-"""Each with what must be found."""
-FAULTS_IN_PLACE = {
-    "no mark": "torn",
-    "mark after half": "torn",
-    "healthy before half": "torn",
-    "reader holds no slot": "torn",
-    "reader looks at no state": "torn",
-    "writer asks for no slot": "torn",
-    "locks order nothing": "torn",
-    "kill keeps locks": "stuck",
-    "reset heals at once": "torn",
-    "slot let go before healthy": "false alarm",
-    "a look is enough": "false alarm",
-}
 
 
 @attrs.frozen
@@ -117,7 +87,7 @@ class World(NamedTuple):
     dead: tuple[int, ...]
     processes: tuple[Process, ...]
     told_by: tuple[tuple[View, ...], ...] = ()
-    """With atomics: what whoever loads a value comes to know with it."""
+    """What whoever loads a value comes to know with it."""
 
 
 @attrs.frozen
@@ -153,7 +123,7 @@ def put(items: tuple, index: int, item: object) -> tuple:  # type: ignore[type-a
 
 
 class _Model:
-    """The steps of one setting."""
+    """What the steps of a protocol are made of. A protocol adds them, each told by its name: ``writer_begin``."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -204,17 +174,12 @@ class _Model:
         return world._replace(shared=put(world.shared, lock, world.shared[lock] & ~(1 << index)))
 
     def load(self, world: World, index: int, location: int) -> Iterator[tuple[World, int]]:
-        process = world.processes[index]
-        values = world.values[location]
-        for time in range(process.view[location], len(values)):
-            seen = process._replace(view=put(process.view, location, time))
-            yield world._replace(processes=put(world.processes, index, seen)), values[time]
+        """Give what a load may give."""
+        raise NotImplementedError
 
     def store(self, world: World, index: int, location: int, value: int) -> World:
-        process = world.processes[index]
-        values = (*world.values[location], value)
-        seen = process._replace(view=put(process.view, location, len(values) - 1))
-        return world._replace(values=put(world.values, location, values), processes=put(world.processes, index, seen))
+        """Store a value."""
+        raise NotImplementedError
 
     def go(self, world: World, index: int, step: str, **remembered: Any) -> World:
         process = world.processes[index]._replace(step=step, **remembered)
@@ -278,29 +243,7 @@ class _Model:
         fresh = Process(process.kind, "begin", process.left, world.outside)
         return world._replace(kills=world.kills - 1, processes=put(world.processes, index, fresh))
 
-    # -- writers, both modes
-
-    def writer_begin(self, world: World, index: int) -> Iterator[World]:
-        if self.fault == "no turn to write" or self.may_take(world, 0, alone=True):
-            world = self.begin(world, index)
-            if self.fault != "no turn to write":
-                world = self.take(world, index, 0, alone=True)
-            yield self.go(
-                world, index, "claim in place" if self.setting.in_place else "claim", half=self.token(world, index)
-            )
-
-    def writer_claim(self, world: World, index: int) -> Iterator[World]:
-        first = {"publish before data": "publish"}.get(self.fault, "first half")
-        for seen, word in self.load(world, index, 0):
-            current = word & 255
-            for slot in range(self.slots):
-                if slot == current and self.fault != "writer takes the slot in use":
-                    continue
-                if self.fault == "writer asks for no slot":
-                    yield self.go(seen, index, first, slot=slot, version=word >> 8)
-                elif self.may_take(seen, 1 + slot, alone=True):
-                    held = self.take(seen, index, 1 + slot, alone=True)
-                    yield self.go(held, index, first, slot=slot, version=word >> 8)
+    # -- steps of both modes
 
     def writer_first_half(self, world: World, index: int) -> Iterator[World]:
         process = world.processes[index]
@@ -311,43 +254,8 @@ class _Model:
         }.get(self.fault, "second half")
         yield self.go(self.store(world, index, 1 + 2 * process.slot, process.half), index, after)
 
-    def writer_second_half(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        after = "healthy" if self.setting.in_place else "let slot go"
-        if self.fault in {"publish before data", "publish between halves", "healthy before half"}:
-            after = "let all go"
-        if self.fault == "slot let go before healthy":
-            after = "let slot go"
-        yield self.go(self.store(world, index, 2 + 2 * process.slot, process.half), index, after)
-
-    def writer_let_slot_go(self, world: World, index: int) -> Iterator[World]:
-        after = "healthy" if self.setting.in_place else "publish"
-        if self.fault == "ends before it publishes":
-            after = "told too early"
-        yield self.go(self.let_go(world, index, 1 + world.processes[index].slot), index, after)
-
     def writer_told_too_early(self, world: World, index: int) -> Iterator[World]:
         yield self.go(world._replace(told=max(world.told, world.processes[index].version + 1)), index, "publish")
-
-    def writer_publish(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        after = {"publish before data": "first half", "publish between halves": "second half"}.get(
-            self.fault, "let all go"
-        )
-        if self.fault == "publish before data" and world.values[1 + 2 * process.slot][-1] == process.half:
-            after = "let all go"
-        yield self.go(self.publish(world, index, process.version + 1, process.slot), index, after)
-
-    def writer_let_all_go(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        if world.exclusive[1 + process.slot] == index:
-            yield self.go(self.let_go(world, index, 1 + process.slot), index, "let all go")
-        else:
-            if self.fault != "turn is not let go":
-                world = self.let_go(world, index, 0)
-            yield self.end(world, index, process.version + 1)
-
-    # -- VERSIONED readers
 
     def reader_begin(self, world: World, index: int) -> Iterator[World]:
         begun = self.begin(world, index)
@@ -356,147 +264,16 @@ class _Model:
         else:
             yield self.go(begun, index, "look")
 
-    def reader_look(self, world: World, index: int) -> Iterator[World]:
-        after = "first half" if self.fault == "reader holds no slot" else "hold"
-        for seen, word in self.load(world, index, 0):
-            yield self.go(seen, index, after, slot=word & 255, version=word >> 8)
-
-    def reader_hold(self, world: World, index: int) -> Iterator[World]:
-        slot = world.processes[index].slot
-        if self.may_take(world, 1 + slot, alone=False):
-            after = "first half" if self.fault == "no second look" else "second look"
-            yield self.go(self.take(world, index, 1 + slot, alone=False), index, after)
-        else:
-            yield self.go(self.pass_kernel(world, index), index, "look")
-
-    def reader_second_look(self, world: World, index: int) -> Iterator[World]:
-        slot = world.processes[index].slot
-        for seen, word in self.load(world, index, 0):
-            if word & 255 == slot:
-                yield self.go(seen, index, "first half", version=word >> 8)
-            else:
-                yield self.go(self.let_go(seen, index, 1 + slot), index, "look")
-
     def reader_first_half(self, world: World, index: int) -> Iterator[World]:
         for seen, half in self.load(world, index, 1 + 2 * world.processes[index].slot):
             yield self.go(seen, index, "second half", half=half)
 
-    def reader_second_half(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        for seen, half in self.load(world, index, 2 + 2 * process.slot):
-            self.check(seen, index, half)
-            yield self.end(self.let_go(seen, index, 1 + process.slot), index, process.version)
-
-    # -- IN_PLACE
-
-    def writer_claim_in_place(self, world: World, index: int) -> Iterator[World]:
-        if self.fault == "writer asks for no slot":
-            yield self.go(world, index, "state")
-        elif self.may_take(world, 1, alone=True):
-            yield self.go(self.take(world, index, 1, alone=True), index, "state")
-
-    def writer_state(self, world: World, index: int) -> Iterator[World]:
-        after = "first half" if self.fault in {"no mark", "mark after half"} else "mark"
-        for seen, word in self.load(world, index, 0):
-            if word & 255 == HEALTHY:
-                yield self.go(seen, index, after, version=word >> 8)
-            else:
-                yield self.give_up(seen, index)
-
-    def give_up(self, world: World, index: int) -> World:
-        for lock in (1, 0):
-            world = self.let_go(world, index, lock)
-        return self.end(world, index, 0)
-
-    def writer_mark(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        after = "second half" if self.fault == "mark after half" else "first half"
-        yield self.go(self.store(world, index, 0, process.version << 8 | WRITING), index, after)
-
-    def writer_healthy(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        after = "second half" if self.fault == "healthy before half" else "let all go"
-        yield self.go(self.publish(world, index, process.version + 1, HEALTHY), index, after)
-
-    def reader_hold_in_place(self, world: World, index: int) -> Iterator[World]:
-        if self.fault == "reader holds no slot":
-            yield self.go(world, index, "state")
-        elif self.may_take(world, 1, alone=False):
-            yield self.go(self.take(world, index, 1, alone=False), index, "state")
-
-    def reader_state(self, world: World, index: int) -> Iterator[World]:
-        for seen, word in self.load(world, index, 0):
-            if word & 255 == HEALTHY or self.fault == "reader looks at no state":
-                yield self.go(seen, index, "first half", version=word >> 8)
-            else:  # it is told of poison
-                yield self.end(self.let_go(seen, index, 1), index, 0)
-
-    def healer_begin(self, world: World, index: int) -> Iterator[World]:
-        if self.may_take(world, 0, alone=True):
-            world = self.take(self.begin(world, index), index, 0, alone=True)
-            yield self.go(world, index, "claim", half=self.token(world, index))
-
-    def healer_claim(self, world: World, index: int) -> Iterator[World]:
-        if self.may_take(world, 1, alone=True):
-            yield self.go(self.take(world, index, 1, alone=True), index, "state")
-
-    def healer_state(self, world: World, index: int) -> Iterator[World]:
-        for seen, word in self.load(world, index, 0):
-            if word & 255 == HEALTHY:
-                yield self.give_up(seen, index)
-            else:
-                after = "healthy" if self.fault == "reset heals at once" else "first half"
-                yield self.go(seen, index, after, version=word >> 8)
-
-    def healer_first_half(self, world: World, index: int) -> Iterator[World]:
-        yield self.go(self.store(world, index, 1, world.processes[index].half), index, "second half")
-
-    def healer_second_half(self, world: World, index: int) -> Iterator[World]:
-        after = "let all go" if self.fault == "reset heals at once" else "healthy"
-        yield self.go(self.store(world, index, 2, world.processes[index].half), index, after)
-
-    def healer_healthy(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        after = "first half" if self.fault == "reset heals at once" else "let all go"
-        yield self.go(self.publish(world, index, process.version + 1, HEALTHY), index, after)
-
-    def healer_let_all_go(self, world: World, index: int) -> Iterator[World]:
-        version = world.processes[index].version + 1
-        yield self.end(self.let_go(self.let_go(world, index, 1), index, 0), index, version)
-
-    def watcher_begin(self, world: World, index: int) -> Iterator[World]:
-        for seen, word in self.load(self.begin(world, index), index, 0):
-            if word & 255 == WRITING:
-                yield self.go(seen, index, "is it free", version=word >> 8)
-            else:
-                yield self.end(seen, index, 0)
-
-    def watcher_is_it_free(self, world: World, index: int) -> Iterator[World]:
-        """To look at a lock orders nothing."""
-        if world.exclusive[1] != NOBODY:
-            yield self.end(world, index, 0)
-        else:
-            yield self.go(world, index, "look again" if self.fault == "a look is enough" else "pass")
-
-    def watcher_pass(self, world: World, index: int) -> Iterator[World]:
-        if self.may_take(world, 1, alone=False):
-            yield self.go(self.pass_kernel(world, index), index, "look again")
-        else:
-            yield self.end(self.pass_kernel(world, index), index, 0)
-
-    def watcher_look_again(self, world: World, index: int) -> Iterator[World]:
-        process = world.processes[index]
-        for seen, word in self.load(world, index, 0):
-            if word == process.version << 8 | WRITING and process.version not in world.dead:
-                raise WrongError("false alarm")
-            yield self.end(seen, index, 0)
-
 
 Model = _Model
-"""For protocols that differ in part; its steps are told by their names."""
+"""For the protocols, which add their steps; these are told by their names."""
 
 
-def explore(setting: Setting, kind: type[Model] = Model) -> Found:
+def explore(setting: Setting, kind: type[Model]) -> Found:
     """Search every order of steps, every value that a load may give and every kill; stop at the first problem."""
     model = kind(setting)
     start = model.start()

@@ -1,6 +1,6 @@
 """The protocol of atomics for ``IN_PLACE`` (``docs/memory-protocols.md``) as a model.
 
-The memory is ``shared_native_model``'s.
+The memory is ``versioned_model``'s.
 
 There is one slot. A writer whose turn it is sets a bar, waits until no row has a bit, marks the word, writes, publishes
 and takes the bar away. A reader sets its bit and then looks for the bar; kept out, it looks whether who has the turn
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared_model import HEALTHY, WRITING, Setting, World, WrongError, put
-from shared_native_model import CURRENT, MOST, TURN, NativeModel, row_at, token_at
+from versioned_model import CURRENT, MOST, TURN, VersionedModel, row_at, token_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ FAULTS = {
 """Each with what must be found. A reader that gets in beside a writer is told of poison before it can read."""
 
 
-class InPlaceModel(NativeModel):
+class InPlaceModel(VersionedModel):
     """The steps of one setting."""
 
     def __init__(self, setting: Setting) -> None:
@@ -89,9 +89,9 @@ class InPlaceModel(NativeModel):
         yield self.go(self.begin(world, index), index, after, half=self.token(world, index))
 
     healer_begin = writer_begin
-    healer_turn = NativeModel.writer_turn
-    healer_whose = NativeModel.writer_whose
-    healer_inherit = NativeModel.writer_inherit
+    healer_turn = VersionedModel.writer_turn
+    healer_whose = VersionedModel.writer_whose
+    healer_inherit = VersionedModel.writer_inherit
 
     def writer_fence(self, world: World, index: int) -> Iterator[World]:
         """Look at the state, now that no other process can change it."""
@@ -190,7 +190,7 @@ class InPlaceModel(NativeModel):
 
     healer_bar, healer_scan, healer_reclaim = writer_bar, writer_scan, writer_reclaim
     healer_first_half, healer_second_half = writer_first_half, writer_second_half
-    healer_publish, healer_unbar, healer_end_turn = writer_publish, writer_unbar, NativeModel.writer_end_turn
+    healer_publish, healer_unbar, healer_end_turn = writer_publish, writer_unbar, VersionedModel.writer_end_turn
 
     # -- a read
 

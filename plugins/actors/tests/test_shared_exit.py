@@ -16,7 +16,7 @@ import sys, threading, time, torch
 from q4_actors import SharedMutableTensor
 
 mode, use = sys.argv[1:]
-state = SharedMutableTensor(torch.zeros(64), mode=mode, native=True)
+state = SharedMutableTensor(torch.zeros(64), mode=mode)
 
 def read():
     while True:

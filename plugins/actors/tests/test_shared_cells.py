@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import time
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +14,11 @@ from processes import processes
 from sharing import LONG, content_of, fork_by_c, until
 
 import q4core as q4
-from q4_actors import SharedMutableTensor, native, native_rows, pauses, segment, shared
+from q4_actors import MutableTensor, SharedMutableTensor, backoff, file_locks, segment, shared_content
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from q4_actors import MutableMode
 
@@ -28,14 +29,14 @@ AWAITED, TURN_AWAITED = 120, 121
 @pytest.fixture
 def state() -> Iterator[SharedMutableTensor]:
     """Return a tensor of four zeros, with as few slots as can be."""
-    with SharedMutableTensor(torch.zeros(4), name="membrane", slots=3, native=True) as state:
+    with SharedMutableTensor(torch.zeros(4), name="membrane", slots=3) as state:
         yield state
 
 
 @pytest.mark.parametrize("numbers", [4, 1 << 16])
 def test_update_begins_with_the_newest_version(numbers: int) -> None:
     """Whatever its size, and in whichever slot it lies; one copy is counted for each update."""
-    with SharedMutableTensor(torch.arange(float(numbers)), native=True) as state:
+    with SharedMutableTensor(torch.arange(float(numbers))) as state:
         for count in range(1, 6):
             with state.write() as tensor:
                 assert tensor.equal(torch.arange(float(numbers)) + count - 1)
@@ -70,7 +71,7 @@ def test_row_of_the_dead_is_taken_by_who_comes(state: SharedMutableTensor) -> No
     for _ in range(3):
         with processes(state, 1) as (process,):
             process.do("enter", "read")
-            cells = state._content.cells  # type: ignore[attr-defined]  # by atomics it has them
+            cells = state._content.cells
             seen.append((cells.rows_used, cells.token(1)))
             process.kill()
     assert [used for used, _ in seen] == [2, 2, 2]
@@ -82,7 +83,7 @@ def test_too_many_handles_are_refused(state: SharedMutableTensor) -> None:
     joined = [SharedMutableTensor.attach(state.segment) for _ in range(segment.ROWS - 1)]
     with pytest.raises(q4.LifecycleError) as caught:
         SharedMutableTensor.attach(state.segment, name="membrane")
-    assert (caught.value.name, caught.value.rule) == ("handles", f"at most {segment.ROWS} at a time")
+    assert f"has {segment.ROWS} handles" in str(caught.value)
     assert "membrane" in str(caught.value)
     joined.pop().close()
     with SharedMutableTensor.attach(state.segment) as last:
@@ -135,7 +136,7 @@ def test_who_waits_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """By an update, by poison and by closing, not by the time after which it would look itself."""
-    monkeypatch.setattr(native_rows, "LONGEST_SLEEP_S", 10 * LONG)
+    monkeypatch.setattr(shared_content, "VERSION_SLEEP_S", 10 * LONG)
     with processes(state, 1) as (process,):
         for version in (1, 2):
             waiting = threads.submit(state.wait, version)
@@ -160,7 +161,7 @@ def test_who_waits_for_the_turn_is_woken(
 ) -> None:
     """By whoever leaves its block, well or not, not by the time after which it would look itself."""
     with processes(state, 1) as (process,):
-        monkeypatch.setattr(pauses.Pauses, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
         for version, end in ((2, "leave"), (3, "fail")):
             process.do("enter", "write")
             waiting = threads.submit(state.replace, torch.full((4,), float(version)), wait=True)
@@ -194,56 +195,46 @@ def test_waker_that_is_killed_strands_nobody(
 # -- who can't take part
 
 
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a process without the plugin."""
-    monkeypatch.setattr(shared, "find_cells", lambda: None)
-
-
-def test_process_without_atomics_is_told_the_way_out(
+def test_process_without_the_extension_module_is_told_the_way_out(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LifecycleError names the tensor, the plugin and the argument; nothing stays taken."""
-    monkeypatch.setattr(shared, "find_cells", lambda: None)
-    with pytest.raises(q4.LifecycleError) as caught:
-        SharedMutableTensor.attach(state.segment, name="membrane")
-    assert caught.value.name == "layout"
-    for part in ("membrane", "q4-shared-native", "native=False"):
-        assert part in str(caught.value)
-    with SharedMutableTensor(torch.zeros(4), native=False) as slower:
+    """ConfigError names the tensor, the package and what it needs, made or joined; threads do without it."""
+    monkeypatch.setitem(sys.modules, "q4_actors._native", None)
+    uses: list[Callable[[], object]] = [
+        lambda: SharedMutableTensor.attach(state.segment, name="membrane"),
+        lambda: SharedMutableTensor(torch.zeros(4), name="membrane"),
+    ]
+    for use in uses:
+        with pytest.raises(q4.ConfigError, match=r"membrane.*extension module of q4-actors is missing.*C\+\+ compiler"):
+            use()
+    with MutableTensor(torch.zeros(4)) as own:
+        own.replace(torch.ones(4))
+        assert content_of(own) == [1.0] * 4
+
+
+def test_both_halves_agree_on_the_rows() -> None:
+    """The header has as many rows in Python as in C++."""
+    assert importlib.import_module("q4_actors._native").ROWS == segment.ROWS
+
+
+def test_nobody_asks_for_a_lock(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads, snapshots and updates that have nobody to wait for take no lock of the system's."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a lock was asked for")
+
+    made = SharedMutableTensor(torch.zeros(4), mode=mode)
+    with made as state, SharedMutableTensor.attach(state.segment) as other:
+        for method in ("try_shared", "try_exclusive", "release"):
+            monkeypatch.setattr(file_locks.FileLocks, method, refuse)
+        for value in range(1, 6):
+            for one in (state, other):
+                with one.write() as tensor:
+                    tensor.fill_(value)
+                one.replace(torch.full((4,), float(value)))
+                assert content_of(other) == one.snapshot().tensor.tolist() == [value] * 4
         monkeypatch.undo()
-        with SharedMutableTensor.attach(slower.segment) as joined:
-            joined.replace(torch.ones(4))
-        assert content_of(slower) == [1.0] * 4
-
-
-@pytest.mark.usefixtures("without")
-def test_atomics_that_are_missing_are_refused() -> None:
-    """ConfigError if they are asked for; else the core's locks serve."""
-    with pytest.raises(q4.ConfigError) as caught:
-        SharedMutableTensor(torch.zeros(4), name="membrane", native=True)
-    assert caught.value.name == "native"
-    assert "membrane" in str(caught.value)
-    with SharedMutableTensor(torch.zeros(4)) as state:
-        assert state._content.segment.form.layout == segment.LOCKS
-
-
-@pytest.mark.parametrize("asked", [1, "yes"])
-def test_what_can_not_be_asked_for_is_refused(mode: MutableMode, asked: Any) -> None:
-    """ConfigError: the argument is a truth value or None."""
-    with pytest.raises(q4.ConfigError) as caught:
-        SharedMutableTensor(torch.zeros(4), mode=mode, native=asked)
-    assert (caught.value.name, caught.value.value) == ("native", asked)
-    with SharedMutableTensor(torch.zeros(4), mode=mode) as state:
-        state.replace(torch.ones(4))
-
-
-@pytest.mark.parametrize("difference", [{"layout": segment.ATOMICS + 1}, {"rows": 1}])
-def test_plugin_of_another_layout_is_not_used(monkeypatch: pytest.MonkeyPatch, difference: dict[str, int]) -> None:
-    """It would misread what others write."""
-    cells = types.SimpleNamespace(**{"name": "other", "layout": segment.ATOMICS, "rows": segment.ROWS, **difference})
-    monkeypatch.setattr(native, "default_registry", lambda: types.SimpleNamespace(shared_cells=lambda: (cells,)))
-    assert native.find_cells() is None
+        assert (other.version, other.stats().reads, other.stats().snapshots) == (20, 10, 5)
 
 
 # -- blocks
@@ -255,13 +246,13 @@ def test_block_is_entered_once(state: SharedMutableTensor) -> None:
     with block as view:
         with pytest.raises(q4.LifecycleError) as caught:
             block.__enter__()
-        assert caught.value.name == "with block"
+        assert "was entered before" in str(caught.value)
         assert view.tensor.tolist() == [0.0] * 4
 
 
 def test_collected_block_gives_its_slot_back(state: SharedMutableTensor) -> None:
     """At once, without anybody looking for it."""
-    cells = state._content.cells  # type: ignore[attr-defined]  # by atomics it has them
+    cells = state._content.cells
     blocks = [state.read() for _ in range(3)]
     for block in blocks:
         block.__enter__()
@@ -275,15 +266,14 @@ def test_collected_block_gives_its_slot_back(state: SharedMutableTensor) -> None
 
 def test_closed_cells_are_never_touched(state: SharedMutableTensor) -> None:
     """What the plugin itself is asked after the end is an error, not a crash."""
-    cells: Any = state._content.cells  # type: ignore[attr-defined]  # by atomics it has them
+    cells: Any = state._content.cells
     state.close()
     for ask in (
         lambda: cells.turn,
         lambda: cells.wait(0, 0.1),
-        lambda: cells.begin_write(True, 1),  # called by position
-        lambda: cells.end_write(0),
+        lambda: cells.begin(True, False, False, 1),  # called by position
+        lambda: cells.end(0, False),  # as above
         lambda: cells.enter(0),
-        cells.try_turn,
         cells.wake,
     ):
         with pytest.raises(ValueError, match="the segment must be open"):

@@ -12,7 +12,7 @@ from processes import processes
 from sharing import LONG, Held, content_of, fork_by_c, until
 
 import q4core as q4
-from q4_actors import MutableMode, SharedMutableTensor, pauses
+from q4_actors import MutableMode, SharedMutableTensor, backoff
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -25,7 +25,7 @@ BAR, BAR_AWAITED, MOVES_AWAITED = 80, 81, 89
 @pytest.fixture
 def state() -> Iterator[SharedMutableTensor]:
     """Return a tensor of four zeros."""
-    with SharedMutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane", native=True) as state:
+    with SharedMutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane") as state:
         yield state
 
 
@@ -34,7 +34,7 @@ def test_reader_that_is_kept_out_is_woken(
 ) -> None:
     """By the end of the update, well or not, not by the time after which it would look itself."""
     with processes(state, 1) as (process,):
-        monkeypatch.setattr(pauses.Pauses, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
         for end in ("leave", "fail"):
             process.do("enter", "write")
             process.do("fill", 3.0)
@@ -54,7 +54,7 @@ def test_writer_that_waits_for_readers_is_woken(
 ) -> None:
     """By the last of them, not by the time after which it would look itself."""
     with processes(state, 2) as (one, other):
-        monkeypatch.setattr(pauses.Pauses, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
         one.do("enter", "read")
         other.do("enter", "read")
         writing = threads.submit(state.replace, torch.ones(4))
@@ -86,7 +86,7 @@ def test_bar_of_a_killed_writer_is_taken_away(state: SharedMutableTensor, kind: 
 
 def test_reader_that_was_killed_while_it_waited_keeps_nobody(state: SharedMutableTensor) -> None:
     """A writer lets it go first once, for a moment, and then takes its row away."""
-    cells = state._content.cells  # type: ignore[attr-defined]  # by atomics it has them
+    cells = state._content.cells
     with processes(state, 1) as (process,):
         with state.write() as tensor:
             process.begin("enter", "read")
@@ -105,7 +105,7 @@ def test_reader_that_was_killed_while_it_waited_keeps_nobody(state: SharedMutabl
 
 def test_reader_that_gives_up_is_not_waited_for(state: SharedMutableTensor) -> None:
     """Once its time has run out, no row says that it is kept out."""
-    cells = state._content.cells  # type: ignore[attr-defined]  # by atomics it has them
+    cells = state._content.cells
     with processes(state, 1) as (process,), state.write():
         with pytest.raises(q4.WriteConflictError):
             process.do("enter", "read", timeout=0.01)
@@ -165,9 +165,9 @@ def test_a_writer_that_waits_in_vain_is_told_for_whom(
     state: SharedMutableTensor, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """For readers of its own process, whom the plugin let in, or for the other writer."""
-    for block, who in ((state.read(), "readers"), (state.write(), "another writer")):
+    for block, who in ((state.read(), "readers are there"), (state.write(), "another writer is there")):
         held = Held(threads, block)
         with pytest.raises(q4.WriteConflictError) as caught, state.write(wait=True, timeout=0.01):
             raise AssertionError("let in")
-        assert caught.value.value == who
+        assert who in str(caught.value)
         held.release()

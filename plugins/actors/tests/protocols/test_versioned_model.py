@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shared_model import Setting, explore
-from shared_native_model import FAULTS, NativeModel
+from versioned_model import FAULTS, VersionedModel
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from shared_native_model import FAULTS, NativeModel
 )
 def test_protocol_holds(setting: Setting, least: int) -> None:
     """No read is torn or stale, versions grow by one, and all can always end, whoever was killed."""
-    found = explore(setting, NativeModel)
+    found = explore(setting, VersionedModel)
     assert (found.problem, found.steps) == ("", ())
     assert found.states >= least
 
@@ -34,4 +34,12 @@ def test_fault_is_found(fault: str) -> None:
     mortals = ("writer",) if is_about_turns else ("reader",)
     kills = int(problem in {"order", "stuck"})
     setting = Setting(writers=writers, readers=readers, kills=kills, mortals=mortals, fault=fault)
-    assert explore(setting, NativeModel).problem == problem
+    assert explore(setting, VersionedModel).problem == problem
+
+
+def test_steps_are_told() -> None:
+    """Of a fault the search tells one way in which it comes about, with as few steps as can be."""
+    found = explore(Setting(writers=(2,), readers=(1,), kills=0, fault="no second look"), VersionedModel)
+    assert found.problem == "torn"
+    assert {"writer 0: publish", "reader 1: bit"} < set(found.steps)
+    assert found.steps[-1] == "reader 1: first half"

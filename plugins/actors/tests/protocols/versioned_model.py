@@ -17,7 +17,7 @@ from shared_model import Model, Setting, View, World, join, put
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["FAULTS", "NativeModel"]
+__all__ = ["FAULTS", "VersionedModel"]
 
 SLOTS = 2
 CURRENT, TURN = 0, 1 + 2 * SLOTS
@@ -49,7 +49,7 @@ FAULTS = {
 """Each with what must be found."""
 
 
-class NativeModel(Model):
+class VersionedModel(Model):
     """The steps of one setting."""
 
     def __init__(self, setting: Setting) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shared_in_place_model import FAULTS, AfterDeathModel, InPlaceModel
+from in_place_model import FAULTS, AfterDeathModel, InPlaceModel
 from shared_model import Setting, explore
 
 
