@@ -11,7 +11,7 @@ from benchmarks import record, verdict
 from benchmarks.memory import ray_objects
 from benchmarks.memory.actors import Scene, sample
 from benchmarks.memory.picture import draw
-from benchmarks.memory.ways import CONTEXT, NATIVE, ways
+from benchmarks.memory.ways import CONTEXT, SHARED, ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,14 +64,14 @@ def judge(result: Mapping[str, Any]) -> list[verdict.Verdict]:
             continue
         size = 4.0 * scene.elements
         for mode, copies in (("VERSIONED", 1), ("IN_PLACE", 0)):
-            for name in (f"q4core {mode}", f"q4core {mode}, native", f"q4core {mode}, threads"):
+            for name in (f"q4core {mode}", f"q4core {mode}, threads"):
                 copied = rows[name]["bytes_per_update"]["median"] / size
                 target = f"{mode}: at most {copies} copies of the state per update"
                 judged.append(
                     verdict.Verdict(target, f"{scene.name}: {name}", copied, copies, is_most=True, against="the state")
                 )
         if scene.elements < 1 << 20:
-            ratio = rows[NATIVE]["reads_per_s"]["median"] / rows[LOCK]["reads_per_s"]["median"]
+            ratio = rows[SHARED]["reads_per_s"]["median"] / rows[LOCK]["reads_per_s"]["median"]
             target = f"processes read a small tensor {FACTOR:g} times as often as with a lock"
             judged.append(verdict.Verdict(target, scene.name, ratio, FACTOR, against=LOCK))
     return judged

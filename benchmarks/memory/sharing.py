@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMBERS, READERS = 64, 4
-KINDS = ("lock", "versioned", "native", "in_place", "native_in_place")
+KINDS = ("lock", "versioned", "in_place")
 
 
 @attrs.frozen
@@ -69,10 +69,10 @@ RACES = [
 
 
 def shared(kind: str, slots: int | None = None) -> SharedMutableTensor:
-    """Return a tensor of one of the kinds; the native ones are by the atomics of q4-shared-native."""
-    mode = MutableMode.IN_PLACE if kind.endswith("in_place") else MutableMode.VERSIONED
+    """Return a tensor of one of the kinds."""
+    mode = MutableMode(kind)
     slots = slots if mode is MutableMode.VERSIONED else None
-    return SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots, native=kind.startswith("native"))
+    return SharedMutableTensor(torch.zeros(NUMBERS), mode=mode, slots=slots)
 
 
 def alone() -> dict[str, dict[str, float]]:

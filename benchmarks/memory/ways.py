@@ -6,7 +6,6 @@ that a sample of elements, spread over the state, belongs to one update, and to 
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import threading
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,9 @@ from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CONTEXT", "NATIVE", "PROCESSES", "SAMPLE", "THREADS", "Way", "check", "ways"]
+__all__ = ["CONTEXT", "PROCESSES", "SAMPLE", "SHARED", "THREADS", "Way", "check", "ways"]
 
-NATIVE = "q4core VERSIONED, native"
+SHARED = "q4core VERSIONED"
 CONTEXT = multiprocessing.get_context("forkserver")
 PROCESSES, THREADS = "processes", "threads"
 SAMPLE = 256
@@ -116,26 +115,14 @@ class MutableInPlace(Mutable):
 
 
 class Shared(Mutable):
-    """A ``SharedMutableTensor`` by the core's own locks."""
+    """A ``SharedMutableTensor``, between processes."""
 
-    make = functools.partial(SharedMutableTensor, native=False)
+    make = SharedMutableTensor
     kind = PROCESSES
-
-
-class SharedNative(Shared):
-    """The same by the atomics of a plugin."""
-
-    make = functools.partial(SharedMutableTensor, native=True)
 
 
 class SharedInPlace(Shared):
     """The same, in place."""
-
-    mode = MutableMode.IN_PLACE
-
-
-class SharedNativeInPlace(SharedNative):
-    """The same by the atomics of a plugin, in place."""
 
     mode = MutableMode.IN_PLACE
 
@@ -211,15 +198,13 @@ class Queued(Way):
 
 
 def ways() -> dict[str, type[Way]]:
-    """Return all that need nothing but torch, and q4-shared-native for those named so, by name."""
+    """Return all, by name."""
     return {
         "q4core VERSIONED, threads": Mutable,
         "q4core IN_PLACE, threads": MutableInPlace,
         "tensor + Lock, threads": ThreadsLocked,
-        "q4core VERSIONED": Shared,
-        NATIVE: SharedNative,
+        SHARED: Shared,
         "q4core IN_PLACE": SharedInPlace,
-        "q4core IN_PLACE, native": SharedNativeInPlace,
         "share_memory_ + Lock": Locked,
         "share_memory_ + Lock, clone": LockedClone,
         "Queue of tensors": Queued,
