@@ -46,11 +46,11 @@ class Idle:
     def __init__(self) -> None:
         self.is_probing = True
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         """Offer one path."""
         del request
         path = q4.KernelPath("idle", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
-        return q4.Verdict.offer([path], native_state="idle")
+        return q4.Support.yes([path], native_state="idle")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Take the tensors as they are."""

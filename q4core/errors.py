@@ -26,12 +26,12 @@ __all__ = [
     "PluginError",
     "PoisonedError",
     "PolicyConflictError",
+    "PrepareError",
     "Q4Error",
     "Q4FallbackWarning",
     "Q4PluginWarning",
     "Q4ProbeWarning",
     "Q4Warning",
-    "RefusedError",
     "SchemaError",
     "UnifiedMemoryError",
     "UnknownBackendError",
@@ -232,7 +232,7 @@ class BackendUnavailableError(BackendError):
         return "\n  - ".join([text, *(str(rejection) for rejection in self.rejections)])
 
 
-class RefusedError(BackendError):
+class PrepareError(BackendError):
     """Raised by a backend's ``prepare`` that finds out only then that it can't serve weights of this kind.
 
     Args:
@@ -241,20 +241,20 @@ class RefusedError(BackendError):
             next weight of its kind.
     """
 
-    code = "refused"
+    code = "prepare"
 
     def __init__(self, reasons: Iterable[Any], *, is_for_this_weight: bool = False) -> None:
         self.reasons = tuple(reasons)
         self.is_for_this_weight = is_for_this_weight
         super().__init__("prepare refused: " + "; ".join(str(reason) for reason in self.reasons))
 
-    def __reduce__(self) -> tuple[Callable[..., RefusedError], tuple[tuple[Any, ...], bool]]:  # type: ignore[override]  # made from these two alone
+    def __reduce__(self) -> tuple[Callable[..., PrepareError], tuple[tuple[Any, ...], bool]]:  # type: ignore[override]  # made from these two alone
         """Pickle by reasons."""
         return _rebuild_refusal, (self.reasons, self.is_for_this_weight)
 
 
-def _rebuild_refusal(reasons: tuple[Any, ...], is_for_this_weight: bool) -> RefusedError:  # noqa: FBT001  # pickle knows no keywords
-    return RefusedError(reasons, is_for_this_weight=is_for_this_weight)
+def _rebuild_refusal(reasons: tuple[Any, ...], is_for_this_weight: bool) -> PrepareError:  # noqa: FBT001  # pickle knows no keywords
+    return PrepareError(reasons, is_for_this_weight=is_for_this_weight)
 
 
 class PluginError(Q4Error, RuntimeError):

@@ -117,8 +117,8 @@ def test_missing_hardware_is_told_from_a_broken_build(codes: list[q4.ReasonCode]
     """A refusal for hardware alone makes a case not testable; one for anything else is a failure."""
 
     class _Refusing(ToyKernel):
-        def check(self, request: q4.Request) -> q4.Verdict:
-            return q4.Verdict.refuse([q4.Reason(code, f"because of {code.value}") for code in codes], native_state="no")
+        def check(self, request: q4.Request) -> q4.Support:
+            return q4.Support.no([q4.Reason(code, f"because of {code.value}") for code in codes], native_state="no")
 
     subject = BackendSubject(_Refusing("refusing", precisions={q4.Precision.W4A32, q4.Precision.W4A4}))
     result = run_case(_case("native_product"), subject)

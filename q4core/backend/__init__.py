@@ -9,7 +9,7 @@ from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
 from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
-from q4core.backend.verdict import KernelPath, PathKind, Precision, Segment, Tier, Verdict
+from q4core.backend.support import KernelPath, PathKind, Precision, Segment, Support, Tier
 
 __all__ = [
     "API_VERSION",
@@ -26,6 +26,6 @@ __all__ = [
     "ReasonCode",
     "Request",
     "Segment",
+    "Support",
     "Tier",
-    "Verdict",
 ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.backend.request import Features, Request
-    from q4core.backend.verdict import Precision
+    from q4core.backend.support import Precision
     from q4core.weight import Feature
 
 __all__ = ["EVERY_FORMAT", "Capabilities"]

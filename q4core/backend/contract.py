@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from q4core.backend.capabilities import Capabilities
     from q4core.backend.request import Request
-    from q4core.backend.verdict import Segment, Verdict
+    from q4core.backend.support import Segment, Support
     from q4core.weight import PackedWeight
 
 __all__ = ["API_VERSION", "Backend", "PrepareContext", "Prepared"]
@@ -113,7 +113,7 @@ class Backend(Protocol):
     api_version: tuple[int, int]
     capabilities: Capabilities
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Answer a request that the manifest allows.
 
         No side effects; may not raise. It may be slow once (to look at the driver, say), and is asked often.
@@ -124,7 +124,7 @@ class Backend(Protocol):
         """Do everything slow (repack, compile, tune). Never called inside a trace or a capture.
 
         Raises:
-            RefusedError: The backend finds only now that it can't serve weights of this kind.
+            PrepareError: The backend finds only now that it can't serve weights of this kind.
         """
         ...
 

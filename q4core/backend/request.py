@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend.verdict import Precision, is_row_range
+from q4core.backend.support import Precision, is_row_range
 from q4core.errors import ConfigError
 from q4core.policy import ActivationPrecision, Rounding
 from q4core.weight import Feature, PackedWeight

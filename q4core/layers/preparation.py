@@ -16,7 +16,7 @@ import torch
 from q4core.backend import PrepareContext, Prepared, Reason, ReasonCode
 from q4core.diagnostics.errors_of_plugins import chained, note_fault
 from q4core.diagnostics.events import bound, emit, muted, warn_once
-from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4FallbackWarning, RefusedError
+from q4core.errors import PLUGIN_FAULTS, LifecycleError, PrepareError, Q4FallbackWarning
 from q4core.formats import as_bytes
 from q4core.machine import on_device, outside_inference, without_casts
 from q4core.memory import Placer
@@ -174,7 +174,7 @@ def _prepare(  # noqa: PLR0913  # the facts of one attempt
     try:
         with on_device(request.device):
             prepared = _checked(backend.prepare(adapted, request, context), request.device)
-    except RefusedError as error:
+    except PrepareError as error:
         refusals, is_lasting = error.reasons, not error.is_for_this_weight
         if not refusals or not all(isinstance(reason, Reason) for reason in refusals):
             fault = Reason(ReasonCode.PLUGIN_ERROR, f"prepare refused without a Reason, with {refusals!r}")

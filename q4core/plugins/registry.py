@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from q4core.backend import Backend
 
-__all__ = ["REFERENCE_PLUGIN", "PluginRecord", "RefusedBackend", "Registry", "default_registry", "reset_registry"]
+__all__ = ["REFERENCE_PLUGIN", "InvalidBackend", "PluginRecord", "Registry", "default_registry", "reset_registry"]
 
 
 @attrs.frozen
-class RefusedBackend:
+class InvalidBackend:
     """A backend that is registered but may not serve, with the reason."""
 
     name: str
@@ -59,7 +59,7 @@ class Registry:
         self._manager: pluggy.PluginManager | None = None
         self._records: dict[str, PluginRecord] = {}
         self._answers: dict[str, list[tuple[str, Any]]] = {}
-        self._backends: tuple[dict[str, Backend], tuple[RefusedBackend, ...]] | None = None
+        self._backends: tuple[dict[str, Backend], tuple[InvalidBackend, ...]] | None = None
         self._lock = threading.RLock()
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
@@ -189,21 +189,21 @@ class Registry:
         """Return the backends that may serve, by name, in the order of their names."""
         return self._sorted_backends()[0]
 
-    def refused_backends(self) -> tuple[RefusedBackend, ...]:
+    def invalid_backends(self) -> tuple[InvalidBackend, ...]:
         """Return the backends that may not serve at all, with the reason, and a line for each plugin that failed."""
         refused = self._sorted_backends()[1]  # first, because asking for backends may fail, too
         failed = tuple(
-            RefusedBackend(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
+            InvalidBackend(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
             for record in self.records()
             if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
         return (*refused, *failed)
 
-    def _sorted_backends(self) -> tuple[dict[str, Backend], tuple[RefusedBackend, ...]]:
+    def _sorted_backends(self) -> tuple[dict[str, Backend], tuple[InvalidBackend, ...]]:
         with self._lock:
             if self._backends is not None:
                 return self._backends
-            refused: list[RefusedBackend] = []
+            refused: list[InvalidBackend] = []
             accepted: dict[str, list[tuple[str, Backend]]] = {}
             for plugin, item in self._ask("q4_backends"):
                 reason = _refuse_backend(item)
@@ -211,7 +211,7 @@ class Registry:
                     accepted.setdefault(item.name, []).append((plugin, item))
                     continue
                 name = _name_of(item)
-                refused.append(RefusedBackend(name or plugin, plugin, reason))
+                refused.append(InvalidBackend(name or plugin, plugin, reason))
                 self._report(self._records[plugin], f"backend {name!r}: {reason}")
             serving: dict[str, Backend] = {}
             for name in sorted(accepted):
@@ -221,7 +221,7 @@ class Registry:
                     continue
                 message = f"duplicate backend name {name!r} (from plugins {', '.join(sorted(owners))}); none is used"
                 for owner in sorted(set(owners)):
-                    refused.append(RefusedBackend(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)))
+                    refused.append(InvalidBackend(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)))
                     self._report(self._records[owner], message)
             self._backends = serving, tuple(refused)
             return self._backends

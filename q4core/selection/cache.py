@@ -124,7 +124,7 @@ def select_for(
             registry.backends(),
             compute_path=compute_path,
             override=config.backend,
-            invalid=registry.refused_backends(),
+            invalid=registry.invalid_backends(),
             results=results,
             failures=failures or {},
         )

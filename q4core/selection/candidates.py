@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Verdict
+from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Support
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
@@ -34,14 +34,14 @@ class Candidate:
     Args:
         name: Its name.
         request: The request as it sees it.
-        verdict: Its answer.
+        support: Its answer.
         segments: Which of its paths would serve which M; empty where it can't serve.
         reasons: Why paths may not run on this machine; where it can't serve, every reason why.
     """
 
     name: str
     request: Request
-    verdict: Verdict
+    support: Support
     segments: tuple[Segment, ...]
     reasons: tuple[Reason, ...]
 
@@ -49,7 +49,7 @@ class Candidate:
     def is_ruled_out(self) -> bool:
         """Whether it has working paths, and only the compute path and precision asked for keep it from serving."""
         codes = {reason.code for reason in self.reasons}
-        return bool(self.verdict.paths) and ReasonCode.POLICY in codes <= {ReasonCode.POLICY, ReasonCode.SHAPE}
+        return bool(self.support.paths) and ReasonCode.POLICY in codes <= {ReasonCode.POLICY, ReasonCode.SHAPE}
 
     def path_at(self, rows: int) -> KernelPath:
         """Return the path that would serve a number of rows."""
@@ -57,7 +57,7 @@ class Candidate:
 
     def rejection(self, *more: Reason) -> Rejection:
         """Return why it does not serve: its own reasons, then ``more``."""
-        return Rejection(self.name, (*self.reasons, *more), self.verdict.native_state)
+        return Rejection(self.name, (*self.reasons, *more), self.support.native_state)
 
 
 def _end(segment: Segment) -> int:
@@ -79,7 +79,7 @@ def adapt_request(request: Request, capabilities: Capabilities, *, any_precision
     return request
 
 
-def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Verdict]:
+def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Support]:
     """Ask the manifest, then the backend itself; a backend that raises has refused."""
     adapted = request
     try:
@@ -87,14 +87,14 @@ def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Re
         adapted = adapt_request(request, capabilities, any_precision=any_precision)
         refusals = capabilities.refusals(adapted, any_precision=any_precision)
         if refusals:
-            return adapted, Verdict.refuse(refusals, native_state="not asked")
-        verdict: object = backend.check(adapted)
+            return adapted, Support.no(refusals, native_state="not asked")
+        support: object = backend.check(adapted)
     except PLUGIN_FAULTS as error:
         return adapted, _at_fault(f"check raised {note_fault(backend.name, error)}", "failed")
-    if not isinstance(verdict, Verdict):
-        return adapted, _at_fault(f"check must return a Verdict, got {type(verdict).__name__}", "failed")
-    fault = _fault_of_offer(verdict.paths, request, capabilities)
-    return adapted, verdict if fault is None else _at_fault(fault, verdict.native_state)
+    if not isinstance(support, Support):
+        return adapted, _at_fault(f"check must return a Support, got {type(support).__name__}", "failed")
+    fault = _fault_of_offer(support.paths, request, capabilities)
+    return adapted, support if fault is None else _at_fault(fault, support.native_state)
 
 
 def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
@@ -128,8 +128,8 @@ def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
     return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / _TABLE_STEPS:.3g} is allowed")
 
 
-def _at_fault(message: str, native_state: str) -> Verdict:
-    return Verdict.refuse([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
+def _at_fault(message: str, native_state: str) -> Support:
+    return Support.no([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
 
 
 def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:
@@ -208,10 +208,10 @@ def assess(  # noqa: PLR0913  # one argument per fact
         failures: Why it could not prepare the weight at hand; it is asked for its state alone.
         any_precision: The request's precision does not count, as it does not for the reference.
     """
-    adapted, verdict = _ask(backend, request, any_precision=any_precision)
-    if verdict.reasons or failures:
-        return Candidate(backend.name, adapted, verdict, (), verdict.reasons or failures)
-    paths, unread = _readable(verdict.paths, adapted, backend.capabilities)
+    adapted, support = _ask(backend, request, any_precision=any_precision)
+    if support.reasons or failures:
+        return Candidate(backend.name, adapted, support, (), support.reasons or failures)
+    paths, unread = _readable(support.paths, adapted, backend.capabilities)
     sound, faults = _sift(backend.name, paths, adapted, results)
     reasons = [*faults, *unread]
     allowed = []
@@ -228,8 +228,8 @@ def assess(  # noqa: PLR0913  # one argument per fact
         reasons.append(Reason(ReasonCode.SHAPE, gap))
     refusals = results.refused(backend.name, segments, adapted) if segments else ()
     if refusals:
-        return Candidate(backend.name, adapted, verdict, (), (*refusals, *faults))
-    return Candidate(backend.name, adapted, verdict, segments, tuple(faults if segments else reasons))
+        return Candidate(backend.name, adapted, support, (), (*refusals, *faults))
+    return Candidate(backend.name, adapted, support, segments, tuple(faults if segments else reasons))
 
 
 def assess_gradient(
@@ -239,10 +239,10 @@ def assess_gradient(
 
     Whatever precision forward has, gradients are exact.
     """
-    adapted, verdict = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
-    if verdict.reasons:
-        return (), verdict.reasons
-    sound, reasons = _sift(backend.name, verdict.paths, adapted, results)
+    adapted, support = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
+    if support.reasons:
+        return (), support.reasons
+    sound, reasons = _sift(backend.name, support.paths, adapted, results)
     allowed = []
     for path in sound:
         if path.kind not in kinds:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from q4core.backend import Backend, KernelPath
-    from q4core.plugins.registry import RefusedBackend
+    from q4core.plugins.registry import InvalidBackend
 
 __all__ = ["select_backend"]
 
@@ -42,7 +42,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     *,
     compute_path: ComputePath = ComputePath.AUTO,
     override: str | None = None,
-    invalid: Sequence[RefusedBackend] = (),
+    invalid: Sequence[InvalidBackend] = (),
     results: ProbeResults | None = None,
     failures: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Selection:
@@ -101,7 +101,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         backend_request=winner.request,
         backend=winner.name,
         segments=winner.segments,
-        native_state=winner.verdict.native_state,
+        native_state=winner.support.native_state,
         compute_path=compute_path,
         override=override,
         fallback_reason=fallback_reason,
@@ -147,7 +147,7 @@ def _why_fallback(
 ) -> str:
     """Return why no kernel serves; a backend that offers nothing but its reference is not to blame."""
     refused = [item.rejection() for item in asked if not item.segments]
-    mere = {name for name, item in able.items() if all(path.kind is PathKind.REFERENCE for path in item.verdict.paths)}
+    mere = {name for name, item in able.items() if all(path.kind is PathKind.REFERENCE for path in item.support.paths)}
     concerned = [
         item
         for item in (*refused, *invalid)

@@ -252,7 +252,7 @@ def _select(registry: Registry, request: Request) -> Selection:
     key = ("quantize", results.generation, request)
     known: Selection | None = registry.selections.get(key)
     if known is None:
-        known = select_backend(request, registry.backends(), invalid=registry.refused_backends(), results=results)
+        known = select_backend(request, registry.backends(), invalid=registry.invalid_backends(), results=results)
         if len(registry.selections) >= _CACHE_LIMIT:
             registry.selections.clear()
         registry.selections[key] = known

@@ -24,7 +24,7 @@ VALUES = (
     q4.PrepareContext,
     q4.Request,
     q4.Segment,
-    q4.Verdict,
+    q4.Support,
 )
 KINDS = (q4.PathKind, q4.Precision)
 
@@ -117,7 +117,7 @@ def test_a_verdict_offers_or_refuses() -> None:
     path = q4.KernelPath("p", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
     for paths, reasons in (((), ()), ((path,), (reason,))):
         with pytest.raises(q4.ConfigError):
-            q4.Verdict("state", paths, reasons)
+            q4.Support("state", paths, reasons)
 
 
 def test_a_request_knows_what_its_weight_needs() -> None:

@@ -22,8 +22,8 @@ def _path(base: q4.KernelPath = KERNEL_PATH, **facts: Any) -> q4.KernelPath:
     return attrs.evolve(base, **facts)
 
 
-def _offer(**facts: Any) -> q4.Verdict:
-    return q4.Verdict.offer([KERNEL_PATH], native_state="x", **facts)
+def _offer(**facts: Any) -> q4.Support:
+    return q4.Support.yes([KERNEL_PATH], native_state="x", **facts)
 
 
 REASON = q4.Reason(q4.ReasonCode.ARCH, "no")
@@ -43,8 +43,8 @@ ILLEGAL: dict[str, tuple[Callable[[], Any], str]] = {
     "codebook of texts": (lambda: _path(A8, codebook=("a",) * 16), "codebook"),
     "reason without a code": (lambda: q4.Reason("device", "no"), "code"),  # type: ignore[arg-type]
     "reason without a sentence": (lambda: q4.Reason(q4.ReasonCode.DEVICE, 3), "message"),  # type: ignore[arg-type]
-    "refusal by texts": (lambda: q4.Verdict.refuse(["no"], native_state="x"), "reasons"),  # type: ignore[list-item]
-    "offer of texts": (lambda: q4.Verdict.offer(["path"], native_state="x"), "paths"),  # type: ignore[list-item]
+    "refusal by texts": (lambda: q4.Support.no(["no"], native_state="x"), "reasons"),  # type: ignore[list-item]
+    "offer of texts": (lambda: q4.Support.yes(["path"], native_state="x"), "paths"),  # type: ignore[list-item]
 }
 
 

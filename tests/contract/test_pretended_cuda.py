@@ -61,14 +61,14 @@ class _Twin:
         self._reference = reference_backend()
         self.capabilities = attrs.evolve(self._reference.capabilities, devices={"cuda"})
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         paths = [
             attrs.evolve(
                 path, name="twin", kind=q4.PathKind.KERNEL, tier=q4.Tier.GENERIC, interpreted=self._interpreted
             )
             for path in self._reference.check(request).paths
         ]
-        return q4.Verdict.offer(paths, native_state="pretended")
+        return q4.Support.yes(paths, native_state="pretended")
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._reference, name)

@@ -52,7 +52,7 @@ class Refusing(FakeBackend):
         """Refuse, or copy the tensors."""
         self.asked.append(request)
         if self.refuses(request):
-            raise q4.RefusedError(self.reasons_given)
+            raise q4.PrepareError(self.reasons_given)
         return super().prepare(weight, request, context)
 
 
@@ -165,7 +165,7 @@ def test_a_refusal_is_told_as_an_event() -> None:
 
 def test_a_refusal_crosses_process_borders_whole() -> None:
     """The error is a BackendError with its reasons in its message, and survives pickling."""
-    error = q4.RefusedError(REASONS)
+    error = q4.PrepareError(REASONS)
     assert isinstance(error, q4.BackendError)
     assert all(str(reason) in str(error) for reason in REASONS)
     twin = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
@@ -179,7 +179,7 @@ def test_a_refusal_of_one_weight_holds_for_no_other() -> None:
     class Picky(Refusing):
         def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
             if weight.name == "odd":
-                raise q4.RefusedError(REASONS[:1], is_for_this_weight=True)
+                raise q4.PrepareError(REASONS[:1], is_for_this_weight=True)
             return FakeBackend.prepare(self, weight, request, context)
 
     session = q4.Session(registry=registry(Picky("picky")))
@@ -192,6 +192,6 @@ def test_a_refusal_of_one_weight_holds_for_no_other() -> None:
 
 def test_a_refusal_of_one_weight_crosses_processes() -> None:
     """Pickled, it says the same."""
-    error = pickle.loads(pickle.dumps(q4.RefusedError(REASONS, is_for_this_weight=True)))  # noqa: S301  # own bytes
+    error = pickle.loads(pickle.dumps(q4.PrepareError(REASONS, is_for_this_weight=True)))  # noqa: S301  # own bytes
     assert (error.reasons, error.is_for_this_weight) == (REASONS, True)
-    assert not q4.RefusedError(REASONS).is_for_this_weight
+    assert not q4.PrepareError(REASONS).is_for_this_weight

@@ -45,15 +45,15 @@ class Differentiating(FakeBackend):
         self.gradients: list[tuple[str, int]] = []
         self.contexts: list[q4.PrepareContext] = []
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         """Answer for either op."""
         if request.op == "linear":
             return super().check(request)
         assert request.op == "input_gradient"
         self.requests.append(request)
         if self.gradient_reasons:
-            return q4.Verdict.refuse(self.gradient_reasons, native_state="no gradient")
-        return q4.Verdict.offer(self.gradient_paths, native_state="gradient")
+            return q4.Support.no(self.gradient_reasons, native_state="no gradient")
+        return q4.Support.yes(self.gradient_paths, native_state="gradient")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Copy the tensors, and remember the context."""
@@ -227,7 +227,7 @@ def test_a_check_that_raises_for_the_gradient_is_told() -> None:
     """A fault of check bars the gradient, not the backend."""
 
     class Raising(Differentiating):
-        def check(self, request: q4.Request) -> q4.Verdict:
+        def check(self, request: q4.Request) -> q4.Support:
             if request.op == "input_gradient":
                 raise RuntimeError("no idea")
             return super().check(request)
@@ -255,14 +255,14 @@ def test_gradient_paths_obey_the_policy(path: q4.KernelPath, config: dict[str, A
 
 
 def test_a_prepare_that_refuses_the_gradient_is_asked_for_linear_alone() -> None:
-    """RefusedError with gradient paths wanted bars these; the same backend then prepares without them."""
+    """PrepareError with gradient paths wanted bars these; the same backend then prepares without them."""
     reason = q4.Reason(q4.ReasonCode.TOOLCHAIN, "the gradient does not compile")
 
     class Refusing(Differentiating):
         def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
             prepared = super().prepare(weight, request, context)
             if context.gradient_paths:
-                raise q4.RefusedError([reason])
+                raise q4.PrepareError([reason])
             return prepared
 
     backend = Refusing()
@@ -363,7 +363,7 @@ def test_a_declared_gradient_needs_its_method() -> None:
     """A backend that declares the op without the method is refused at registration."""
     plugins = registry(FakeBackend("hollow", ops={"linear", "input_gradient"}))
     with pytest.warns(q4.Q4PluginWarning, match="input_gradient"):
-        refused = plugins.refused_backends()
+        refused = plugins.invalid_backends()
     assert [item.name for item in refused] == ["hollow"]
 
 

@@ -58,7 +58,7 @@ def test_a_raising_manifest_loses_only_its_own_backend() -> None:
     with pytest.warns(q4.Q4PluginWarning, match="driver is gone"):
         served = sorted(plugins.backends())
     assert served == ["dequant-fallback", "healthy"]
-    (refused,) = plugins.refused_backends()
+    (refused,) = plugins.invalid_backends()
     assert refused.name == "raising"
     assert "driver is gone" in refused.reason.message
 
@@ -233,7 +233,7 @@ def test_the_record_is_of_what_was_prepared() -> None:
     """A check that changes its mind while a layer is made can't put another backend's name on it."""
 
     class Wavering(FakeBackend):
-        def check(self, request: q4.Request) -> q4.Verdict:
+        def check(self, request: q4.Request) -> q4.Support:
             if self.requests:
                 self.reasons = (q4.Reason(q4.ReasonCode.DRIVER, "gone"),)
             return super().check(request)

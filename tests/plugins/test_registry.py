@@ -80,7 +80,7 @@ def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
     registry = q4.Registry([("a", plugin(FakeBackend("old", api_version=version), FakeBackend("good")))])
     with pytest.warns(q4.Q4PluginWarning, match="api_version"):
         assert list(registry.backends()) == ["good"]
-    (refused,) = registry.refused_backends()
+    (refused,) = registry.invalid_backends()
     assert (refused.name, refused.reason.code) == ("old", q4.ReasonCode.API_VERSION)
 
 
@@ -92,7 +92,7 @@ def test_a_duplicate_backend_name_disables_all_of_that_name() -> None:
         registry = q4.Registry(order)
         with pytest.warns(q4.Q4PluginWarning, match="duplicate"):
             assert list(registry.backends()) == ["other"]
-        assert {item.plugin for item in registry.refused_backends()} == {"a", "b"}
+        assert {item.plugin for item in registry.invalid_backends()} == {"a", "b"}
 
 
 def test_a_duplicate_plugin_name_is_recorded() -> None:
@@ -277,7 +277,7 @@ def test_a_plugin_that_hangs_is_named_after_the_time_limit(
     what = "import" if where == "import" else "hook q4_backends"
     told = f"{what} did not end within 5 s (in {name}.py:{line}, {function}); Q4_DISABLE_PLUGINS={name} shuts it out"
     assert (record.state, record.errors) == ("failed", [told])
-    assert told in [item.reason.message for item in registry.refused_backends()]
+    assert told in [item.reason.message for item in registry.invalid_backends()]
 
 
 def test_a_failed_plugin_stands_among_the_rejections(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: s
     assert ("did you mean 'dialects'" in error) == (closest is not None)
     assert error in str(caught[0].message)
     assert records["gguf"].state == ("loaded" if variable == "Q4_PLUGINS" else "disabled")
-    assert registry.refused_backends() == ()
+    assert registry.invalid_backends() == ()
 
 
 def test_the_processs_variables_are_not_held_against_given_plugins(monkeypatch: pytest.MonkeyPatch) -> None:

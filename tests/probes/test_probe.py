@@ -303,9 +303,9 @@ def test_a_proof_holds_for_one_variant_and_one_dtype_of_the_second_number() -> N
     """Where other code runs, for the backend's own reasons or for another dtype of the offset, it is probed too."""
 
     class Cut(FakeBackend):
-        def check(self, request: q4.Request) -> q4.Verdict:
+        def check(self, request: q4.Request) -> q4.Support:
             path = attrs.evolve(KERNEL_PATH, variant=f"{request.out_features // 64} parts")
-            return q4.Verdict.offer([path], native_state="fake")
+            return q4.Support.yes([path], native_state="fake")
 
     backend = Cut("cut")
     session = q4.Session(registry=registry(backend))

@@ -236,10 +236,10 @@ def _gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> dict[str, Any]
 
     own = DequantFallback.check
 
-    def check(self: DequantFallback, request: q4.Request) -> q4.Verdict:
+    def check(self: DequantFallback, request: q4.Request) -> q4.Support:
         precision = q4.Precision.W4A16
         path = q4.KernelPath("own", (1, None), q4.PathKind.KERNEL, precision, q4.Tier.GENERIC)
-        return q4.Verdict.offer([path], native_state="") if request.op == "input_gradient" else own(self, request)
+        return q4.Support.yes([path], native_state="") if request.op == "input_gradient" else own(self, request)
 
     declared = attrs.evolve(DequantFallback().capabilities, ops={"linear", "input_gradient"})
     monkeypatch.setattr(DequantFallback, "capabilities", declared)

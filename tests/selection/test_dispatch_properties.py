@@ -83,7 +83,7 @@ def _select(drawn: Sequence[Cast], wish: Wish, order: random.Random | None = Non
             dict(backends),
             compute_path=wish.compute_path,
             override=wish.override,
-            invalid=registry.refused_backends(),
+            invalid=registry.invalid_backends(),
             results=History(drawn),
         )
     except q4.Q4Error as error:
@@ -279,7 +279,7 @@ def test_a_plugin_that_can_not_make_its_backends_is_listed() -> None:
 
     registry = q4.Registry([("kernels", plugin(q4_backends=q4_backends)), *plugins_of(TWO_REFERENCES[0])])
     registry.backends()
-    assert [item.name for item in registry.refused_backends()] == ["kernels"]
+    assert [item.name for item in registry.invalid_backends()] == ["kernels"]
 
 
 # -- a session over the same backends: probes that really run, and unified memory

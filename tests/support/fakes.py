@@ -52,14 +52,14 @@ class FakeBackend:
         if exports:
             self.export = self._export
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         """Answer as told, and remember the request."""
         self.requests.append(request)
         if self.check_error is not None:
             raise self.check_error
         if self.reasons:
-            return q4.Verdict.refuse(self.reasons, native_state="fake: missing")
-        return q4.Verdict.offer(self.paths, native_state=self.native_state)
+            return q4.Support.no(self.reasons, native_state="fake: missing")
+        return q4.Support.yes(self.paths, native_state=self.native_state)
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Copy the tensors, or raise as told."""

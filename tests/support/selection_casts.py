@@ -108,16 +108,16 @@ class Actor(FakeBackend):
         if conduct == "leaves":
             raise SystemExit(f"{name} has had enough")
         if conduct == "refuses":
-            return q4.Verdict.refuse(
+            return q4.Support.no(
                 [q4.Reason(CODE.NOT_BUILT, f"{name} was not built"), q4.Reason(CODE.SHAPE, f"{name} dislikes odd N")],
                 native_state=f"{name}: missing",
             )
         if conduct == "declines":
-            return q4.Verdict.refuse([q4.Reason(CODE.POLICY, f"{name} may not")], native_state=f"{name}: locked")
+            return q4.Support.no([q4.Reason(CODE.POLICY, f"{name} may not")], native_state=f"{name}: locked")
         if conduct == "junk":
             return [*self.paths]
         paths = [*self.paths, self.paths[0]] if conduct == "twins" else self.paths
-        return q4.Verdict.offer(paths, native_state=f"{name}: loaded")
+        return q4.Support.yes(paths, native_state=f"{name}: loaded")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Prepare, or raise as cast."""
@@ -161,7 +161,7 @@ def _refusals(cast: Cast, wish: Wish) -> tuple[str, list[Told]]:
     on_asking = {
         "raises": ("failed", [Told(plain, ("RuntimeError", f"{name} has no idea"))]),
         "leaves": ("failed", [Told(plain, ("SystemExit", f"{name} has had enough"))]),
-        "junk": ("failed", [Told(plain, ("Verdict", "list"))]),
+        "junk": ("failed", [Told(plain, ("Support", "list"))]),
         "refuses": (f"{name}: missing", [Told(CODE.NOT_BUILT, (f"{name} was not",)), Told(CODE.SHAPE, ("odd N",))]),
     }
     on_asking["declines"] = (f"{name}: locked", [Told(CODE.POLICY, (f"{name} may not",))])

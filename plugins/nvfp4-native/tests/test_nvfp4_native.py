@@ -28,8 +28,8 @@ from q4core import (
     ComputePath,
     Precision,
     PrepareContext,
+    PrepareError,
     ReasonCode,
-    RefusedError,
     Request,
     Segment,
     Session,
@@ -241,7 +241,7 @@ def test_a_product_by_triton_fails_as_what_it_is(
     tools = attrs.evolve(emulated_tools(), dot_problem=lambda *_: None)
     backend = Nvfp4Native(_facts(100), tools, devices=("cpu",))
     request = _request(device=torch.device("cpu"))
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(PrepareError) as caught:
         backend.prepare(_weight(), request, PrepareContext("cpu"))
     assert [reason.code for reason in caught.value.reasons] == [code]
     assert [reason.code for reason in backend.check(request).reasons] == [code]

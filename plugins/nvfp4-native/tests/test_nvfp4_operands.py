@@ -21,9 +21,9 @@ from q4core import (
     PackedWeight,
     PrepareContext,
     Prepared,
+    PrepareError,
     Q4FallbackWarning,
     ReasonCode,
-    RefusedError,
     ScaleKind,
     Session,
     SessionConfig,
@@ -93,7 +93,7 @@ def _with_scale_byte(byte: int) -> PackedWeight:
 @pytest.mark.parametrize("byte", [0x80, 0x90, 0x7F, 0xFF])
 def test_scales_with_a_sign_or_nan_are_refused(byte: int) -> None:
     """FP4 tensor cores read e4m3 scales without sign, so such a byte is a `format` reason, not another number."""
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(PrepareError) as caught:
         prepare_operand(_with_scale_byte(byte), PrepareContext("cpu"))
     assert [reason.code for reason in caught.value.reasons] == [ReasonCode.FORMAT]
     assert "e4m3 scales" in caught.value.reasons[0].message
@@ -134,7 +134,7 @@ def test_a_static_scale_that_is_none_is_refused(scale: float) -> None:
         if name == "mxfp4":
             assert not _prepared(weight).meta.has_static_scale
             continue
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(PrepareError) as caught:
             prepare_operand(weight, PrepareContext("cpu"))
         assert [reason.code for reason in caught.value.reasons] == [ReasonCode.FORMAT]
         assert "activation scale" in caught.value.reasons[0].message

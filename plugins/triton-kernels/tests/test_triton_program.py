@@ -12,7 +12,7 @@ from triton.runtime.driver import driver
 from triton_programs import RECIPES, factory_for
 
 from q4_triton_kernels import Facts, Target, WeightOnlyBackend, program
-from q4core import BackendError, PrepareContext, ReasonCode, RefusedError, Request
+from q4core import BackendError, PrepareContext, PrepareError, ReasonCode, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_code_that_fails_is_a_reason(
     weight = RECIPES["nf4"].build()
     request = Request.for_weight(weight, device="cuda:0", dtype=torch.bfloat16)
     assert not backend.check(request).reasons
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(PrepareError) as caught:
         backend.prepare(weight, request, PrepareContext("cpu"))
     (reason,) = caught.value.reasons
     assert reason.code is code

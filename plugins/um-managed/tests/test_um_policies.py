@@ -40,10 +40,10 @@ class Writing:
         self.seen: list[int] = []
         self.error: Exception | None = None
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         """Offer one path."""
         path = q4.KernelPath("writing_gemm", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
-        return q4.Verdict.offer([path], native_state="nothing native")
+        return q4.Support.yes([path], native_state="nothing native")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Write each tensor once."""

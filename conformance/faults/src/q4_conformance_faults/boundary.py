@@ -22,8 +22,8 @@ from q4core import (
     Prepared,
     Session,
     SessionConfig,
+    Support,
     Tier,
-    Verdict,
     dequantize,
 )
 
@@ -59,12 +59,12 @@ class Differentiates(ToyKernel):
     def __init__(self, name: str) -> None:
         super().__init__(name, ops={"linear", "input_gradient"})
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         if request.op == "linear":
             return super().check(request)
         exact = Precision.W4A32 if request.out_dtype == torch.float32 else Precision.W4A16
         path = KernelPath("gradient", (1, None), PathKind.KERNEL, exact, Tier.GENERIC)
-        return Verdict.offer([path], native_state="numpy")
+        return Support.yes([path], native_state="numpy")
 
     def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
         del path
@@ -171,7 +171,7 @@ def namesake(name: str) -> ToyKernel:
 class LeavesInCheck(ToyKernel):
     """Exits when it is asked."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         raise SystemExit(f"no licence for {request.format.name}")
 
 

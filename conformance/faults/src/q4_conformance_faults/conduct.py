@@ -21,11 +21,11 @@ from q4core import (
     PathKind,
     Precision,
     Prepared,
+    PrepareError,
     Reason,
     ReasonCode,
-    RefusedError,
     Segment,
-    Verdict,
+    Support,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class SharedPlace(ToyKernel):
 class RaisesInCheck(ToyKernel):
     """Raises when it is asked."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         raise ZeroDivisionError(f"no idea what to do with {request.format}")
 
 
@@ -156,7 +156,7 @@ class RefusesInPrepare(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         del weight, request, context
-        raise RefusedError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
+        raise PrepareError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
 
 
 class RefusesWithoutReason(ToyKernel):
@@ -164,7 +164,7 @@ class RefusesWithoutReason(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         del weight, request, context
-        raise RefusedError([])
+        raise PrepareError([])
 
 
 class RaisesInLinear(Spoils):
@@ -178,22 +178,22 @@ class RaisesInLinear(Spoils):
 class RefusesDeclared(ToyKernel):
     """Refuses a format that its manifest declares."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         if request.format.name == "nf4":
-            return Verdict.refuse([Reason(ReasonCode.SHAPE, "not today")], native_state="numpy")
+            return Support.no([Reason(ReasonCode.SHAPE, "not today")], native_state="numpy")
         return super().check(request)
 
 
 class LeavesGap(ToyKernel):
     """Offers nothing for 17 … 32 rows."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         del request
         paths = [
             KernelPath("low", (1, 16), PathKind.KERNEL, Precision.W4A32, 20),
             KernelPath("high", (33, None), PathKind.KERNEL, Precision.W4A32, 20),
         ]
-        return Verdict.offer(paths, native_state="numpy")
+        return Support.yes(paths, native_state="numpy")
 
 
 class Talks(Spoils):

@@ -11,7 +11,7 @@ import torch
 from q4_conformance_faults.fault import Fault
 from q4_conformance_faults.quantisers import ToyQuantiser
 from q4_conformance_faults.toy import ToyKernel
-from q4core import KernelPath, PathKind, Precision, Rounding, Tier, Verdict
+from q4core import KernelPath, PathKind, Precision, Rounding, Support, Tier
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,10 +59,10 @@ class FourBits(ToyKernel):
     def __init__(self, name: str = "toy-four-bits") -> None:
         super().__init__(name, precisions={Precision.W4A32, Precision.W4A16, Precision.W4A4})
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         verdict = super().check(request)
         path = KernelPath("dot_w4a4", (1, None), PathKind.KERNEL, Precision.W4A4, Tier.TUNED)
-        return Verdict.offer([*verdict.paths, path], native_state="numpy")
+        return Support.yes([*verdict.paths, path], native_state="numpy")
 
 
 class DropsLastRow(FourBits):
@@ -80,7 +80,7 @@ class DropsLastRow(FourBits):
 class Lowest(ToyKernel):
     """Offers its kernels below the reference's tier."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         verdict = super().check(request)
         return attrs.evolve(verdict, paths=[attrs.evolve(path, tier=-1) for path in verdict.paths])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from q4_conformance_faults.toy import ToyKernel
-from q4core import PackedWeight, Prepared, ScaleKind, Verdict
+from q4core import PackedWeight, Prepared, ScaleKind, Support
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -190,12 +190,12 @@ class AllZero127(Spoils):
 class WrongTile(Spoils):
     """Computes with another tile from 200 rows on, which is wrong, and names that number for the probe."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         verdict = super().check(request)
         paths = [
             attrs.evolve(path, probe_rows=(200,)) if path.name.startswith("gemm") else path for path in verdict.paths
         ]
-        return Verdict.offer(paths, native_state=verdict.native_state)
+        return Support.yes(paths, native_state=verdict.native_state)
 
     def spoil(self, y: NDArray[np.float32]) -> None:
         if y.shape[0] >= 200:  # noqa: PLR2004  # beyond every case, and where the probe looks only if it is told

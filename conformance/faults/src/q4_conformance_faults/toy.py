@@ -27,8 +27,8 @@ from q4core import (
     Prepared,
     Request,
     ScaleKind,
+    Support,
     Tier,
-    Verdict,
     WeightSpec,
 )
 
@@ -79,7 +79,7 @@ class ToyKernel:
 
     # -- the contract
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer a path for few rows and one for many, and an int8 path for all."""
         exact = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
         kind = PathKind.KERNEL
@@ -89,7 +89,7 @@ class ToyKernel:
         ]
         if Precision.W4A8 in self.capabilities.precisions:
             paths.append(KernelPath("dot_w4a8", (1, None), kind, Precision.W4A8, Tier.TUNED))
-        return Verdict.offer(paths, native_state="numpy")
+        return Support.yes(paths, native_state="numpy")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Copy the packed tensors, and resolve the scales."""

@@ -17,7 +17,7 @@ from q4_conformance_faults.toy import ToyKernel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from q4core import PackedWeight, Prepared, Request, Verdict
+    from q4core import PackedWeight, Prepared, Request, Support
 
 __all__ = ["WAY_FAULTS"]
 
@@ -47,7 +47,7 @@ class SilencesNanInInt8(ToyKernel):
 class ManyRows(ToyKernel):
     """Has a path of its own for 48 rows and more, and adds no bias there."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         verdict = super().check(request)
         gemv, gemm, *others = verdict.paths
         few = attrs.evolve(gemm, m=(gemm.m[0], _MANY - 1))

@@ -135,7 +135,7 @@ def check_core_isolation(case: Case, subject: object) -> str:
         given = Registry([*_broken_neighbours(reference), (REFERENCE, plugin_of(reference))])
         _expect_serves(given, weight)
         _expect_told({record.name: record for record in given.records()})
-        refused = {item.name: str(item.reason) for item in given.refused_backends()}
+        refused = {item.name: str(item.reason) for item in given.invalid_backends()}
         for name in ("of-next-major", "of-newer-minor", "namesake"):
             expect(name in refused, f"{name!r} is not among the refused backends: {refused}")
         by_module = Registry(environment={"Q4_PLUGIN_MODULES": f"{_RAISING},no_such_module_of_anyone"})
@@ -144,7 +144,7 @@ def check_core_isolation(case: Case, subject: object) -> str:
     for name, word in ((_RAISING, "raised at import"), ("no_such_module_of_anyone", "ModuleNotFoundError")):
         expect(records[name].state == "failed", f"{name}: state {records[name].state!r}")
         expect(any(word in error for error in records[name].errors), f"{name}: {records[name].errors}")
-        expect(any(item.plugin == name for item in by_module.refused_backends()), f"{name} is not among the rejections")
+        expect(any(item.plugin == name for item in by_module.invalid_backends()), f"{name} is not among the rejections")
     told = {fields["plugin"] for fields in recording.named("q4.plugin")}
     missing = {*_TOLD, _RAISING} - told
     expect(not missing, f"no event q4.plugin speaks of {sorted(missing)}")

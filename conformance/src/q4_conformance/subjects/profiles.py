@@ -87,7 +87,7 @@ def _refuse_profile(name: str, profile: str, choices: Iterable[str]) -> ConfigEr
 
 def _backend_names() -> tuple[str, ...]:
     registry = default_registry()
-    refused = {item.name for item in registry.refused_backends()}
+    refused = {item.name for item in registry.invalid_backends()}
     return tuple(sorted({*registry.backends(), *refused}))
 
 
@@ -252,7 +252,7 @@ def _served(name: str, made: Backend) -> Backend:
     """Return what a function made, where the core takes it for a backend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is raised below
-        refused = Registry([(name, plugin_of(made))]).refused_backends()
+        refused = Registry([(name, plugin_of(made))]).invalid_backends()
     if refused:
         raise FailureError(f"what {name!r} made is no backend: {refused[0].reason.message}")
     return made
@@ -267,5 +267,5 @@ def _backend(name: str) -> Backend:
     failed = [record for record in registry.records() if record.name == name and record.state == "failed"]
     if failed:
         raise FailureError(_fault_of(failed[0]))
-    reasons = [str(item.reason) for item in registry.refused_backends() if item.name == name]
+    reasons = [str(item.reason) for item in registry.invalid_backends() if item.name == name]
     raise FailureError(f"{name!r} does not load: {'; '.join(reasons) or 'no such backend is installed'}")

@@ -33,7 +33,7 @@ def reference_backend() -> Backend:
     registry = default_registry()
     found = registry.backends().get(REFERENCE)
     if found is None:
-        reasons = [item.reason.message for item in registry.refused_backends() if item.name == REFERENCE]
+        reasons = [item.reason.message for item in registry.invalid_backends() if item.name == REFERENCE]
         raise MissingReferenceError(
             "q4 conform",
             name=f"backend {REFERENCE!r}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4core import Reason, ReasonCode, Verdict
+from q4core import Reason, ReasonCode, Support
 
 if TYPE_CHECKING:
     from q4core import Backend, Capabilities, Request
@@ -26,7 +26,7 @@ class Proxy:
         backend: Backend,
         *,
         capabilities: Capabilities | None = None,
-        verdict: Verdict | BaseException | None = None,
+        verdict: Support | BaseException | None = None,
     ) -> None:
         self._backend = backend
         self._verdict = verdict
@@ -36,7 +36,7 @@ class Proxy:
         self.checks = 0
         """How often it was asked."""
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Answer as told, else as the backend does."""
         self.checks += 1
         if isinstance(self._verdict, BaseException):
@@ -51,7 +51,7 @@ class Proxy:
 def unavailable(backend: Backend, message: str) -> Proxy:
     """Return the backend as it is where its native part was not built."""
     reason = Reason(ReasonCode.NOT_BUILT, message)
-    return Proxy(backend, verdict=Verdict.refuse([reason], native_state="missing"))
+    return Proxy(backend, verdict=Support.no([reason], native_state="missing"))
 
 
 def broken(backend: Backend, message: str) -> Proxy:

@@ -27,11 +27,11 @@ class ExampleBackend:
         features={q4.Feature.GRADIENTS},
     )
 
-    def check(self, request: q4.Request) -> q4.Verdict:
+    def check(self, request: q4.Request) -> q4.Support:
         """Offer one path, for every number of rows."""
         precision = q4.Precision.W4A32 if request.dtype == torch.float32 else q4.Precision.W4A16
         path = q4.KernelPath("sliced", (1, None), q4.PathKind.KERNEL, precision, q4.Tier.GENERIC)
-        return q4.Verdict.offer([path], native_state="numpy")
+        return q4.Support.yes([path], native_state="numpy")
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
         """Copy codes and scales, the first code of each pair in the high nibble, whatever the checkpoint's order."""

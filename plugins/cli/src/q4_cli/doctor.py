@@ -91,7 +91,7 @@ def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
     ]
     refused = [
         {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
-        for item in registry.refused_backends()
+        for item in registry.invalid_backends()
     ]
     return [*serving, *refused]
 

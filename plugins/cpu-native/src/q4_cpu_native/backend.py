@@ -27,8 +27,8 @@ from q4core import (
     ReasonCode,
     Request,
     ScaleKind,
+    Support,
     Tier,
-    Verdict,
     pack_codes,
 )
 
@@ -86,11 +86,11 @@ class CpuNative:
         many = self._chosen.panels_from[family]
         return {name: (1, many - 1), f"{name}_panel": (many, None)} if many else {name: (1, None)}
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer the exact path and the w4a8 one, or say what is missing."""
         told = self._chosen.told
         if not self._isa:
-            return Verdict.refuse([Reason(self._chosen.code, told)], native_state="not usable")
+            return Support.no([Reason(self._chosen.code, told)], native_state="not usable")
         state = f"loaded ({told})" if self._chosen.was_run else f"loaded ({told}, never run on such hardware)"
         reasons = []
         if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
@@ -99,7 +99,7 @@ class CpuNative:
         if request.out_dtype != request.dtype:
             reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
         if reasons:
-            return Verdict.refuse(reasons, native_state=state)
+            return Support.no(reasons, native_state=state)
         wide = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
         paths = [
             KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC) for name, rows in self._ranges(_EXACT).items()
@@ -111,7 +111,7 @@ class CpuNative:
             KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values)
             for name, rows in self._ranges(_A8).items()
         ]
-        return Verdict.offer(paths, native_state=state)
+        return Support.yes(paths, native_state=state)
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay codes and numbers out in tiles, in one pass over the source."""

@@ -24,8 +24,8 @@ from q4core import (
     Prepared,
     Request,
     ScaleKind,
+    Support,
     Tier,
-    Verdict,
     WeightSpec,
     dequantize,
 )
@@ -53,11 +53,11 @@ class DequantFallback:
         features=frozenset(Feature),
     )
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer the one path; whatever the manifest allows can be served."""
         precision = Precision.W4A32 if request.dtype == torch.float32 else Precision.W4A16
         path = KernelPath("dequant_matmul", (1, None), PathKind.REFERENCE, precision, Tier.REFERENCE)
-        return Verdict.offer([path], native_state="pure torch, nothing native")
+        return Support.yes([path], native_state="pure torch, nothing native")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Take the packed tensors as they are."""

@@ -23,7 +23,7 @@ from q4core import (
     Request,
     Rounding,
     ScaleKind,
-    Verdict,
+    Support,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Nvfp4Native(WeightOnlyBackend):
         )
         self.native = Native(self.facts, tools or Tools())
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or weight-only paths or gradients.
 
         Beside weight-only paths the state says why there are no FP4 paths.
@@ -74,17 +74,17 @@ class Nvfp4Native(WeightOnlyBackend):
             return self._check_quantize(request)
         if request.precision is ActivationPrecision.FP4 and request.op == "input_gradient":
             message = "the layout of the FP4 paths has no input gradient"
-            return Verdict.refuse([Reason(ReasonCode.FEATURE, message)], native_state="no input gradient")
+            return Support.no([Reason(ReasonCode.FEATURE, message)], native_state="no input gradient")
         if request.precision is ActivationPrecision.FP4:
             return self.native.check(request)
-        verdict = super().check(request)
-        if not verdict.paths or request.op == "input_gradient":
-            return verdict
+        support = super().check(request)
+        if not support.paths or request.op == "input_gradient":
+            return support
         lacks = "; ".join(map(str, self.native.check(request).reasons))
-        state = f"{verdict.native_state}; no FP4 paths: {lacks}" if lacks else verdict.native_state
-        return attrs.evolve(verdict, native_state=state)
+        state = f"{support.native_state}; no FP4 paths: {lacks}" if lacks else support.native_state
+        return attrs.evolve(support, native_state=state)
 
-    def _check_quantize(self, request: Request) -> Verdict:
+    def _check_quantize(self, request: Request) -> Support:
         target = self.target(request.device)
         reasons = list(target) if isinstance(target, tuple) else []
         if request.scale_kind not in KINDS[request.format.name]:
@@ -100,9 +100,9 @@ class Nvfp4Native(WeightOnlyBackend):
             message = f"the quantiser takes at most 2^33 elements, got {request.out_features} x {request.in_features}"
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if reasons:
-            return Verdict.refuse(reasons, native_state="no quantiser")
+            return Support.no(reasons, native_state="no quantiser")
         path = KernelPath.quantizer("quantize", interpreted=not isinstance(target, tuple) and target.is_interpreted)
-        return Verdict.offer([path], native_state=f"Triton {self.facts.triton} ({target})")
+        return Support.yes([path], native_state=f"Triton {self.facts.triton} ({target})")
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Lay the weight out for the paths that its request is served by, and compile and load their kernels."""

@@ -26,11 +26,11 @@ from q4core import (
     KernelPath,
     PathKind,
     Precision,
+    PrepareError,
     Reason,
     ReasonCode,
-    RefusedError,
+    Support,
     Tier,
-    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Native:
                 self._search = self._tools.library()
             return self._search
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer the FP4 paths, or give every reason why not."""
         reasons = []
         if request.scale_kind not in BYTE_KINDS:
@@ -100,15 +100,15 @@ class Native:
             reasons.append(Reason(ReasonCode.FORMAT, message))
         arch = self._arch(request.device)
         if not isinstance(arch, int):
-            return Verdict.refuse([*reasons, *arch], native_state="no device with FP4 tensor cores")
+            return Support.no([*reasons, *arch], native_state="no device with FP4 tensor cores")
         if arch not in FP4_ARCHITECTURES:
             served = ", ".join(f"sm_{item}" for item in FP4_ARCHITECTURES)
             message = f"the device is sm_{arch}, which has no FP4 tensor cores; {served} have"
-            return Verdict.refuse([*reasons, Reason(ReasonCode.ARCH, message)], native_state=f"sm_{arch}")
+            return Support.no([*reasons, Reason(ReasonCode.ARCH, message)], native_state=f"sm_{arch}")
         paths, lacks, states = self._engines(request, arch)
         if paths and not reasons:
-            return Verdict.offer(paths, native_state="; ".join([*states, *map(str, lacks)]))
-        return Verdict.refuse([*reasons, *lacks], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
+            return Support.yes(paths, native_state="; ".join([*states, *map(str, lacks)]))
+        return Support.no([*reasons, *lacks], native_state="; ".join(states) or f"sm_{arch}: nothing to run with")
 
     def _arch(self, device: torch.device) -> int | tuple[Reason, ...]:
         target = self._facts.target(torch.device("cuda", _index(device)))
@@ -157,7 +157,7 @@ class Native:
             paths: Their names.
 
         Raises:
-            RefusedError: That failed; our kernels are not offered from now on.
+            PrepareError: That failed; our kernels are not offered from now on.
         """
         key = (_index(request.device), request.format.name)
         own = frozenset(paths) - {EXTERNAL}
@@ -169,7 +169,7 @@ class Native:
                 self._load_kernels(key, arch, request, {name.removeprefix(f"{NATIVE}-") for name in own - {DOT}})
                 if DOT in own:
                     self._load_product(key, arch, request)
-            except RefusedError as error:
+            except PrepareError as error:
                 self._faults[key] = error.reasons[0]
                 raise
 
@@ -267,10 +267,10 @@ def _refusal(code: ReasonCode) -> Iterator[None]:
     """Make a refusal of a failure, by a code; what is a refusal already keeps its own."""
     try:
         yield
-    except RefusedError:
+    except PrepareError:
         raise
     except BackendError as error:
-        raise RefusedError([Reason(code, str(error))]) from error
+        raise PrepareError([Reason(code, str(error))]) from error
 
 
 def _index(device: torch.device) -> int:

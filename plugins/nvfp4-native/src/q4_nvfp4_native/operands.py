@@ -21,9 +21,9 @@ from q4core import (
     NibbleOrder,
     PackedWeight,
     Packing,
+    PrepareError,
     Reason,
     ReasonCode,
-    RefusedError,
     ScaleKind,
     WeightSpec,
     pack_codes,
@@ -96,11 +96,11 @@ def prepare_operand(weight: PackedWeight, context: PrepareContext) -> tuple[tupl
         context: Where tensors are allocated, each written once.
 
     Raises:
-        RefusedError: An e4m3 scale is NaN or has a sign, or the static activation scale is no scale.
+        PrepareError: An e4m3 scale is NaN or has a sign, or the static activation scale is no scale.
     """
     reasons = _refusals(weight)
     if reasons:
-        raise RefusedError(reasons, is_for_this_weight=True)
+        raise PrepareError(reasons, is_for_this_weight=True)
     meta = OperandMeta(
         spec=WeightSpec.of(weight),
         scale_dtype=weight.scale.dtype,

@@ -78,7 +78,7 @@ class Product:
         """Compile it and load it onto the current device.
 
         Raises:
-            RefusedError: Triton does not compile it (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
+            PrepareError: Triton does not compile it (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
         """
         self.program.load()
 

@@ -29,8 +29,8 @@ from q4core import (
     Request,
     ScaleKind,
     Segment,
+    Support,
     Tier,
-    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class WeightOnlyBackend:
             found = self._targets[device] = self.facts.target(device)
         return found
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Support:
         """Offer the weight-only paths, or those of input gradients; or say what is missing."""
         target = self.target(request.device)
         reasons = [] if isinstance(target, Target) else [*target]
@@ -109,9 +109,9 @@ class WeightOnlyBackend:
         if problem is not None:
             reasons.append(Reason(ReasonCode.SHAPE, problem))
         if reasons or not isinstance(target, Target):
-            return Verdict.refuse(reasons, native_state="not usable" if not isinstance(target, Target) else str(target))
+            return Support.no(reasons, native_state="not usable" if not isinstance(target, Target) else str(target))
         paths = self.gradient_paths(request, target) if request.op == "input_gradient" else self.paths(request, target)
-        return Verdict.offer(paths, native_state=f"Triton {self.facts.triton} ({target})")
+        return Support.yes(paths, native_state=f"Triton {self.facts.triton} ({target})")
 
     def paths(self, request: Request, target: Target) -> list[KernelPath]:
         """Return the weight-only paths for a request that can be served on a target."""
@@ -173,7 +173,7 @@ class WeightOnlyBackend:
         """Lay the weight out, and compile and load every kernel that the selected paths launch for their rows.
 
         Raises:
-            RefusedError: Code does not compile (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
+            PrepareError: Code does not compile (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
         """
         target = self.target(request.device)
         if not isinstance(target, Target):

@@ -143,7 +143,7 @@ class Gradient:
         """Compile and load every program that may be launched for M in a range.
 
         Raises:
-            RefusedError: One does not compile, or the driver does not load it.
+            PrepareError: One does not compile, or the driver does not load it.
         """
         for program in self.programs(m):
             program.load()

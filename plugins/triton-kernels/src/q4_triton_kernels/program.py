@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from q4_triton_kernels.ahead import Compiled, compile_for
-from q4core import BackendError, Reason, ReasonCode, RefusedError
+from q4core import BackendError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class Program:
         """Compile the kernel and load its code onto the device, once.
 
         Raises:
-            RefusedError: Triton does not compile it (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
+            PrepareError: Triton does not compile it (``TOOLCHAIN``), or the driver does not load it (``DRIVER``).
         """
         if self._launch is not None:
             return
@@ -105,9 +105,9 @@ class Program:
             raise self._refusal(ReasonCode.DRIVER, "machine code", rule, error) from error
         self._launch = _launcher(handle, tuple(self.constants.values()), device)
 
-    def _refusal(self, code: ReasonCode, name: str, rule: str, error: Exception) -> RefusedError:
+    def _refusal(self, code: ReasonCode, name: str, rule: str, error: Exception) -> PrepareError:
         value = f"{type(error).__name__}: {error}"
-        return RefusedError([Reason(code, str(BackendError(f"kernel {self.name}", name=name, rule=rule, value=value)))])
+        return PrepareError([Reason(code, str(BackendError(f"kernel {self.name}", name=name, rule=rule, value=value)))])
 
     @contextlib.contextmanager
     def _current_device(self) -> Iterator[int]:

@@ -16,7 +16,7 @@ from q4core.plugin_api import closest_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Candidate", "Wishes", "find_candidates", "reason_against", "stored_bytes"]
+__all__ = ["Candidate", "SkipOptions", "find_candidates", "reason_against", "stored_bytes"]
 
 _OWN_ENTRIES = frozenset({"weight", "bias"})
 _HOOKS = {
@@ -44,7 +44,7 @@ class Candidate:
 
 
 @attrs.frozen
-class Wishes:
+class SkipOptions:
     """What the caller wants left alone: patterns, or a function of name and layer.
 
     Args:
@@ -58,8 +58,8 @@ class Wishes:
     function: Callable[[str, nn.Linear], bool] | None
 
     @classmethod
-    def of(cls, skip: Sequence[str] | Callable[[str, nn.Linear], bool]) -> Wishes:
-        """Return the wishes, in one form."""
+    def of(cls, skip: Sequence[str] | Callable[[str, nn.Linear], bool]) -> SkipOptions:
+        """Return the options, in one form."""
         if callable(skip):
             return cls((), skip)
         patterns = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, (list, tuple, set)) else None

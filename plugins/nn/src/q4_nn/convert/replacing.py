@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn.convert.candidates import Wishes, find_candidates, reason_against, stored_bytes
+from q4_nn.convert.candidates import SkipOptions, find_candidates, reason_against, stored_bytes
 from q4_nn.convert.table import Conversion, ConversionTable
 from q4core import (
     BackendUnavailableError,
@@ -82,11 +82,11 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
     if session is not None and not isinstance(session, Session):
         raise InputError("convert_linears_", name="session", rule="a Session or None", value=type(session).__name__)
     owner = default_session() if session is None else session
-    wishes = Wishes.of(skip)
+    options = SkipOptions.of(skip)
     candidates = find_candidates(model)
-    wishes.check(model, candidates)
+    options.check(model, candidates)
     shared = _shared_parameters(model)
-    reasons = [wishes.against(item.name, item.layer) or reason_against(item, shared) for item in candidates]
+    reasons = [options.against(item.name, item.layer) or reason_against(item, shared) for item in candidates]
     left = [item.layer for item, reason in zip(candidates, reasons, strict=True) if reason is None]
     _check_call(owner, format, block_size, left)
     rows = []

@@ -16,8 +16,8 @@ __all__ = [
     "PathKind",
     "Precision",
     "Segment",
+    "Support",
     "Tier",
-    "Verdict",
     "is_row_range",
 ]
 
@@ -187,7 +187,7 @@ def _reasons(items: Iterable[Reason]) -> tuple[Reason, ...]:
 
 
 @attrs.frozen
-class Verdict:
+class Support:
     """A backend's answer to a request: the paths that it offers, or every reason why not.
 
     Args:
@@ -206,20 +206,20 @@ class Verdict:
 
     def __attrs_post_init__(self) -> None:
         """Check the types, and that exactly one of paths and reasons is there."""
-        require(isinstance(self.native_state, str), "verdict", "native_state", "a text", self.native_state)
+        require(isinstance(self.native_state, str), "support", "native_state", "a text", self.native_state)
         are_paths = all(isinstance(path, KernelPath) for path in self.paths)
-        require(are_paths, "verdict", "paths", "of KernelPath", self.paths)
+        require(are_paths, "support", "paths", "of KernelPath", self.paths)
         are_reasons = all(isinstance(reason, Reason) for reason in self.reasons)
-        require(are_reasons, "verdict", "reasons", "of Reason", self.reasons)
+        require(are_reasons, "support", "reasons", "of Reason", self.reasons)
         if bool(self.paths) == bool(self.reasons):
-            raise ConfigError("verdict", name="paths, reasons", rule="given as exactly one of the two", value=self)
+            raise ConfigError("support", name="paths, reasons", rule="given as exactly one of the two", value=self)
 
     @classmethod
-    def offer(cls, paths: Iterable[KernelPath], *, native_state: str) -> Verdict:
-        """Return a verdict that offers paths."""
+    def yes(cls, paths: Iterable[KernelPath], *, native_state: str) -> Support:
+        """Return an answer that offers paths."""
         return cls(native_state, paths)
 
     @classmethod
-    def refuse(cls, reasons: Iterable[Reason], *, native_state: str) -> Verdict:
-        """Return a verdict that gives every reason why not."""
+    def no(cls, reasons: Iterable[Reason], *, native_state: str) -> Support:
+        """Return an answer that gives every reason why not."""
         return cls(native_state, (), tuple(reasons))
