@@ -260,13 +260,9 @@ class Content:
         with self.lock:
             self.reads -= 1
             self.snapshots += 1
-            self.count_copy()
+            self.copies += 1
+            self.bytes_copied += self.nbytes
         return Snapshot(copy, view.version)
-
-    def count_copy(self) -> None:
-        """Count a copy of the whole content."""
-        self.copies += 1
-        self.bytes_copied += self.nbytes
 
     # -- writing
 
@@ -343,9 +339,11 @@ class Content:
                 block.is_admitted = False
                 refuse_late(self.label, error)
                 return
+            is_published = False
             try:
                 if not self.is_in_place or block.source is not None:
-                    self.count_copy()
+                    self.copies += 1
+                    self.bytes_copied += self.nbytes
                 is_published = problem is None and self.publish(block, work)
                 if is_published:
                     self.writes += 1
@@ -354,7 +352,8 @@ class Content:
                     self.note_failure(cause_of(problem))
             finally:
                 self.gate.end_write(block)
-                self.release_write()
+                if not is_published:
+                    self.release_write()
         if problem is None and not is_published:
             self.check()
         if problem is not None and problem is not error:
@@ -378,7 +377,7 @@ class Content:
                 )
 
     def publish(self, block: WriteBlock, work: torch.Tensor) -> bool:
-        """Make ``work`` the newest version, unless it was closed or poisoned meanwhile."""
+        """Make ``work`` the newest version, and give all back; not if it was closed or poisoned meanwhile."""
         if self.is_closed or (self.poison is not None and not block.healing):
             return False
         self.tensor, self.mark, self.version, self.poison = work, mark_of(work), self.version + 1, None

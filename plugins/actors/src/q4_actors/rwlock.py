@@ -110,7 +110,7 @@ class RWLock:
         Returns:
             False if the time ran out.
         """
-        if self._excludes_readers and self.has_writer and not self.is_reading(ticket.thread):
+        if self._excludes_readers and (self.writer or self._waiting_writers) and not self.is_reading(ticket.thread):
             return self._wait(ticket, self._waiting_readers, timeout, check)
         self.readers.add(ticket)
         ticket.is_admitted = True
@@ -129,7 +129,7 @@ class RWLock:
             return False
         if self.readers and (self._excludes_readers or self.is_reading(ticket.thread)):
             return False
-        self._admit_writer(ticket)
+        self.writer, ticket.is_admitted = ticket, True
         return True
 
     def end_read(self, ticket: Ticket) -> bool:
@@ -137,7 +137,8 @@ class RWLock:
         was_in = ticket in self.readers
         self.readers.discard(ticket)
         ticket.is_admitted = False
-        self.hand_over()
+        if self._waiting_writers:
+            self.hand_over()
         return was_in
 
     def end_write(self, ticket: Ticket) -> bool:
@@ -148,7 +149,8 @@ class RWLock:
         self.writer = None
         if self._waiting_readers:
             self._admit_waiting_readers()
-        self.hand_over()
+        if self._waiting_writers:
+            self.hand_over()
         return True
 
     def put_out_readers(self) -> list[Ticket]:
@@ -172,11 +174,8 @@ class RWLock:
             self._admit_waiting_readers()
         elif not (self._excludes_readers and self.readers):
             ticket = self._waiting_writers.popleft()
-            self._admit_writer(ticket)
+            self.writer, ticket.is_admitted = ticket, True
             ticket.bell.notify()
-
-    def _admit_writer(self, ticket: Ticket) -> None:
-        self.writer, ticket.is_admitted = ticket, True
 
     def _admit_waiting_readers(self) -> None:
         while self._waiting_readers:
