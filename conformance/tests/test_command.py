@@ -18,10 +18,10 @@ from typer.testing import CliRunner, Result
 import q4core as q4
 from q4_conformance.command.conform import add_conform
 from q4_conformance.command.plugin import q4_commands
+from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.report.certificate import to_text
 from q4_conformance.report.markdown import to_markdown
-from q4_conformance.report.tally import part_order
 from q4_conformance.report.verify import CertificateError, read_certificate
 from q4_conformance.subjects.profiles import UnknownTargetError
 

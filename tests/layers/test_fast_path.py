@@ -212,7 +212,7 @@ def test_a_traced_layer_computes(has_out: bool) -> None:
         return y
 
     with torch.no_grad():
-        traced = torch.jit.trace(call, (here.x(3, K),))  # type: ignore[no-untyped-call]  # torch's
+        traced = torch.jit.trace(call, (here.x(3, K),))
         for rows in (3, 5):
             x = torch.randn(rows, K)
             assert torch.equal(traced(x), here.layer(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -143,7 +143,11 @@ def test_row_global_scales_of_joined_weights_are_refused() -> None:
 def test_what_a_dialect_lacks_is_said_in_words(tmp_path: Path) -> None:
     """Blocks that run across rows, which bitsandbytes has, are no ``flat_blocks`` to who reads the error."""
     rows = q4.quantize(torch.ones(4, 128), "nf4")
-    flat = {"qdata": rows.qdata.reshape(-1), "scale": rows.scale.reshape(-1), "blocks": q4.BlockOrder.FLAT}
+    flat: dict[str, Any] = {
+        "qdata": rows.qdata.reshape(-1),
+        "scale": rows.scale.reshape(-1),
+        "blocks": q4.BlockOrder.FLAT,
+    }
     (dialect,) = (item for item in q4.dialects() if item.name == "bitsandbytes")
     with pytest.raises(q4.DialectError, match="blocks that run across rows") as caught:
         dialect.check_writable("proj", attrs.evolve(rows, **flat))

@@ -19,10 +19,10 @@ from q4core import (
     Session,
     SessionConfig,
     dequantize,
+    error_bound,
     grid_activations,
     quantize,
 )
-from q4core.probes import error_bound
 
 if TYPE_CHECKING:
     from q4core import PackedWeight

@@ -11,8 +11,7 @@ from q4_conformance.subjects.backend import BackendSubject
 from q4_nvfp4_native import Nvfp4Native
 from q4_nvfp4_native.operands import OperandMeta
 from q4_nvfp4_native.scaled_dot import product
-from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, WeightSpec, quantize
-from q4core.probes import error_bound
+from q4core import BUILTIN_FORMATS, ActivationPrecision, Feature, Request, WeightSpec, error_bound, quantize
 
 pytestmark = [
     pytest.mark.interpreted,

@@ -26,10 +26,10 @@ from q4core import (
     Session,
     SessionConfig,
     dequantize,
+    error_bound,
     grid_activations,
     hookimpl,
 )
-from q4core.probes import error_bound
 
 if TYPE_CHECKING:
     from q4_conformance import WeightRecipe
