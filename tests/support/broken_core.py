@@ -14,6 +14,7 @@ from unittest import mock
 
 import attrs
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import q4_actors
 import q4core as q4
@@ -137,12 +138,13 @@ def _always_fine(rejection: Any) -> Any:
     return lambda backend, reasons, native_state="": rejection(backend, reasons, native_state and "fine")
 
 
-def _one_row_more(plan_by_key: Any) -> Any:
-    def found(key: str) -> Any:
-        plan = plan_by_key(key)
-        return attrs.evolve(plan, out_features=plan.out_features + 1)
+def _one_row_more(check_buffers: Any) -> Any:
+    def checked(key: str, buffers: Any) -> Any:
+        plan, device = check_buffers(key, buffers)
+        is_fake = any(isinstance(buffer, FakeTensor) for buffer in buffers)
+        return (attrs.evolve(plan, out_features=plan.out_features + 1) if is_fake else plan), device
 
-    return found
+    return checked
 
 
 def _breaks_graph(traced_plan: Any) -> Any:
@@ -181,10 +183,10 @@ def _copying(place: Any) -> Any:
 def _refusal(**facts: Any) -> Callable[[Any], Any]:
     """Let what is wrong with x be told with other facts."""
 
-    def put(refuse_input: Any) -> Any:
-        def refuse(layer: Any, x: Any) -> None:
+    def put(check_linear_call: Any) -> Any:
+        def refuse(*call: Any, **more: Any) -> None:
             try:
-                refuse_input(layer, x)
+                check_linear_call(*call, **more)
             except q4.InputError as error:
                 told = {"what": error.what, "name": error.name, "rule": error.rule, "hint": error.hint} | facts
                 raise q4.InputError(**told) from None
@@ -250,19 +252,19 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "names-no-layer",
-            _replaced(_LINEAR, "refuse_input", _refusal(what="linear")),
+            _replaced(_LINEAR, "check_linear_call", _refusal(what="linear")),
             f"TC-10/refusals/{_NF4}",
             "the error does not name the layer: linear: x must be",
         ),
         (
             "knows-no-way-out",
-            _replaced(_LINEAR, "refuse_input", _refusal(hint=None)),
+            _replaced(_LINEAR, "check_linear_call", _refusal(hint=None)),
             f"TC-10/refusals/{_NF4}",
             "the error does not say what to do: ",
         ),
         (
             "tells-no-legal-choice",
-            _replaced(_LINEAR, "refuse_input", _refusal(rule="right", hint="Try another one.")),
+            _replaced(_LINEAR, "check_linear_call", _refusal(rule="right", hint="Try another one.")),
             f"TC-10/refusals/{_NF4}",
             "the error does not tell the legal choice '256'",
         ),
@@ -360,7 +362,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "fakes-one-row-more",
-            _replaced(registration, "plan_by_key", _one_row_more),
+            _replaced(registration, "check_buffers", _one_row_more),
             f"EX-07/opcheck/{_NF4}",
             r"^opcheck of q4core\.linear\.default",
         ),
