@@ -94,5 +94,5 @@ def test_loading_2_gigabytes_holds_no_second_copy(how: str, tmp_path: Path) -> N
     found = run_child(LOAD, tmp_path, how)
     assert found["layers"] == len(layers)
     assert found["prepared"] - (size if "cop" in how else 0) <= found["layers"]  # a layer's tag is one byte
-    # Of one layer at a time: its source, its layout, and of the first of each kind the copy that the probe compares with.
+    # One layer at a time: its source, its layout, and for the first of a kind the copy that the probe compares with.
     assert found["peak"] <= found["prepared"] + 3 * (up[0] * up[1] // 2)
