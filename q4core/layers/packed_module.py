@@ -188,7 +188,7 @@ class PackedModule(WeightOwner):
         """
         is_meta = self._ready is None and not self._closed
         weight = tuple(self._own_buffers()) if is_meta else Temporary(self.packed_weight())
-        shared = (self._plan_key, self._require_ready().buffers) if self._is_shared() else None
+        shared = (self._require_ready().plan.stem, self._require_ready().buffers) if self._is_shared() else None
         return {**self._kept(), "_registry": None, _PICKLED: weight, _SHARED_BUFFERS: shared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,12 +208,12 @@ class PackedModule(WeightOwner):
             self.bias = self._as_bias(bias)  # the device may be another one here
 
     def _adopted(
-        self, content: Content, prepared: PreparedLayer, plan_key: str, buffers: tuple[torch.Tensor, ...]
+        self, content: Content, prepared: PreparedLayer, stem: str, buffers: tuple[torch.Tensor, ...]
     ) -> Content:
         """Return content over another process's shared buffers, if they came shared and hold what this one prepared."""
         if not all(buffer.is_shared() for buffer in buffers):
             return content  # from a file, or a copy within this process
-        if prepared.plan.key != plan_key:
-            emit("q4.share", level=logging.WARNING, layer=self.name, shared=plan_key, prepared=prepared.plan.key)
+        if prepared.plan.stem != stem:
+            emit("q4.share", level=logging.WARNING, layer=self.name, shared=stem, prepared=prepared.plan.stem)
             return content
         return attrs.evolve(self._content_over(buffers, prepared), spec=content.spec, origin=content.origin)

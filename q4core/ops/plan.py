@@ -69,6 +69,11 @@ class Plan:
     dtype: torch.dtype
     out_dtype: torch.dtype
 
+    @property
+    def stem(self) -> str:
+        """Return the key without the number that tells this process's instances of a backend apart."""
+        return self.key.partition("#")[0]
+
     def segment_index(self, rows: int) -> int | None:
         """Return which segment serves ``rows`` rows of x, or None outside the range asked for."""
         for index, segment in enumerate(self.segments):

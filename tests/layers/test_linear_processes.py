@@ -135,6 +135,20 @@ def test_share_memory_shares_the_packed_buffers(backend: str, method: str, child
     assert not any(buffer.is_shared() for buffer in copy.deepcopy(model).buffers())
 
 
+def test_a_backend_of_another_registry_shares_too(children: list[Child]) -> None:
+    """Which of a process's equal backends prepared a layer, the first or a later one, is nothing to other processes."""
+    layers = [
+        q4.Session(q4.SessionConfig(backend="dequant-fallback"), registry=registry()).linear(_weight())
+        for _ in range(2)
+    ]
+    model = nn.Sequential(layers[1]).share_memory()
+    children.append(Child(CONTEXTS["multiprocessing-spawn"], model))
+    children[0].answer()
+    children[0].send("zero")
+    children[0].answer()
+    assert not model[0].packed_0.any()
+
+
 def test_a_load_reaches_those_who_share(children: list[Child]) -> None:
     """``load_state_dict`` writes a shared layer's weight in place, as it does a dense layer's."""
     model = _model("cpu-native").share_memory()
