@@ -120,7 +120,7 @@ def _plugins_with(hook: str | None) -> tuple[str, ...]:
     if hook is None:
         return ("q4core",)
     files = sorted(ROOT.glob("plugins/*/src/*/*.py"))
-    return tuple(dict.fromkeys(file.parents[1].name for file in files if f"def {hook}(" in file.read_text("utf-8")))
+    return tuple(dict.fromkeys(file.parents[2].name for file in files if f"def {hook}(" in file.read_text("utf-8")))
 
 
 def certificates(folder: Path = CERTIFICATES) -> dict[str, dict[str, dict[str, int]]]:
