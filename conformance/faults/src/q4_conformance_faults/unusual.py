@@ -113,7 +113,7 @@ class SlicedKernel(ToyKernel):
         self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
     ) -> NDArray[np.float32]:
         values = torch.from_numpy(self.inputs(weight, x, path))
-        y = torch.empty(len(values), weight.out_features)
+        y = torch.empty(len(values), weight.out_features, dtype=torch.float32)
         for start in range(0, weight.out_features, _ROWS):
             stop = min(start + _ROWS, weight.out_features)
             rows = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
