@@ -61,7 +61,7 @@ def test_each_example_names_what_it_needs() -> None:
         assert 'pip install "q4core[examples]"' in (ast.get_docstring(ast.parse(source)) or ""), path.name
         libraries |= set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
     own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {"torch", "q4core"}
-    needed = libraries - own - set(sys.stdlib_module_names)
+    needed = {name.replace("q4_", "q4-") for name in libraries - own - set(sys.stdlib_module_names)}
     assert {name.replace("sklearn", "scikit-learn") for name in needed} == extra
 
 
