@@ -125,7 +125,7 @@ def test_there_are_faults_enough() -> None:
     assert len(names) == len(set(names)) >= 25
 
 
-@pytest.mark.parametrize("format_", ["mxfp4", "fp4", "nf4"])
+@pytest.mark.parametrize("format_", ["nf4", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp4", "mxfp4"))])
 def test_a_right_quantiser_passes(format_: str) -> None:
     """The reference's bytes, and unbiased rounding by chance, pass ten thousand calls and a statistical test."""
     report = run_cases(ToyQuantiser(), [format_], only=["EX-13", "TC-18/quantiser"])

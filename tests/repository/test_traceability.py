@@ -103,7 +103,7 @@ def test_tests_and_plugins_are_found() -> None:
     tests = {(part.table, part.name): part.tests for part in parts()}
     pretended = "tests/contract/test_pretended_cuda.py"
     assert "tests/contract/test_core.py" in tests["core", "TC-01/detect"]
-    assert "tests/contract/test_reference.py" in tests["backend", "EX-07/compile"]
+    assert "tests/contract/test_kernel.py" in tests["backend", "EX-07/compile"]
     assert pretended in tests["device", "TC-16/picked"]
     assert pretended not in tests["backend", "EX-07/compile"]
     assert tests["device", "EX-18/graph"] == ()

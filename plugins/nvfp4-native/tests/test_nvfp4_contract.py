@@ -14,28 +14,26 @@ FORMATS = ("nvfp4", "mxfp4")
 PRODUCTS = [case for case in device_cases(FORMATS) if case.contract == "TC-15"]
 CASES = [case for case in (*linear_cases(FORMATS), *PRODUCTS) if case.precision is ActivationPrecision.FP4]
 PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
-LONG = {
-    *("long", "threads", "counts", "rows", "tiles", "neighbours", "awkward", "values", "inference", "shapes"),
-    *("bias", "out", "static", "strided"),
-}
-"""Parts that take an emulator seconds: in each run by float32, in the others by the marker ``soak``."""
-SIZES = {"long", "threads", "counts", "rows", "tiles", "neighbours", "shapes"}
-"""Of these, what is about how work is divided: the same for both formats and both launchers, so for one of each."""
-MANY = {"wide", "many"}
-"""Parts that take it minutes."""
-USUAL_K = 10_000
-"""Rows beyond take it half a minute: the part that is about them is in each run."""
+OFTEN = {"values", "bias", "out", "shapes", "tiles", "awkward", "strided", "static", "gradient"}
+"""Parts that depend on the kernels' own code: in each run by one case, which takes the emulator seconds."""
+FEW = {"values", "bias"}
+"""Of these, what depends on the format as well, or on who launches."""
 
 
-def _marked(case: Case) -> object:
-    is_long = case.weight_recipe.k > USUAL_K and (case.part != "long" or case.weight_recipe.k > 2 * USUAL_K)
-    is_other = case.weight_recipe.format.name != "nvfp4"
-    is_again = (case.part in LONG or is_other) and case.dtype is not torch.float32
-    is_rare = is_long or is_again or case.part in MANY or (is_other and case.part in SIZES)
-    return pytest.param(case, id=case.id, marks=pytest.mark.soak if is_rare else ())
+def _marked(cases: list[Case], often: dict[str, set[str]]) -> list[object]:
+    """Return the cases as parameters: the first of each part that is run often, the others with the mark ``soak``."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for case in cases:
+        key = (case.weight_recipe.format.name, f"{case.contract}/{case.part}")
+        is_often = case.part in often[key[0]] and case.dtype is torch.float32 and key not in seen
+        is_often = is_often or (case in PRODUCTS and case.dtype is torch.float32)
+        seen |= {key} if is_often else set()
+        found.append(pytest.param(case, id=case.id, marks=() if is_often else pytest.mark.soak))
+    return found
 
 
-LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4" and case.part not in SIZES]
+LIBRARY_CASES = [case for case in CASES if case.weight_recipe.format.name == "nvfp4"]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +56,13 @@ def _run(case: Case, subject: BackendSubject) -> None:
     assert not result.is_fallback
 
 
-@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
+@pytest.mark.parametrize("case", _marked(CASES, {"nvfp4": OFTEN, "mxfp4": FEW}))
 def test_case(case: Case, by_driver: BackendSubject) -> None:
     """The case passes by our kernels; other codebooks and float scales are declared not to be served."""
     _run(case, by_driver)
 
 
-@pytest.mark.parametrize("case", [_marked(case) for case in LIBRARY_CASES])
+@pytest.mark.parametrize("case", _marked(LIBRARY_CASES, {"nvfp4": FEW}))
 def test_case_by_the_library(case: Case, by_library: BackendSubject) -> None:
     """The case passes by the functions of an external library."""
     _run(case, by_library)
