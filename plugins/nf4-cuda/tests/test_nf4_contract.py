@@ -47,10 +47,10 @@ def subject() -> BackendSubject:
 
 
 def _is_common(case: Case) -> bool:
-    """Say whether each run takes a case; what is left out differs from one that is taken in x's dtype alone."""
-    if case.part in ONCE:
-        return case.weight_recipe.format.name == "nf4" and case.dtype is torch.bfloat16
-    return case.dtype is torch.bfloat16 or case.profile == "backend"
+    """Say whether each run takes a case: of two formats, a table and zero points, for one dtype of x."""
+    formats = {"nf4"} if case.part in ONCE or case.profile == "backend" else {"nf4", "int4"}
+    is_chosen = case.dtype is torch.bfloat16 or (case.profile == "backend" and case.part not in ONCE)
+    return is_chosen and case.weight_recipe.format.name in formats
 
 
 @pytest.mark.interpreted
