@@ -39,14 +39,14 @@ def code_of_zero(form: Format) -> int:
     return int(_nearest(torch.zeros(1, dtype=torch.float32), form))
 
 
-def absmax_rule(form: Format) -> Rule:
-    """Return the rule of NF4 or FP4.
+def absmax_rule(form: Format, *, short: bool = False) -> Rule:
+    """Return the rule of NF4 or FP4, for whole blocks or for the ``short`` one that ends a weight.
 
     Whole blocks are multiplied by the reciprocal of absmax, the short last block is divided by it, and its absmax is
     at least 1e-38; an all-zero whole block stores 0.
     """
 
-    def rule(blocks: torch.Tensor, *, short: bool) -> Coded:
+    def rule(blocks: torch.Tensor) -> Coded:
         absmax = blocks.abs().amax(-1)
         floored = absmax.clamp(min=_SMALLEST_ABSMAX)
         if short:

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import FormatError, InputError
+from q4core.errors import InputError
 from q4core.formats import FLOATS, Form, Format, NibbleOrder, Packing, ScaleKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from q4core.codec.rule import Coded
+    from q4core.errors import Q4Error
 
-__all__ = ["FLAT_FORMATS", "check_choices", "check_dense", "check_finite", "check_scales"]
+__all__ = ["FLAT_FORMATS", "check_dense", "check_finite", "check_scales", "choice_rules", "require"]
 
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
@@ -23,20 +24,20 @@ _CODE_BITS = 8
 FLAT_FORMATS = frozenset({"nf4", "fp4"})
 """Formats whose blocks run across rows where K is not a multiple of the block."""
 
-
 _Rule = tuple[bool, str, str, object, "str | None"]
 """Whether it is met, of what, what must hold, what is there, the way out."""
 
 
-def check_dense(dense: torch.Tensor, where: str | None) -> None:
-    """Refuse what is not a float matrix of a sensible size.
-
-    Raises:
-        InputError: It is not.
-    """
-    for is_met, name, rule, value, hint in _dense_rules(dense):
+def require(kind: type[Q4Error], what: str, rules: Iterable[_Rule], where: str | None) -> None:
+    """Raise an error of a kind for the first rule that is not met."""
+    for is_met, name, rule, value, hint in rules:
         if not is_met:
-            raise InputError("quantize", name=name, rule=rule, value=value, where=where, hint=hint)
+            raise kind(what, name=name, rule=rule, value=value, where=where, hint=hint)
+
+
+def check_dense(dense: torch.Tensor, where: str | None) -> None:
+    """Refuse what is not a float matrix of a sensible size, by an ``InputError``."""
+    require(InputError, "quantize", _dense_rules(dense), where)
 
 
 def _dense_rules(dense: torch.Tensor) -> Iterator[_Rule]:
@@ -49,16 +50,11 @@ def _dense_rules(dense: torch.Tensor) -> Iterator[_Rule]:
     yield not dense.is_meta, "dense", "on a device that holds data", "meta", "Load the weight first."
     for name, size in zip("NK", dense.shape, strict=True):
         yield 0 < size <= _MOST_FEATURES, name, "between 1 and 2^31 - 1", size, None
-    total = dense.shape[0] * dense.shape[1]
-    yield total <= _MOST_ELEMENTS, "N * K", "at most 2^40", total, None
+    yield dense.numel() <= _MOST_ELEMENTS, "N * K", "at most 2^40", dense.numel(), None
 
 
 def check_finite(dense: torch.Tensor, where: str | None) -> None:
-    """Refuse NaN and infinities.
-
-    Raises:
-        InputError: There are some; the message gives how many, and where the first is.
-    """
+    """Refuse NaN and infinities, by an ``InputError`` that says how many there are and where the first is."""
     count, first = 0, None
     step = max(1, _CHUNK_ELEMENTS // dense.shape[1])
     for start in range(0, dense.shape[0], step):
@@ -68,35 +64,15 @@ def check_finite(dense: torch.Tensor, where: str | None) -> None:
             row, column = bad.nonzero()[0].tolist()
             first = start + row, column
     if first is not None:
-        name, value = f"dense[{first[0]}, {first[1]}]", float(dense[first])
+        facts: dict[str, Any] = {"value": float(dense[first]), "count": count, "index": first, "where": where}
         hint = f"{count} of {dense.numel()} values are not finite."
-        facts: dict[str, Any] = {"where": where, "hint": hint, "count": count, "index": first}
-        raise InputError("quantize", name=name, rule="finite", value=value, **facts)
+        raise InputError("quantize", name=f"dense[{first[0]}, {first[1]}]", rule="finite", hint=hint, **facts)
 
 
-def check_choices(  # noqa: PLR0913  # the choices of one call
-    chosen: Format,
-    block: int,
-    kind: ScaleKind,
-    packing: Packing,
-    columns: int,
-    *,
-    symmetric: bool,
-    where: str | None,
-) -> None:
-    """Refuse choices that the format does not have, and K that cuts a block or a packed group.
-
-    Raises:
-        FormatError: Something is not legal; the message says what would do.
-    """
-    for is_met, name, rule, value, hint in _choice_rules(chosen, block, kind, packing, columns, symmetric=symmetric):
-        if not is_met:
-            raise FormatError(f"quantize to {chosen}", name=name, rule=rule, value=value, where=where, hint=hint)
-
-
-def _choice_rules(  # noqa: PLR0913  # the choices of one call
+def choice_rules(  # noqa: PLR0913  # the choices of one call
     chosen: Format, block: int, kind: ScaleKind, packing: Packing, columns: int, *, symmetric: bool
 ) -> Iterator[_Rule]:
+    """Yield what must hold of the choices for a format, and of K, which may not cut a block or a packed group."""
     legal, is_integer = chosen.block_sizes, chosen.form is Form.INTEGER
     is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
     rule = f"one of {', '.join(map(str, sorted(legal)))}" if legal else "a positive integer"
@@ -118,21 +94,12 @@ def _choice_rules(  # noqa: PLR0913  # the choices of one call
 
 
 def check_scales(coded: Coded, chosen: Format, where: str | None) -> None:
-    """Refuse values so large that a scale or offset overflowed the dtype that it is stored in.
-
-    Raises:
-        InputError: There are some; the message names the first block.
-    """
+    """Refuse values so large that a scale or offset overflowed its dtype, by an ``InputError`` with the block."""
     for name, numbers in (("scale", coded.scale), ("offset", coded.offset)):
         if numbers is None or numbers.element_size() == 1:
             continue
-        bad = ~torch.isfinite(numbers)
-        if bool(bad.any()):
-            block = bad.nonzero()[0].tolist()
-            what, which, hint = (
-                f"quantize to {chosen}",
-                f"the {name} of block {block}",
-                "The values there are too large.",
-            )
-            rule = f"at most {torch.finfo(numbers.dtype).max} ({numbers.dtype})"
-            raise InputError(what, name=which, rule=rule, value="infinity", where=where, hint=hint)
+        bad = (~torch.isfinite(numbers)).nonzero()
+        if len(bad):
+            which, rule = f"the {name} of block {bad[0].tolist()}", f"at most {torch.finfo(numbers.dtype).max}"
+            facts = {"value": "infinity", "where": where, "hint": "The values there are too large."}
+            raise InputError(f"quantize to {chosen}", name=which, rule=f"{rule} ({numbers.dtype})", **facts)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import attrs
 import torch
 
 from q4core.errors import InputError
-from q4core.formats import FLOATS, BlockOrder, Form, Format, unpack_codes
+from q4core.formats import BUILTIN_FORMATS, FLOATS, BlockOrder, Form, Format, unpack_codes
 from q4core.machine import dispatch_modes, is_transformed
 from q4core.weight import PackedWeight
 from q4core.weight.invariants import check_permutation
@@ -30,7 +29,6 @@ _DTYPES = (*FLOATS, torch.float64)
 _SYMMETRIC_ZERO = 8
 _WHOLE = 1 << 23
 """Up to here float32 adds whole numbers exactly."""
-_SIGNED_BYTES = tuple(float((code ^ 0x80) - 0x80) for code in range(256))
 _TABLES: dict[tuple[Format, torch.device], torch.Tensor] = {}
 """Codebooks on devices other than the CPU: copying one there makes the host wait, which no call may do."""
 
@@ -67,7 +65,7 @@ def dequantize(
         WeightError: ``input_permutation`` is not a permutation.
 
     Reference:
-        ``formats.py`` for the two formulas.
+        ``formats/table.py`` for the two formulas.
     """
     if not isinstance(weight, PackedWeight):
         raise InputError("dequantize", name="weight", rule="a PackedWeight", value=type(weight).__name__)
@@ -76,22 +74,20 @@ def dequantize(
         raise InputError("dequantize", name="dtype", rule=f"one of {', '.join(map(str, _DTYPES))}", value=target)
     chosen = _chosen_rows(weight, rows)
     columns = weight.in_features
-    if len(chosen) * columns > _MOST_ELEMENTS:
-        raise InputError(
-            "dequantize",
-            name="rows * K",
-            rule="at most 2^40",
-            value=len(chosen) * columns,
-            where=weight.name,
-            hint="Decode some rows at a time.",
-        )
+    total = len(chosen) * columns
+    if total > _MOST_ELEMENTS:
+        hint = "Decode some rows at a time."
+        raise InputError("dequantize", name="rows * K", rule="at most 2^40", value=total, where=weight.name, hint=hint)
     result = torch.empty((len(chosen), columns), dtype=target, device=weight.device)
     work = torch.float64 if target is torch.float64 else torch.float32
     decode = _decoder(weight, work)
     if not is_checked:
         check_permutation(weight)
-    for first, part in _parts(weight, chosen):
-        values = part.values(decode, work)
+    # A flat block may straddle rows, so scattered rows of such a weight are decoded one by one.
+    is_scattered = weight.blocks is BlockOrder.FLAT and isinstance(chosen, torch.Tensor)
+    step = 1 if is_scattered else max(1, _CHUNK_ELEMENTS // columns)
+    for first in range(0, len(chosen), step):
+        values = _values(weight, chosen[first : first + step], decode, work)
         if weight.input_permutation is not None:
             values = torch.empty_like(values).index_copy_(1, weight.input_permutation, values)
         if weight.input_channel_scale is not None:
@@ -133,7 +129,7 @@ def _decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor
         return lambda codes: codes.to(dtype).sub_(middle) if middle else codes.to(dtype)
     if weight.codebook is not None:
         table = weight.codebook.to(torch.float32).to(dtype)
-    elif weight.format.codebook == _SIGNED_BYTES:
+    elif weight.format.codebook == BUILTIN_FORMATS["q8_0"].codebook:  # signed bytes
         return lambda codes: codes.view(torch.int8).to(dtype)
     else:
         first = _first_of_whole(weight.format.codebook)
@@ -162,85 +158,49 @@ def _table(form: Format, device: torch.device) -> torch.Tensor:
     return known
 
 
-def _parts(weight: PackedWeight, chosen: range | torch.Tensor) -> Iterator[tuple[int, _Part]]:
-    """Yield (first row in the result, part) for chunks of the chosen rows."""
-    flat = weight.blocks is BlockOrder.FLAT
-    # A flat block may straddle rows, so scattered rows of such a weight are decoded one by one.
-    step = 1 if flat and isinstance(chosen, torch.Tensor) else max(1, _CHUNK_ELEMENTS // weight.in_features)
-    for first in range(0, len(chosen), step):
-        rows = chosen[first : first + step]
-        if flat:
-            start = int(rows[0])
-            yield first, _Part.of_flat(weight, range(start, start + len(rows)))
-        else:
-            yield first, _Part.of_rows(weight, rows)
+def _values(
+    weight: PackedWeight,
+    rows: range | torch.Tensor,
+    decode: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return some rows [R, K] in ``dtype``, by the formula of the form; FLAT blocks take consecutive rows alone."""
+    blocks: slice | torch.Tensor
+    if weight.blocks is BlockOrder.FLAT:
+        codes, blocks, block_of = _flat_codes(weight, int(rows[0]), len(rows))
+        block = 1  # the numbers are repeated for every element
+    else:
+        blocks = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        codes = unpack_codes(weight.qdata[blocks], weight.packing).reshape(len(rows), -1)[:, : weight.in_features]
+        block_of, block = None, weight.block_size
+
+    values = decode(codes)
+    whole = weight.in_features // block
+
+    def by_block(numbers: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views [R, blocks, block] of the values with their numbers [R, blocks, 1]; a short block last."""
+        numbers = (numbers if block_of is None else numbers[block_of]).to(dtype)[:, :, None]
+        if whole:
+            yield torch.unflatten(values[:, : whole * block], 1, (whole, block)), numbers[:, :whole]
+        if whole < numbers.shape[1]:
+            yield values[:, None, whole * block :], numbers[:, whole:]
+
+    if weight.zero is not None:
+        for part, zero in by_block(weight.zero[blocks]):
+            part.sub_(zero)
+    for part, scale in by_block(weight.resolved_scale(blocks)):
+        part.mul_(scale)
+    if weight.offset is not None:
+        for part, offset in by_block(weight.offset[blocks]):
+            part.add_(offset)
+    return values
 
 
-def _cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)
-
-
-def _by_block(values: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of ``values`` [R, K] as [R, blocks, block] with their numbers [R, blocks, 1]; a short block last."""
-    whole = values.shape[1] // block
-    if whole:
-        yield torch.unflatten(values[:, : whole * block], 1, (whole, block)), numbers[:, :whole, None]
-    if whole < numbers.shape[1]:
-        yield values[:, None, whole * block :], numbers[:, whole:, None]
-
-
-@attrs.frozen
-class _Part:
-    """Some rows of a weight: one code per byte, and the numbers of their blocks."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    """Resolved, float32."""
-    offset: torch.Tensor | None
-    zero: torch.Tensor | None
-    block: int
-
-    @classmethod
-    def of_rows(cls, weight: PackedWeight, rows: range | torch.Tensor) -> _Part:
-        """Return ROW blocks: codes [R, K], numbers [R, blocks]."""
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        codes = unpack_codes(weight.qdata[chosen], weight.packing).reshape(len(rows), -1)[:, : weight.in_features]
-        return cls(
-            codes,
-            weight.resolved_scale(chosen),
-            None if weight.offset is None else weight.offset[chosen],
-            None if weight.zero is None else weight.zero[chosen],
-            weight.block_size,
-        )
-
-    @classmethod
-    def of_flat(cls, weight: PackedWeight, rows: range) -> _Part:
-        """Return FLAT blocks with their numbers repeated for every element: all [R, K], blocks of one."""
-        shape = (len(rows), weight.in_features)
-        start, stop = rows.start * weight.in_features, rows.stop * weight.in_features
-        first_byte = start // weight.packing.codes_per_byte
-        last_byte = _cdiv(stop, weight.packing.codes_per_byte)
-        codes = unpack_codes(weight.qdata[first_byte:last_byte], weight.packing)
-        codes = codes[start - first_byte * weight.packing.codes_per_byte :][: stop - start]
-        blocks = slice(start // weight.block_size, _cdiv(stop, weight.block_size))
-        block_of = torch.arange(start, stop, device=weight.device) // weight.block_size - blocks.start
-        return cls(
-            codes.view(shape),
-            weight.resolved_scale(blocks)[block_of].view(shape),
-            None if weight.offset is None else weight.offset[blocks][block_of].view(shape),
-            None if weight.zero is None else weight.zero[blocks][block_of].view(shape),
-            1,
-        )
-
-    def values(self, decode: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return [R, K] of ``dtype``, by the formula of the form."""
-        values = decode(self.codes)
-        if self.zero is not None:
-            for part, zero in _by_block(values, self.zero.to(dtype), self.block):
-                part.sub_(zero)
-        for part, scale in _by_block(values, self.scale.to(dtype), self.block):
-            part.mul_(scale)
-        if self.offset is not None:
-            for part, offset in _by_block(values, self.offset.to(dtype), self.block):
-                part.add_(offset)
-        return values
+def _flat_codes(weight: PackedWeight, first: int, count: int) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """Return codes [R, K] of ``count`` rows in FLAT blocks, the blocks that they touch, and each code's among these."""
+    start, stop = first * weight.in_features, (first + count) * weight.in_features
+    per_byte, block, shape = weight.packing.codes_per_byte, weight.block_size, (count, weight.in_features)
+    codes = unpack_codes(weight.qdata[start // per_byte : -(-stop // per_byte)], weight.packing)
+    blocks = slice(start // block, -(-stop // block))
+    block_of = torch.arange(start, stop, device=weight.device) // block - blocks.start
+    return codes[start % per_byte :][: stop - start].view(shape), blocks, block_of.view(shape)

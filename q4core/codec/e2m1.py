@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4core.codec.quotient import quotient
-from q4core.codec.rule import Coded
+from q4core.codec.rule import Coded, quotient
 from q4core.formats import ScaleKind, as_e4m3, as_e8m0
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
     is divided.
     """
 
-    def rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 16
+    def rule(blocks: torch.Tensor) -> Coded:
         scale = quotient(blocks.abs().amax(-1), _LARGEST)
         if kind is ScaleKind.PLAIN:
             scaled = torch.where(scale[..., None] > 0, blocks / scale[..., None], blocks)
@@ -88,7 +87,7 @@ def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
     return rule
 
 
-def mxfp4_rule(blocks: torch.Tensor, *, short: bool) -> Coded:  # noqa: ARG001  # K is a multiple of 32
+def mxfp4_rule(blocks: torch.Tensor) -> Coded:
     """Return MXFP4 codes under the round-up scale, 2^ceil(log2(amax / 6)), so that no value saturates.
 
     The logarithm is rounded to float32 before the ceiling, as torchao does on CPU: amax / 6 a few ulps above a power of

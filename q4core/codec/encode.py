@@ -9,9 +9,8 @@ import torch
 from q4core.codec import checks
 from q4core.codec.absmax import absmax_rule, code_of_zero, double_quantise
 from q4core.codec.e2m1 import mxfp4_rule, nvfp4_global_scale, nvfp4_rule
-from q4core.codec.ggml import q4_0_rule, q4_1_rule, q8_0_rule
-from q4core.codec.integer import int4_rule
 from q4core.codec.rule import Coded
+from q4core.codec.steps import int4_rule, q4_0_rule, q4_1_rule, q8_0_rule
 from q4core.errors import FormatError
 from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, Packing, ScaleKind, find_format, pack_codes
 from q4core.weight import PackedWeight
@@ -72,18 +71,19 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
     block = chosen.block_size if block_size is None else block_size
     kind = _DEFAULT_KINDS.get(chosen.name, ScaleKind.PLAIN) if scale_kind is None else scale_kind
     order = chosen.default_packing() if packing is None else packing
-    checks.check_choices(chosen, block, kind, order, columns, symmetric=symmetric, where=name)
+    rules = checks.choice_rules(chosen, block, kind, order, columns, symmetric=symmetric)
+    checks.require(FormatError, f"quantize to {chosen}", rules, name)
     blocks = BlockOrder.FLAT if chosen.name in checks.FLAT_FORMATS and columns % block else BlockOrder.ROW
     checks.check_finite(dense, name)
     fields: dict[str, Any] = {}
     if kind in _TWO_LEVELS:
         least, greatest = dense.aminmax()
         fields["global_scale"] = nvfp4_global_scale(torch.maximum(-least, greatest).to(torch.float32), kind)
-    rule = _rule(chosen, kind, fields.get("global_scale"), dense.dtype, symmetric=symmetric)
-    if blocks is BlockOrder.ROW:
-        coded = _encode_rows(dense, block, rule, order)
+    if blocks is BlockOrder.FLAT:
+        coded = _encode_flat(dense.reshape(-1), block, chosen, order)
     else:
-        coded = _encode_flat(dense.reshape(-1), block, rule, order, code_of_zero(chosen))
+        rule = _rule(chosen, kind, fields.get("global_scale"), dense.dtype, symmetric=symmetric)
+        coded = _encode_rows(dense, block, rule, order)
     checks.check_scales(coded, chosen, name)
     fields["scale"] = coded.scale
     if kind is ScaleKind.DOUBLE_QUANT:
@@ -120,30 +120,27 @@ def _rule(
 
 def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) -> Coded:
     """Return packed codes [N, P] and numbers [N, blocks]."""
-    rows, columns = dense.shape
+    columns = dense.shape[1]
     whole = columns // block * block
     parts = []
-    for first in range(0, rows, max(1, _CHUNK_ELEMENTS // columns)):
-        chunk = dense[first : first + max(1, _CHUNK_ELEMENTS // columns)].to(torch.float32).contiguous()
-        pieces = []
-        if whole:
-            pieces.append(rule(torch.unflatten(chunk[:, :whole], 1, (-1, block)), short=False))
+    for piece in dense.split(max(1, _CHUNK_ELEMENTS // columns)):
+        chunk = piece.to(torch.float32).contiguous()
+        pieces = [rule(torch.unflatten(chunk[:, :whole], 1, (-1, block)))] if whole else []
         if whole < columns:
-            pieces.append(rule(chunk[:, None, whole:], short=True))
+            pieces.append(rule(chunk[:, None, whole:]))
         codes = torch.cat([piece.codes.flatten(1) for piece in pieces], dim=1)
         parts.append(Coded.join(pack_codes(codes, packing), pieces, 1))
     return Coded.join(torch.cat([part.codes for part in parts]), parts, 0)
 
 
-def _encode_flat(flat: torch.Tensor, block: int, rule: Rule, packing: Packing, pad: int) -> Coded:
-    """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)]; ``pad`` fills an odd last byte."""
+def _encode_flat(flat: torch.Tensor, block: int, form: Format, packing: Packing) -> Coded:
+    """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)] of NF4 or FP4."""
     whole = flat.numel() // block * block
-    pieces = []
-    for first in range(0, whole, max(1, _CHUNK_ELEMENTS // block) * block):
-        last = min(whole, first + max(1, _CHUNK_ELEMENTS // block) * block)
-        pieces.append(rule(torch.unflatten(flat[first:last].to(torch.float32), 0, (-1, block)), short=False))
+    rule = absmax_rule(form)
+    chunks = torch.unflatten(flat[:whole], 0, (-1, block)).split(max(1, _CHUNK_ELEMENTS // block))
+    pieces = [rule(chunk.to(torch.float32)) for chunk in chunks]
     if whole < flat.numel():
-        pieces.append(rule(flat[None, whole:].to(torch.float32), short=True))
+        pieces.append(absmax_rule(form, short=True)(flat[None, whole:].to(torch.float32)))
     codes = torch.cat([piece.codes.reshape(-1) for piece in pieces])
-    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=pad)
+    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=code_of_zero(form))
     return Coded.join(pack_codes(codes, packing), pieces, 0)

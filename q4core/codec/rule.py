@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Coded", "Rule"]
+__all__ = ["Coded", "Rule", "quotient"]
 
 
 @attrs.frozen
@@ -44,8 +42,13 @@ class Coded:
         )
 
 
-class Rule(Protocol):
-    """Turns float32 blocks [..., block] into codes; ``short`` marks blocks that the end of a row or weight cut."""
+Rule: TypeAlias = Callable[[torch.Tensor], Coded]
+"""Turns float32 blocks [..., block] into codes and numbers."""
 
-    def __call__(self, blocks: torch.Tensor, *, short: bool) -> Coded:
-        """Return codes and numbers."""
+
+def quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return ``values / divisor``, each rounded once.
+
+    On CUDA torch multiplies by the reciprocal of a Python number, which rounds twice; a tensor it divides by.
+    """
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)

@@ -1,9 +1,9 @@
 """4-bit formats: codebooks, scale kinds, nibble packing, dtypes."""
 
-from q4core.formats.dtypes import FLOATS
 from q4core.formats.packing import NibbleOrder, Packing, as_bytes, pack_codes, same_bytes, unpack_codes
 from q4core.formats.table import (
     BUILTIN_FORMATS,
+    FLOATS,
     BlockOrder,
     Form,
     Format,

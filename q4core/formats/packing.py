@@ -97,15 +97,10 @@ def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
         return torch.stack((low, high), dim=-1).flatten(-2)
     if packing.order is NibbleOrder.HIGH_FIRST:
         return torch.stack((high, low), dim=-1).flatten(-2)
-    half = packing.group // 2
-    if qdata.shape[-1] % half:
-        raise FormatError(
-            "unpack_codes", name="packed bytes", rule=f"a multiple of {half} for {packing}", value=qdata.shape[-1]
-        )
-    halves: torch.Tensor = torch.cat(
-        (torch.unflatten(low, -1, (-1, half)), torch.unflatten(high, -1, (-1, half))), dim=-1
-    )
-    return halves.flatten(-2)
+    half, size = packing.group // 2, qdata.shape[-1]
+    if size % half:
+        raise FormatError("unpack_codes", name="packed bytes", rule=f"a multiple of {half} for {packing}", value=size)
+    return torch.cat([torch.unflatten(nibble, -1, (-1, half)) for nibble in (low, high)], dim=-1).flatten(-2)
 
 
 def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -125,20 +120,16 @@ def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
     if packing.order is NibbleOrder.BYTES:
         return codes.contiguous()
     if packing.order is NibbleOrder.HALF_SPLIT:
-        if codes.shape[-1] % packing.group:
-            raise FormatError(
-                "pack_codes", name="codes", rule=f"a multiple of {packing.group} for {packing}", value=codes.shape[-1]
-            )
-        groups = torch.unflatten(codes, -1, (-1, 2, packing.group // 2))
-        packed: torch.Tensor = groups[..., 0, :] | (groups[..., 1, :] << 4)
-        return packed.flatten(-2)
+        size = codes.shape[-1]
+        if size % packing.group:
+            rule = f"a multiple of {packing.group} for {packing}"
+            raise FormatError("pack_codes", name="codes", rule=rule, value=size)
+        low, high = torch.unflatten(codes, -1, (-1, 2, packing.group // 2)).unbind(-2)
+        return (low | (high << 4)).flatten(-2)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    pairs = torch.unflatten(codes, -1, (-1, 2))
-    first, second = pairs[..., 0], pairs[..., 1]
-    low, high = (first, second) if packing.order is NibbleOrder.LOW_FIRST else (second, first)
-    pairs_packed: torch.Tensor = low | (high << 4)
-    return pairs_packed
+    first, second = torch.unflatten(codes, -1, (-1, 2)).unbind(-1)
+    return first | (second << 4) if packing.order is NibbleOrder.LOW_FIRST else second | (first << 4)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUILTIN_FORMATS",
+    "FLOATS",
     "BlockOrder",
     "Form",
     "Format",
@@ -41,6 +42,9 @@ __all__ = [
     "find_format",
     "resolve_levels",
 ]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""dtypes of dense weights, of x and of y: those whose results the self-probe can judge."""
 
 
 class BlockOrder(enum.Enum):
@@ -107,11 +111,9 @@ class Format:
 
     def __attrs_post_init__(self) -> None:
         """Check the codebook's length."""
-        wanted = 2**self.bits if self.form is Form.CODEBOOK else 0
-        if len(self.codebook) != wanted:
-            raise FormatError(
-                f"format {self.name!r}", name="codebook", rule=f"{wanted} values long", value=len(self.codebook)
-            )
+        wanted, found = 2**self.bits if self.form is Form.CODEBOOK else 0, len(self.codebook)
+        if found != wanted:
+            raise FormatError(f"format {self.name!r}", name="codebook", rule=f"{wanted} values long", value=found)
 
     def codebook_tensor(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a fresh tensor [2**bits] of the codebook."""
@@ -146,64 +148,34 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-_FP4_HALF = (
-    0.0,
-    0.0052083334885537624,
-    0.6666666865348816,
-    1.0,
-    0.3333333432674408,
-    0.5,
-    0.1666666716337204,
-    0.25,
-)
+_FP4_HALF = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 _FP4 = (*_FP4_HALF, 0.0, *(-value for value in _FP4_HALF[1:]))  # code 8 is +0 in bitsandbytes
 _E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = (*_E2M1_HALF, *(-value for value in _E2M1_HALF))  # code 8 is -0
+_NIBBLES = tuple(map(float, range(16)))
+_SIGNED_NIBBLES = tuple(map(float, range(-8, 8)))
+_SIGNED_BYTES = tuple(map(float, (*range(128), *range(-128, 0))))
+_PLAIN = frozenset({ScaleKind.PLAIN})
 _BNB_BLOCKS = frozenset({32, 64, 128, 256, 512, 1024, 2048, 4096})
 _BNB_SCALES = frozenset({ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT})
+_NVFP4_SCALES = frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV, ScaleKind.PLAIN})
+_BY_16, _BY_32 = frozenset({16}), frozenset({32})
 
 BUILTIN_FORMATS: dict[str, Format] = {
     item.name: item
     for item in (
         Format("nf4", Form.CODEBOOK, 4, 64, _NF4, _BNB_SCALES, _BNB_BLOCKS),
         Format("fp4", Form.CODEBOOK, 4, 64, _FP4, _BNB_SCALES, _BNB_BLOCKS),
-        Format(
-            "nvfp4",
-            Form.CODEBOOK,
-            4,
-            16,
-            _E2M1,
-            frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV, ScaleKind.PLAIN}),
-            frozenset({16}),
-        ),
-        Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, frozenset({ScaleKind.E8M0}), frozenset({32})),
-        Format("q4_0", Form.CODEBOOK, 4, 32, tuple(float(q - 8) for q in range(16)), block_sizes=frozenset({32})),
-        Format(
-            "q4_1",
-            Form.CODEBOOK,
-            4,
-            32,
-            tuple(float(q) for q in range(16)),
-            block_sizes=frozenset({32}),
-            has_offset=True,
-        ),
+        Format("nvfp4", Form.CODEBOOK, 4, 16, _E2M1, _NVFP4_SCALES, _BY_16),
+        Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, frozenset({ScaleKind.E8M0}), _BY_32),
+        Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _PLAIN, _BY_32),
+        Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _PLAIN, _BY_32, has_offset=True),
         Format("int4", Form.INTEGER, 4, 128),
-        Format(
-            "q8_0",
-            Form.CODEBOOK,
-            8,
-            32,
-            tuple(float(b - 256 if b > 127 else b) for b in range(256)),  # noqa: PLR2004  # two's complement
-            block_sizes=frozenset({32}),
-        ),
+        Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _PLAIN, _BY_32),
     )
 }
-_DEFAULT_PACKINGS = {
-    "nf4": Packing.HIGH_FIRST,
-    "fp4": Packing.HIGH_FIRST,
-    "q4_0": Packing.half_split(32),
-    "q4_1": Packing.half_split(32),
-}
+_BNB_PACKING, _GGML_PACKING = Packing.HIGH_FIRST, Packing.half_split(32)
+_DEFAULT_PACKINGS = {"nf4": _BNB_PACKING, "fp4": _BNB_PACKING, "q4_0": _GGML_PACKING, "q4_1": _GGML_PACKING}
 
 _DYNAMIC_DECADES = 7
 
@@ -244,7 +216,7 @@ def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:
     """
     if isinstance(name, Format):
         return name
-    known = {**{item.name: item for item in extra}, **BUILTIN_FORMATS}
+    known = {item.name: item for item in extra} | BUILTIN_FORMATS
     if isinstance(name, str) and name.lower() in known:
         return known[name.lower()]
     close = closest_name(name, known)
