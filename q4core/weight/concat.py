@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["cat"]
 
 
-def _same(values: Sequence[torch.Tensor | None]) -> bool:
-    first = values[0]
-    if first is None or any(value is None for value in values):
+def _are_same(weights: Sequence[PackedWeight], field: str) -> bool:
+    values = [getattr(weight, field) for weight in weights]
+    if any(value is None for value in values):
         return all(value is None for value in values)
-    return all(value is not None and torch.equal(first, value) for value in values[1:])
+    return all(torch.equal(values[0], value) for value in values[1:])
 
 
 def _whole_rows(part: PackedWeight) -> torch.Tensor:
@@ -32,9 +32,9 @@ def _whole_rows(part: PackedWeight) -> torch.Tensor:
     return part.qdata.reshape(part.out_features, -1)[:, : codes // part.packing.codes_per_byte]
 
 
-def _join_scales(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join float8 as bytes: some files store it as uint8, and not every device can join it."""
-    if tensors[0].element_size() == 1:
+    if tensors[0].dtype.itemsize == 1:
         return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
     return torch.cat(list(tensors))
 
@@ -42,15 +42,14 @@ def _join_scales(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _check_joinable(weights: Sequence[PackedWeight]) -> None:
     if not weights:
         raise WeightError("cat", name="weights", rule="at least one weight", value=0)
-    head = weights[0]
     for field in ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype", "device"):
         values = [getattr(weight, field) for weight in weights]
         if any(value != values[0] for value in values):
             raise WeightError("cat", name=field, rule="equal in all weights", value=[str(value) for value in values])
-    if head.blocks is BlockOrder.FLAT:
+    if weights[0].blocks is BlockOrder.FLAT:
         raise WeightError("cat", name="blocks", rule="ROW", value="FLAT")
     for field in ("codebook", "input_channel_scale", "input_permutation"):
-        if not _same([getattr(weight, field) for weight in weights]):
+        if not _are_same(weights, field):
             raise WeightError("cat", name=field, rule="equal in all weights", value="different tensors")
 
 
@@ -75,21 +74,18 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
     qdata = [part.qdata for part in parts]
     if any(data.shape[1:] != qdata[0].shape[1:] for data in qdata):
         qdata = [_whole_rows(part) for part in parts]
-    changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": _join_scales([part.scale for part in parts])}
+    changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": _join_rows([part.scale for part in parts])}
     for field in ("offset", "zero"):
-        tensors = [getattr(part, field) for part in parts]
-        if all(tensor is None for tensor in tensors):
-            continue
-        if any(tensor is None for tensor in tensors):
+        tensors = [getattr(part, field) for part in parts if getattr(part, field) is not None]
+        if len(tensors) not in {0, len(parts)}:
             raise WeightError("cat", name=field, rule="present in all weights or in none", value="present in some")
-        changes[field] = torch.cat(tensors)
-    if head.global_scale is not None and not _same([part.global_scale for part in parts]):
-        changes["global_scale"] = torch.cat(
-            [part.global_scale.reshape(-1).expand(part.out_features) for part in parts if part.global_scale is not None]
-        )
+        if tensors:
+            changes[field] = torch.cat(tensors)
+    if not _are_same(parts, "global_scale"):
+        rows = [(part.global_scale, part.out_features) for part in parts]
+        changes["global_scale"] = torch.cat([scale.reshape(-1).expand(n) for scale, n in rows if scale is not None])
     notes = tuple(dict.fromkeys(note for weight in weights for note in weight.notes))
-    if not _same([part.activation_scale for part in parts]):
+    if not _are_same(parts, "activation_scale"):
         changes["activation_scale"] = None
         notes = (*notes, "static activation scales differ and were dropped")
-    rows = sum(part.out_features for part in parts)
-    return attrs.evolve(parts[0], out_features=rows, name=name, notes=notes, **changes)
+    return attrs.evolve(head, out_features=sum(part.out_features for part in parts), name=name, notes=notes, **changes)

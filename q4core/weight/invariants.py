@@ -45,14 +45,11 @@ _SIDE_RULES = {
 }
 _LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
 """What no byte of an ordinary scale exceeds; above stand NaN and, in e4m3, what has a sign: -0 is legal there."""
-_PIECE = (1 << 15) - 1  # from 2^15 elements on torch wakes its threads, which can take longer than the look itself
+_PIECE = (1 << 15) - 1
+"""From 2^15 elements on torch wakes its threads, which can take longer than the look itself. Whole float32 copies left
+16 MB of fragmented heap behind for each layer of 8192 × 8192."""
 _MOST_FEATURES = 2**31 - 1
 _BYTE_BITS = 8
-
-
-def _cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)
-
 
 _Rule = tuple[bool, str, str, object]
 """Whether it is met, the field, what must hold of it, what is there."""
@@ -102,9 +99,9 @@ def _codes(weight: PackedWeight) -> Iterator[_Rule]:
 
 
 def _scales(weight: PackedWeight) -> Iterator[_Rule]:
-    rows, columns, block = weight.out_features, weight.in_features, weight.block_size
-    expected = [_cdiv(rows * columns, block)] if weight.blocks is BlockOrder.FLAT else [rows, _cdiv(columns, block)]
-    kind = weight.scale_kind
+    rows, columns, kind = weight.out_features, weight.in_features, weight.scale_kind
+    flat = -(-rows * columns // weight.block_size)
+    expected = [flat] if weight.blocks is BlockOrder.FLAT else [rows, weight.blocks_per_row]
     for name, legal, rule in (
         ("scale", _SCALE_DTYPES[kind], f"of a dtype that scale kind {kind.value} has"),
         ("offset", FLOATS, "of a float dtype"),
@@ -136,7 +133,7 @@ def _side_tensors(weight: PackedWeight) -> Iterator[_Rule]:
     for name, legal in (
         ("codebook", (2**weight.format.bits,)),
         ("nested_codebook", (256,)),
-        ("nested_scale", (_cdiv(weight.scale.numel(), weight.nested_block_size),)),
+        ("nested_scale", (-(-weight.scale.numel() // weight.nested_block_size),)),
         ("nested_offset", (1,)),
         ("input_channel_scale", (columns,)),
         ("input_permutation", (columns,)),
@@ -175,15 +172,23 @@ def first_illegal(tensor: torch.Tensor, rule: str) -> tuple[list[int], float] | 
         tensor: float32, float16, bfloat16, float64, e4m3 or e8m0, of any shape and strides.
         rule: ``"finite"``, ``"finite and not negative"`` or ``"finite and positive"``.
     """
-    if tensor.dim() > 2:  # noqa: PLR2004  # experts: one matrix after another
-        found = ((index, first_illegal(part, rule)) for index, part in enumerate(tensor))
-        return next((([index, *bad[0]], bad[1]) for index, bad in found if bad is not None), None)
-    for start, piece in _pieces(tensor):
-        bad = None if not piece.numel() or _is_surely_legal(piece, rule) else _first_illegal(piece, rule)
-        if bad is not None:
-            position, value = bad
-            return [first + place for first, place in zip(start, position, strict=True)], value
-    return None
+    if tensor.numel() > _PIECE:  # part by part, so that no temporary is as large as a tensor
+        step = max(1, _PIECE * len(tensor) // tensor.numel())
+        for start in range(0, len(tensor), step):
+            part = tensor[start] if step == 1 else tensor[start : start + step]
+            bad = first_illegal(part, rule)
+            if bad is not None:
+                position, value = bad
+                return [start, *position] if step == 1 else [start + position[0], *position[1:]], value
+        return None
+    if not tensor.numel() or _is_surely_legal(tensor, rule):
+        return None
+    values = tensor.to(torch.float32)
+    is_legal = torch.isfinite(values)
+    if rule != _FINITE:
+        is_legal &= values >= 0 if rule == _NOT_NEGATIVE else values > 0
+    places = (~is_legal).nonzero().tolist()
+    return (places[0], values[tuple(places[0])].item()) if places else None
 
 
 def check_permutation(weight: PackedWeight) -> None:
@@ -216,26 +221,8 @@ def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
             yield name, tensor, _POSITIVE if divides else rule
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield (position of its first element, piece) in the order of rows, so that no temporary is as large as a tensor.
-
-    Whole float32 copies of the scales left 16 MB of fragmented heap behind for each layer of 8192 × 8192.
-    """
-    if tensor.numel() <= _PIECE:
-        yield (0,) * tensor.dim(), tensor
-        return
-    width = tensor.shape[1] if tensor.dim() > 1 else 1
-    step = max(1, _PIECE // width)
-    for row in range(0, tensor.shape[0], step):
-        rows = tensor[row : row + step]
-        if tensor.dim() == 1:
-            yield (row,), rows
-        else:
-            yield from (((row, column), rows[:, column : column + _PIECE]) for column in range(0, width, _PIECE))
-
-
 def _is_surely_legal(piece: torch.Tensor, rule: str) -> bool:
-    """Return whether its extremes show that a piece is legal; where they don't, only ``_first_illegal`` can tell."""
+    """Return whether its extremes show that a piece is legal; they need no float32 copy of it."""
     byte = _LARGEST_BYTES.get(piece.dtype)
     if byte is not None:
         return int(piece.view(torch.uint8).max()) <= byte
@@ -243,15 +230,3 @@ def _is_surely_legal(piece: torch.Tensor, rule: str) -> bool:
     if not high < math.inf:
         return False
     return low > 0 if rule == _POSITIVE else low >= 0 if rule == _NOT_NEGATIVE else low > -math.inf
-
-
-def _first_illegal(piece: torch.Tensor, rule: str) -> tuple[list[int], float] | None:
-    """Return position and value of a piece's first illegal number, or None."""
-    values = piece.to(torch.float32)
-    bad = ~torch.isfinite(values)
-    if rule != _FINITE:
-        bad |= values < 0 if rule == _NOT_NEGATIVE else values <= 0
-    if not bool(bad.any()):
-        return None
-    position: list[int] = bad.nonzero()[0].tolist()
-    return position, values[tuple(position)].item()

@@ -10,7 +10,6 @@ import torch
 from q4core.formats import BlockOrder, Format, Packing, ScaleKind, pack_codes, unpack_codes
 from q4core.weight import invariants, slicing
 from q4core.weight.feature import Feature, features_of
-from q4core.weight.scales import resolved_rows
 from q4core.weight.sending import Temporary, unwrapped
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class PackedWeight:
         Returns:
             Shaped as ``scale[rows]``.
         """
-        return resolved_rows(self, slice(None) if rows is None else rows)
+        return slicing.resolved_rows(self, slice(None) if rows is None else rows)
 
     def with_plain_scale(self) -> PackedWeight:
         """Return the weight with its scale levels collapsed into plain float32 (the same values, fewer levels)."""
@@ -257,19 +256,7 @@ class PackedWeight:
         )
 
 
-TENSOR_FIELDS = (
-    "qdata",
-    "scale",
-    "offset",
-    "zero",
-    "codebook",
-    "global_scale",
-    "nested_codebook",
-    "nested_scale",
-    "nested_offset",
-    "input_channel_scale",
-    "input_permutation",
-    "activation_scale",
-)
+TENSOR_FIELDS = tuple(field.name for field in attrs.fields(PackedWeight) if "torch.Tensor" in str(field.type))
+"""Names of the fields that hold tensors, in the order in which they are declared."""
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e8m0fnu})
 _NO_LEVELS: dict[str, Any] = dict.fromkeys(("global_scale", "nested_codebook", "nested_scale", "nested_offset"))

@@ -1,4 +1,4 @@
-"""Cut a weight along its rows or its in-features, without touching a code."""
+"""Cut a weight along its rows or its in-features, without touching a code, and resolve the scales of some rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,46 @@ import attrs
 import torch
 
 from q4core.errors import WeightError
-from q4core.formats import BlockOrder, ScaleKind
-from q4core.weight.scales import index_rows
+from q4core.formats import BlockOrder, ScaleKind, resolve_levels
 
 if TYPE_CHECKING:
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["narrow", "take_rows"]
+__all__ = ["narrow", "resolved_rows", "take_rows"]
 
 _ROW_FIELDS = ("qdata", "scale", "offset", "zero")
 
 
-def _cdiv(value: int, divisor: int) -> int:
-    return -(-value // divisor)
+def _index_rows(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return ``tensor[rows]``; float8, which not every device can index, as bytes in between."""
+    if isinstance(rows, slice):
+        return tensor[rows]
+    return tensor.view(torch.uint8)[rows].view(tensor.dtype) if tensor.element_size() == 1 else tensor[rows]
+
+
+def resolved_rows(weight: PackedWeight, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return the float32 scales ``scale[rows]`` stands for: of some rows, or of some blocks of a FLAT weight."""
+    global_scale, nested = weight.global_scale, weight.nested_scale
+    if global_scale is not None and global_scale.numel() > 1:
+        global_scale = global_scale[rows]
+    if nested is not None and weight.scale_kind is ScaleKind.DOUBLE_QUANT:
+        # Each scale gets its own entry of the second level, which is then a level with blocks of one.
+        places = rows
+        if isinstance(places, slice):
+            places = torch.arange(*places.indices(weight.scale.shape[0]), device=weight.device)
+        if weight.scale.dim() > 1:
+            width = weight.scale.shape[1]
+            places = places[:, None] * width + torch.arange(width, device=weight.device)
+        nested = nested[places // weight.nested_block_size].reshape(-1)
+    return resolve_levels(
+        weight.scale_kind,
+        _index_rows(weight.scale, rows),
+        global_scale=global_scale,
+        nested_codebook=weight.nested_codebook,
+        nested_scale=nested,
+        nested_offset=weight.nested_offset,
+        nested_block_size=1,
+    )
 
 
 def _fail(weight: PackedWeight, what: str, **facts: Any) -> NoReturn:
@@ -60,7 +87,7 @@ def take_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 def _pick(weight: PackedWeight, rows: slice | torch.Tensor, count: int) -> PackedWeight:
     """Return the ``count`` rows chosen; double quantisation is resolved for these alone."""
     changes: dict[str, Any] = {
-        name: index_rows(getattr(weight, name), rows) for name in _ROW_FIELDS if getattr(weight, name) is not None
+        name: _index_rows(getattr(weight, name), rows) for name in _ROW_FIELDS if getattr(weight, name) is not None
     }
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         changes["global_scale"] = weight.global_scale[rows]
@@ -76,7 +103,7 @@ def _narrow_rows(weight: PackedWeight, start: int, length: int) -> PackedWeight:
     if weight.nested_scale is None or first % weight.nested_block_size:
         return _pick(weight, rows, length)
     first //= weight.nested_block_size
-    count = _cdiv(length * weight.blocks_per_row, weight.nested_block_size)
+    count = -(-length * weight.blocks_per_row // weight.nested_block_size)
     return attrs.evolve(
         weight,
         out_features=length,
@@ -97,8 +124,8 @@ def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeig
         _fail(weight, "narrow", name="start and length", rule=rule, value=(start, length))
     plain = weight.with_plain_scale() if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight
     per_unit = 1 if is_grouped else unit // per_byte
-    changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : _cdiv(stop, unit) * per_unit]}
-    blocks = slice(start // weight.block_size, _cdiv(stop, weight.block_size))
+    changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : -(-stop // unit) * per_unit]}
+    blocks = slice(start // weight.block_size, -(-stop // weight.block_size))
     for name in ("scale", "offset", "zero"):
         if getattr(plain, name) is not None:
             changes[name] = getattr(plain, name)[:, blocks]
