@@ -1,27 +1,42 @@
-"""Opening a checkpoint by the one reader that knows it."""
+"""Opening a checkpoint by the one reader that knows it, and finding the layers in it."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from q4core.checkpoint.files import open_regular, require_regular
 from q4core.checkpoint.opened import Checkpoint
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.errors import PLUGIN_FAULTS, CheckpointError, DialectError, PluginError, Q4Error, Q4PluginWarning
-from q4core.schema import require_arguments
+from q4core.errors import (
+    PLUGIN_FAULTS,
+    CheckpointError,
+    DialectError,
+    PluginError,
+    Q4Error,
+    Q4PluginWarning,
+    SchemaError,
+)
+from q4core.schema import Problem, Schema, catalogue_of, detect_in, problems_error, require_arguments, validate_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import torch
 
     from q4core.checkpoint.contract import CheckpointReader, OpenRequest
+    from q4core.schema import TensorInfo
 
 
-__all__ = ["open_by", "way_to"]
+__all__ = ["find_layers", "open_by", "way_to"]
 
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SAVE = "Save the model as safetensors; save_pretrained of transformers does, and safetensors.torch.save_file."
 
 
 def open_by(
@@ -44,25 +59,52 @@ def open_by(
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError("checkpoint", name="path", rule="a path", value=path)
     target = Path(path)
-    require_regular(target, or_folder=True)  # before readers look: opening a pipe waits for who writes into it
-    asked = tuple(readers)
-    fitting = [reader for reader in asked if _recognises(reader, target)]
+    try:
+        opened = _open(tuple(readers), target, request, plugins)
+    except CheckpointError as error:
+        better = _path_error(target)
+        if better is None:
+            raise
+        raise better from error
+    try:
+        _check_schema(opened.schema, request, str(target))
+    except Q4Error:
+        opened.close()
+        raise
+    return opened
+
+
+def _open(
+    readers: Sequence[CheckpointReader], path: Path, request: OpenRequest, plugins: Mapping[str, str]
+) -> Checkpoint:
+    require_regular(path, or_folder=True)  # before readers look: opening a pipe waits for who writes into it
+    fitting = [reader for reader in readers if _recognises(reader, path)]
     if len(fitting) != 1:
-        raise _file_error(target, asked, fitting, plugins)
+        raise _file_error(path, readers, fitting, plugins)
     reader = fitting[0]
     try:
-        source = reader.open(target, request)
+        return Checkpoint(reader.open(path, request), reader.name)
     except Q4Error:
         raise
     except PLUGIN_FAULTS as error:
         message = f"checkpoint reader {reader.name!r} raised {describe_exception(error)}"
-        raise PluginError(message, where=str(target)) from error
-    if request.dialect is not None and request.dialect not in source.schema.dialects:
-        source.close()
-        names = ", ".join(source.schema.dialects) or "none"
-        rule = f"the file's own ({names})"
-        raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=str(target))
-    return Checkpoint(source, reader.name)
+        raise PluginError(message, where=str(path)) from error
+
+
+def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
+    """Refuse a file without the dialect asked for, and one whose layers are recognised, of which none can be read."""
+    if request.dialect is not None and request.dialect not in schema.dialects:
+        rule = f"the file's own ({', '.join(schema.dialects) or 'none'})"
+        raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=path)
+    if schema.layers or not schema.unsupported:
+        return
+    groups = collections.Counter((item.rule, str(item.value)) for item in schema.unsupported)
+    problems = [
+        Problem("unsupported", "1 layer" if count == 1 else f"{count} layers", rule, value)
+        for (rule, value), count in groups.most_common()
+    ]
+    what, hint = "its packed layers are recognised, and none can be read", "`q4 doctor` lists the dialects read here."
+    raise SchemaError(f"checkpoint: {what}", where=path, hint=hint, problems=problems, schema=schema)
 
 
 def _file_error(
@@ -104,3 +146,60 @@ def _recognises(reader: CheckpointReader, path: Path) -> bool:
         message = f"checkpoint reader {reader.name!r} is left out: it raised {describe_exception(error)}"
         warnings.warn(Q4PluginWarning(message), stacklevel=4)
         return False
+
+
+def _path_error(path: Path) -> CheckpointError | None:
+    """Return what a path that could not be opened is, and what to do, or None where there is nothing to add."""
+    what: str | None = None
+    with contextlib.suppress(OSError, ValueError):
+        if not path.exists():
+            what = "the path does not exist"
+            hint = "Name a safetensors file, an index of shards, a model folder, or a GGUF file."
+        elif path.is_dir():
+            suffixes = {item.suffix for item in path.iterdir()}
+            if ".safetensors" not in suffixes and not any(path.glob("*.safetensors.index.json")):
+                what, hint = "the folder holds no weights", "Name a folder with a safetensors file in it."
+                if ".gguf" in suffixes:
+                    what, hint = "the folder holds GGUF files", "Name the file that you mean."
+                elif suffixes & {*_PICKLES}:
+                    what, hint = "the folder holds pickles, which may run code while they are read", _SAVE
+        elif path.is_file() and not path.stat().st_size:
+            what, hint = "the file is empty", "Copy or download it again."
+        elif path.is_file() and path.suffix in _PICKLES:
+            what, hint = "the file is a pickle, which may run code while it is read", _SAVE
+    return None if what is None else CheckpointError(f"checkpoint: {what}", where=str(path), hint=hint)
+
+
+def find_layers(  # noqa: PLR0913  # the facts of one file
+    tensors: Mapping[str, TensorInfo],
+    request: OpenRequest,
+    *,
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    load: Callable[[str], torch.Tensor] | None,
+    path: Path,
+) -> Schema:
+    """Return what a file's tensors are: layers in a dialect of the request, and dense tensors.
+
+    Args:
+        tensors: Name → dtype and shape, in the order of the file.
+        request: Dialects and options.
+        metadata: The header's texts by key.
+        config: The model's ``config.json``.
+        load: Loads a small side tensor by name; None where no data are at hand.
+        path: The file, for errors.
+
+    Raises:
+        SchemaError: Something is wrong with the layers; ``problems`` has everything.
+        DialectError: The dialect's name, or an option's, is unknown.
+    """
+    facts = {"metadata": metadata, "config": config, "load": load, "options": request.options}
+    catalogue, dialects = catalogue_of(tensors, request.dialects, **facts)
+    schema = detect_in(catalogue, dialects, request.dialect)
+    if schema is None:
+        asked = [Problem("dialect", "dialect", "one of the file, which has no 4-bit layer", request.dialect)]
+        schema = Schema(dense=tuple(tensors), problems=asked if request.dialect is not None else ())
+    problems = validate_in(schema, catalogue, dialects)
+    if problems:
+        raise problems_error("checkpoint", problems, str(path), schema)
+    return schema

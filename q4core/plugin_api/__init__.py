@@ -13,7 +13,7 @@ from q4core.checkpoint.files import (
     require_regular,
     unreadable,
 )
-from q4core.checkpoint.layers import find_layers
+from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.schema.given import dtype_and_shape, holds_data, require_arguments
+from q4core.errors import ConfigError, SchemaError
+from q4core.formats import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "as_dict", "as_tuple", "float_dtype"]
+__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "as_dict", "as_tuple", "require_arguments"]
 
 _MAX_SUFFIX_PARTS = 3
 _MAX_SIDE_BYTES = 1 << 16
 _SCALE_LIKE = re.compile(
     r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
 )
-_FLOAT_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-
-
-def float_dtype(name: object) -> torch.dtype | None:
-    """Return float32, float16, bfloat16 or float64 by name (``"torch."`` before it or not), or None."""
-    return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+_FLOAT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, torch.float64)}
 
 
 def as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -118,10 +110,6 @@ class LayerSchema:
     named: bool = False
     nbytes: int | None = None
 
-    def extra(self, name: str, default: Any = None) -> Any:
-        """Return one of the extras."""
-        return dict(self.extras).get(name, default)
-
 
 class Catalogue:
     """The names of a checkpoint with their dtypes and shapes, indexed by module, and its small print.
@@ -148,20 +136,16 @@ class Catalogue:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         require_arguments(tensors, metadata=metadata, config=config, load=load, options=options)
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {name: _info_of(name, item) for name, item in tensors.items()}
         self._given = tensors
-        self._held: set[str] = set()
-        for name, item in tensors.items():
-            self.tensors[name] = item if isinstance(item, TensorInfo) else TensorInfo(*dtype_and_shape(name, item))
-            if holds_data(item):
-                self._held.add(name)
         self.metadata = dict(metadata or {})
         self.config = dict(config or {})
         self.load = load
         self.options = dict(options or {})
         self._below: dict[str, list[str]] = {}
         self._by_last: dict[str, list[str]] = {}
-        self._place = {name: index for index, name in enumerate(self.tensors)}
+        self.places = {name: index for index, name in enumerate(self.tensors)}
+        """Name → its place in the order of the file."""
         for name in self.tensors:
             self._by_last.setdefault(name.rpartition(".")[2], []).append(name)
             cut = len(name)
@@ -181,7 +165,10 @@ class Catalogue:
 
     def held(self, name: str) -> torch.Tensor | None:
         """Return a tensor that was given with its data; None where only metadata, or a loader, is at hand."""
-        return self._given[name] if name in self._held else None
+        item = self._given.get(name)
+        # Meta tensors, and those of torch's fake mode, have no numbers in them.
+        holds_data = isinstance(item, torch.Tensor) and not item.is_meta and not hasattr(item, "fake_mode")
+        return item if holds_data else None
 
     def children(self, module: str) -> dict[str, str]:
         """Return suffix → key for every tensor at most three names below a module.
@@ -195,8 +182,7 @@ class Catalogue:
         tails = tuple(f".{suffix}" for suffix in suffixes)
         lasts = {suffix.rpartition(".")[2] for suffix in suffixes}
         names = [name for last in lasts for name in self._by_last.get(last, ()) if name.endswith(tails)]
-        if len(lasts) > 1:
-            names.sort(key=self._place.__getitem__)
+        names.sort(key=self.places.__getitem__)
         modules = (next(name.removesuffix(tail) for tail in tails if name.endswith(tail)) for name in names)
         yield from dict.fromkeys(module for module in modules if module)
 
@@ -237,5 +223,47 @@ class Catalogue:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The model's dtype by ``config.json``, or None."""
-        return float_dtype(self.config.get("dtype", self.config.get("torch_dtype")))
+        """The model's dtype by ``config.json``: float32, bfloat16, float16 or float64; else None."""
+        name = self.config.get("dtype", self.config.get("torch_dtype"))
+        return _FLOAT_DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def require_arguments(
+    tensors: object, *, metadata: object = None, config: object = None, load: object = None, options: object = None
+) -> None:
+    """Refuse arguments of a wrong kind.
+
+    Raises:
+        SchemaError: ``tensors`` is no mapping with texts as names.
+        ConfigError: ``metadata`` is no mapping of texts to texts, ``config`` or ``options`` no mapping with texts as
+            names, or ``load`` no function; None is legal for each.
+    """
+    if not isinstance(tensors, Mapping):
+        rule = "a mapping of names to tensors"
+        raise SchemaError("schema", name="tensors", rule=rule, value=type(tensors).__name__)
+    for name in tensors:
+        if not isinstance(name, str):
+            raise SchemaError("schema", name="tensors", rule="keyed by texts", value=name)
+    for argument, given in (("metadata", metadata), ("config", config), ("options", options)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError("schema", name=argument, rule="a mapping or None", value=given)
+        for name, item in (given or {}).items():
+            if not isinstance(name, str):
+                raise ConfigError("schema", name=argument, rule="keyed by texts", value=name)
+            if given is metadata and not isinstance(item, str):
+                raise ConfigError("schema", name=f"metadata[{name!r}]", rule="a text", value=item)
+    if load is not None and not callable(load):
+        raise ConfigError("schema", name="load", rule="a function of a name, or None", value=load)
+
+
+def _info_of(name: str, item: Any) -> TensorInfo:
+    """Return dtype and shape of an entry; a ``SchemaError`` where it has none, as torch counts them."""
+    try:
+        dtype, shape = item.dtype, tuple(item.shape)
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: nested and lazy tensors have no shape
+        dtype, shape = None, ()
+    if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) for size in shape):
+        rule = "a tensor, or a TensorInfo of dtype and shape"
+        shown = item if isinstance(item, (str, int, float, type(None))) else type(item).__name__
+        raise SchemaError("schema", name=f"tensors[{name!r}]", rule=rule, value=shown)
+    return item if isinstance(item, TensorInfo) else TensorInfo(dtype, shape)

@@ -6,25 +6,39 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
-from q4core.diagnostics.describe_exception import where
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as_tuple
 from q4core.schema.dialect import Dialect, find_dialect
-from q4core.schema.simple_dialects import chosen_dialects
-from q4core.schema.unread import find_unread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import torch
-
-__all__ = ["AMBIGUOUS", "MARKER", "Schema", "choose", "detect", "detect_all", "detect_in", "make_catalogue", "readings"]
+__all__ = [
+    "AMBIGUOUS",
+    "MARKER",
+    "Schema",
+    "catalogue_of",
+    "choose",
+    "detect",
+    "detect_all",
+    "detect_in",
+    "is_unsupported",
+    "readings",
+    "take_dialects_from",
+]
 
 MARKER = "q4core.dialect"
 """Header metadata key under which a file of ours names its dialect, where other dialects use the same keys."""
 AMBIGUOUS = "told apart by metadata, config.json or dialect=..., as its keys fit several dialects alike"
 """The rule that a layer breaks of which several readings count."""
+_PACKED_KEYS = {"qweight": "gptq or awq", "W_q": "hqq", "weight_packed": "compressed-tensors"}
+"""Last part of a key → what stores packed codes under it, where no config names a method."""
+_PACKAGED = ("bitsandbytes", "compressed-tensors", "modelopt", "torchao")
+"""Methods that q4-dialects reads."""
+_PACKED_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32}
 
 
 @attrs.frozen(kw_only=True)
@@ -77,8 +91,8 @@ def detect(  # noqa: PLR0913  # the contract's arguments
         SchemaError: ``tensors`` is no mapping of names to tensors.
         ConfigError: Another argument is not what it must be.
     """
-    known = chosen_dialects(dialects)
-    return detect_in(make_catalogue(tensors, metadata, config, load, options, known), known, dialect)
+    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
+    return detect_in(catalogue, known, dialect)
 
 
 def detect_all(  # noqa: PLR0913  # the contract's arguments
@@ -94,9 +108,35 @@ def detect_all(  # noqa: PLR0913  # the contract's arguments
 
     Arguments and errors are those of ``detect``.
     """
-    known = chosen_dialects(dialects)
-    found = readings(make_catalogue(tensors, metadata, config, load, options, known), known)
-    return tuple(layer for group in found.values() for layer in _countable(group))
+    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
+    return tuple(layer for group in readings(catalogue, known).values() for layer in _countable(group))
+
+
+_installed: Callable[[], Iterable[Dialect]] = tuple
+
+
+def take_dialects_from(installed: Callable[[], Iterable[Dialect]]) -> None:
+    """Ask a function for the dialects wherever none are given; whoever loads plugins says so."""
+    global _installed  # noqa: PLW0603  # one per process
+    _installed = installed
+
+
+def catalogue_of(
+    tensors: Mapping[str, Any], dialects: Iterable[Dialect] | None, **facts: Any
+) -> tuple[Catalogue, tuple[Dialect, ...]]:
+    """Return the catalogue of tensors, and the dialects to look for: those given, or the installed ones.
+
+    Raises:
+        DialectError: No dialect has an option of that name.
+        SchemaError, ConfigError: As ``Catalogue``, whose other arguments are the facts.
+    """
+    known = tuple(_installed() if dialects is None else dialects)
+    catalogue = Catalogue(tensors, **facts)
+    legal = sorted({name for dialect in known for name in dialect.options})
+    for name in catalogue.options:
+        if name not in legal:
+            raise DialectError("options", name="option", rule=f"one of {', '.join(legal) or 'none'}", value=name)
+    return catalogue, known
 
 
 def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | None = None) -> Schema | None:
@@ -105,50 +145,29 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
         find_dialect(wanted, dialects)
     found = readings(catalogue, dialects)
     if not found:
-        unread = find_unread(catalogue, dialects)
+        unread = _find_unread(catalogue, dialects)
         owners = {problem.key for problem in unread}
         dense = [name for name in catalogue.tensors if name.rpartition(".")[0] not in owners]
         return Schema(dense=dense, unsupported=unread) if unread else None
-    layers: dict[str, LayerSchema] = {}
-    unsupported: list[Problem] = []
-    used: set[str] = set()
-    for module, candidates in found.items():
-        layer = choose(candidates, wanted, catalogue.metadata.get(MARKER))
-        used.update(key for candidate in candidates for key in candidate.keys.values())
-        refused = [problem for problem in layer.problems if problem.code == "unsupported"]
-        if refused:
-            unsupported += refused
-        else:
-            infos = [catalogue.get(key) for key in set(layer.keys.values())]
-            total = sum(info.nbytes for info in infos if info is not None)
-            layers[module] = attrs.evolve(layer, nbytes=total if layer.nbytes is None else layer.nbytes)
-    problems: list[Problem] = []
-    if wanted is not None and not any(layer.dialect == wanted for layer in layers.values()):
-        names = ", ".join(sorted({item.dialect for group in found.values() for item in group}))
-        problems.append(Problem("dialect", "dialect", f"one that the keys allow ({names})", wanted))
-    return Schema(
-        layers=layers,
-        dense=[name for name in catalogue.tensors if name not in used],
-        problems=problems,
-        unsupported=unsupported,
-    )
+    chosen = {module: choose(group, wanted, catalogue.metadata.get(MARKER)) for module, group in found.items()}
+    layers = {module: layer for module, layer in chosen.items() if not is_unsupported(layer)}
+    for module, layer in layers.items():
+        infos = [catalogue.get(key) for key in set(layer.keys.values())]
+        nbytes = sum(info.nbytes for info in infos if info is not None) if layer.nbytes is None else layer.nbytes
+        layers[module] = attrs.evolve(layer, nbytes=nbytes)
+    problems = []
+    if wanted is not None and all(layer.dialect != wanted for layer in layers.values()):
+        names = ", ".join(sorted({layer.dialect for group in found.values() for layer in group}))
+        problems = [Problem("dialect", "dialect", f"one that the keys allow ({names})", wanted)]
+    used = {key for group in found.values() for layer in group for key in layer.keys.values()}
+    refused = [problem for layer in chosen.values() for problem in layer.problems if problem.code == "unsupported"]
+    dense = [name for name in catalogue.tensors if name not in used]
+    return Schema(layers=layers, dense=dense, problems=problems, unsupported=refused)
 
 
-def make_catalogue(  # noqa: PLR0913  # the contract's arguments, without their defaults
-    tensors: Mapping[str, Any],
-    metadata: Mapping[str, str] | None,
-    config: Mapping[str, Any] | None,
-    load: Callable[[str], torch.Tensor] | None,
-    options: Mapping[str, Any] | None,
-    dialects: Sequence[Dialect],
-) -> Catalogue:
-    """Index tensors, after a look at the options' names; arguments and errors are those of ``detect``."""
-    catalogue = Catalogue(tensors, metadata=metadata, config=config, load=load, options=options)
-    legal = sorted({name for dialect in dialects for name in dialect.options})
-    for name in catalogue.options:
-        if name not in legal:
-            raise DialectError("options", name="option", rule=f"one of {', '.join(legal) or 'none'}", value=name)
-    return catalogue
+def is_unsupported(layer: LayerSchema) -> bool:
+    """Return whether a layer is recognised but can't be read."""
+    return any(problem.code == "unsupported" for problem in layer.problems)
 
 
 def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, list[LayerSchema]]:
@@ -157,11 +176,10 @@ def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, lis
     for dialect in sorted(dialects, key=lambda item: item.name):
         for layer in _found(dialect, catalogue):
             found.setdefault(layer.module, []).append(layer)
-    place = {name: index for index, name in enumerate(catalogue.tensors)}
 
     def first(module: str) -> int:
         keys = [key for layer in found[module] for key in layer.keys.values()]
-        return min((place[key] for key in keys if key in place), default=len(place))
+        return min((catalogue.places[key] for key in keys if key in catalogue), default=len(catalogue.places))
 
     return {module: found[module] for module in sorted(found, key=first)}
 
@@ -173,7 +191,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
     except Q4Error:
         raise
     except PLUGIN_FAULTS as error:
-        message = f"dialect {dialect.name!r} raised {type(error).__name__} and is left out: {error}{where(error)}"
+        message = f"dialect {dialect.name!r} raised {describe_exception(error)}, and is left out"
         warnings.warn(Q4PluginWarning(message), stacklevel=5)
         return []
 
@@ -194,3 +212,28 @@ def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | 
         return left[0]
     problem = Problem("ambiguous", left[0].module, AMBIGUOUS, " or ".join(layer.dialect for layer in left))
     return attrs.evolve(left[0], problems=(*left[0].problems, problem))
+
+
+def _find_unread(catalogue: Catalogue, dialects: Iterable[Dialect]) -> tuple[Problem, ...]:
+    """Return a problem for each module that holds packed codes, in a file in which no dialect found a layer.
+
+    They are told by the config's ``quant_method`` and by the names of the keys.
+    """
+    quantization: Any = catalogue.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    known = [dialect.name for dialect in dialects]
+    found: dict[str, Problem] = {}
+    for name, info in catalogue.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        owner = method if isinstance(method, str) else _PACKED_KEYS.get(suffix)
+        if module and owner is not None and info.dtype in _PACKED_DTYPES and len(info.shape) > 1:
+            found[module] = Problem("unsupported", module, _rule(owner, known), owner)
+    return tuple(found.values())
+
+
+def _rule(owner: str, known: Iterable[str]) -> str:
+    if owner not in _PACKAGED:
+        return "in a dialect that is read; this one is known, but nothing here reads it yet"
+    if any(name.startswith(owner) for name in known):
+        return "stored as an installed dialect has it"
+    return "in a dialect that is installed; python3 -m pip install q4-dialects brings this one"

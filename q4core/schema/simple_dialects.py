@@ -18,9 +18,9 @@ from q4core.schema.dialect import Dialect, WrittenLayer
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4", "chosen_dialects", "take_dialects_from"]
+__all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4"]
 
 _ORDERS = {"high_first": Packing.HIGH_FIRST, "low_first": Packing.LOW_FIRST}
 _DEFAULT_ORDER = "high_first"
@@ -280,15 +280,3 @@ def _is_one(global_scale: torch.Tensor | None) -> bool:
 
 
 SIMPLE_DIALECTS: tuple[Dialect, ...] = (SimpleNf4(), SimpleNvfp4())
-_installed: Callable[[], Iterable[Dialect]] = lambda: SIMPLE_DIALECTS  # noqa: E731  # replaced once plugins can be asked
-
-
-def take_dialects_from(installed: Callable[[], Iterable[Dialect]]) -> None:
-    """Ask a function for the dialects wherever none are given; whoever loads plugins says so."""
-    global _installed  # noqa: PLW0603  # one per process
-    _installed = installed
-
-
-def chosen_dialects(given: Iterable[Dialect] | None) -> tuple[Dialect, ...]:
-    """Return the dialects that are given, or the installed ones."""
-    return tuple(_installed() if given is None else given)

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 
-from q4core.errors import SchemaError
+from q4core.diagnostics.describe_exception import describe_exception
+from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError
+from q4core.formats import FLOATS
 from q4core.schema.catalogue import Problem
-from q4core.schema.detection import AMBIGUOUS, MARKER, Schema, choose, detect_in, make_catalogue, readings
+from q4core.schema.detection import (
+    AMBIGUOUS,
+    MARKER,
+    Schema,
+    catalogue_of,
+    choose,
+    detect_in,
+    is_unsupported,
+    readings,
+)
 from q4core.schema.dialect import find_dialect
-from q4core.schema.simple_dialects import chosen_dialects
-from q4core.schema.values import number_problems, weight_problems
+from q4core.weight import first_illegal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from q4core.schema.catalogue import Catalogue, LayerSchema
     from q4core.schema.dialect import Dialect
 
 __all__ = ["detect_or_fail", "problems_error", "validate", "validate_in"]
+
+_COMPARED = frozenset({*FLOATS, torch.float64, torch.float8_e4m3fn, torch.float8_e8m0fnu})
 
 
 def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
@@ -44,8 +56,7 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
         DialectError: The dialect's name, or an option's, is unknown.
         ConfigError: An argument is not what it must be.
     """
-    known = chosen_dialects(dialects)
-    catalogue = make_catalogue(tensors, metadata, config, load, options, known)
+    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
     schema = detect_in(catalogue, known, dialect)
     if schema is None:
         names = ", ".join(sorted(item.name for item in known))
@@ -91,8 +102,7 @@ def validate(  # noqa: PLR0913  # the contract's arguments
     """
     if not isinstance(schema, Schema):
         raise SchemaError("validate", name="schema", rule="a Schema, as detect gives it", value=type(schema).__name__)
-    known = chosen_dialects(dialects)
-    catalogue = make_catalogue(tensors, metadata, config, load, options, known)
+    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
     return validate_in(_renewed(schema, catalogue, known), catalogue, known)
 
 
@@ -101,7 +111,7 @@ def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect
     problems = list(schema.problems)
     layers = [(find_dialect(layer.dialect, dialects), layer) for layer in schema.layers.values()]
     sound = []
-    illegal = list(number_problems(layers, catalogue))
+    illegal = list(_number_problems(layers, catalogue))
     bad_keys = {problem.key for problem in illegal}
     for dialect, layer in layers:
         found = _layer_problems(dialect, layer, catalogue)
@@ -110,7 +120,7 @@ def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect
         problems += found
     problems += illegal
     for dialect, layer in sound:
-        problems += weight_problems(dialect, layer, catalogue)
+        problems += _weight_problems(dialect, layer, catalogue)
     return tuple(dict.fromkeys(problems))
 
 
@@ -128,72 +138,90 @@ def _layer_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) 
     return problems
 
 
+def _number_problems(layers: Iterable[tuple[Dialect, LayerSchema]], catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield what is wrong with each tensor that is at hand: its layout, and the first of its numbers that is illegal.
+
+    A tensor that several layers share (experts) is looked at once.
+    """
+    seen: set[tuple[str, str]] = set()
+    for dialect, layer in layers:
+        for role, key in layer.keys.items():
+            stored = None if (dialect.name, key) in seen else catalogue.held(key)
+            seen.add((dialect.name, key))
+            if stored is None:
+                continue
+            if stored.layout is not torch.strided:
+                yield Problem("value", key, "a strided tensor", str(stored.layout))
+                continue
+            rule = dialect.numbers.get(role)
+            numbers = None if rule is None else dialect.stored_numbers(layer, role, stored.detach(), catalogue)
+            if rule is None or numbers is None or numbers.dtype not in _COMPARED:
+                continue
+            bad = first_illegal(numbers, rule)
+            if bad is not None:
+                place, value = bad
+                yield Problem("value", key, rule, f"{value} at {place}" if place else str(value))
+
+
+def _weight_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield what reading a layer, without other problems, finds to be wrong with its values; nothing where it can't be.
+
+    The whole layer must be at hand.
+    """
+    tensors = {key: catalogue.held(key) for key in layer.keys.values()}
+    held = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    if len(held) < len(tensors):
+        return
+    try:
+        dialect.read(layer, held.__getitem__).check_values()
+    except Q4Error as error:
+        field, bracket, place = (error.name or "").partition("[")
+        value = f"{error.value} at [{place}" if bracket else error.value
+        yield Problem("value", layer.keys.get(field, layer.module), error.rule or str(error), value)
+    except NotImplementedError:
+        return  # a dialect that says what is there, and reads nothing
+    except PLUGIN_FAULTS as error:
+        message = f"dialect {dialect.name!r} raised {describe_exception(error)} as it read {layer.module!r}"
+        warnings.warn(Q4PluginWarning(message), stacklevel=6)
+
+
 def _renewed(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> Schema:
     """Return a schema anew from a catalogue, with a problem for each layer that its tensors have no place for.
 
-    A layer of which the keys tell nothing any more stays as the schema has it, so that what is missing can be said;
-    layers that the schema lacks are added.
+    What the tensors show goes by the dialect of the layer that had its module or one of its keys, if any: experts come
+    and go as one layer or as many, with the same keys. A layer of which the keys tell nothing any more stays as the
+    schema has it, so that what is missing can be said.
 
     Raises:
         DialectError: The schema names a dialect that is not among the dialects.
     """
-    found = readings(catalogue, dialects)
-    marked = catalogue.metadata.get(MARKER)
-    by_key = _by_key(found)
+    owners = {key: layer for layer in schema.layers.values() for key in layer.keys.values()}
     layers: dict[str, LayerSchema] = {}
-    problems = list(schema.problems)
-    told: set[frozenset[tuple[str, str]]] = set()  # the keys of the layers so far
-    for module, old in schema.layers.items():
-        dialect = find_dialect(old.dialect, dialects)
-        chosen = _same(found.get(module, ()), old, marked)
-        if chosen is not None:
-            layers[module] = find_dialect(chosen.dialect, dialects).recall(chosen, old, catalogue)
-            told.add(frozenset(layers[module].keys.items()))
+    heirs: dict[tuple[str, str], list[str]] = {}  # (dialect, key) → modules
+    for module, group in readings(catalogue, dialects).items():
+        keys = [key for layer in group for key in layer.keys.values()]
+        old = schema.layers.get(module) or next((owners[key] for key in keys if key in owners), None)
+        is_open = old is not None and any((item.code, item.rule) == ("ambiguous", AMBIGUOUS) for item in old.problems)
+        wanted = None if old is None or is_open else old.dialect
+        chosen = choose(group, wanted, catalogue.metadata.get(MARKER))
+        if wanted not in {None, chosen.dialect} or (old is None and is_unsupported(chosen)):
             continue
-        # Experts come and go as one layer or as many, with the same keys.
-        kin = {name: layer for key in old.keys.values() for name, layer in by_key.get((old.dialect, key), {}).items()}
-        for name, layer in kin.items():
-            told.add(frozenset(layers.setdefault(name, dialect.recall(layer, old, catalogue)).keys.items()))
+        if old is not None:
+            chosen = find_dialect(chosen.dialect, dialects).recall(chosen, old, catalogue)
+        layers[module] = chosen
+        for key in chosen.keys.values():
+            heirs.setdefault((chosen.dialect, key), []).append(module)
+    problems = list(schema.problems)
+    gone: dict[frozenset[str], LayerSchema] = {}
+    for module, old in schema.layers.items():
+        find_dialect(old.dialect, dialects)
+        if module in layers:
+            continue
+        kin = {name for key in old.keys.values() for name in heirs.get((old.dialect, key), ())}
         if not kin:  # of experts that are gone, the first speaks for all
-            keys = frozenset(old.keys.items())
-            if keys not in told:
-                told.add(keys)
-                layers[module] = old
+            gone.setdefault(frozenset(old.keys.values()), old)
         elif not any(f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.") for name in kin):
             info = catalogue.get(old.keys["qdata"])
             rule = f"of a shape that holds the layer {module!r}"
             problems.append(Problem("shape", old.keys["qdata"], rule, info and list(info.shape)))
-    return attrs.evolve(schema, layers={**layers, **_added(found, layers, marked)}, problems=problems)
-
-
-def _by_key(found: Mapping[str, Sequence[LayerSchema]]) -> dict[tuple[str, str], dict[str, LayerSchema]]:
-    """Return (dialect, key) → the readings that have the key, by module."""
-    by_key: dict[tuple[str, str], dict[str, LayerSchema]] = {}
-    for layer in (layer for group in found.values() for layer in group):
-        for key in layer.keys.values():
-            by_key.setdefault((layer.dialect, key), {})[layer.module] = layer
-    return by_key
-
-
-def _same(group: Sequence[LayerSchema], old: LayerSchema, marked: str | None) -> LayerSchema | None:
-    """Return the reading of a module that is in the schema's dialect; any, where the schema left the dialect open."""
-    if not group:
-        return None
-    is_open = any((problem.code, problem.rule) == ("ambiguous", AMBIGUOUS) for problem in old.problems)
-    chosen = choose(group, None if is_open else old.dialect, marked)
-    return chosen if is_open or chosen.dialect == old.dialect else None
-
-
-def _added(
-    found: Mapping[str, Sequence[LayerSchema]], layers: Mapping[str, LayerSchema], marked: str | None
-) -> dict[str, LayerSchema]:
-    """Return the layers whose tensors no layer of the schema has, but for those that can only be listed."""
-    taken = {key for layer in layers.values() for key in layer.keys.values()}
-    others = {module: choose(group, None, marked) for module, group in found.items()}
-    return {
-        module: layer
-        for module, layer in others.items()
-        if module not in layers
-        and taken.isdisjoint(layer.keys.values())
-        and not any(problem.code == "unsupported" for problem in layer.problems)
-    }
+    return attrs.evolve(schema, layers={**layers, **{old.module: old for old in gone.values()}}, problems=problems)

@@ -5,18 +5,17 @@ Each one delegates: what it does stands in the module that it names.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from q4core import checkpoint
 from q4core import schema as schemas
-from q4core.errors import CheckpointError, SchemaError
 from q4core.plugins.registry import default_registry
 from q4core.policy import Rounding
 from q4core.schema import SIMPLE_DIALECTS
 from q4core.session import quantizer
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from pathlib import Path
 
@@ -66,19 +65,7 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
     request = checkpoint.OpenRequest(
         dialects=dialects(), dialect=dialect, config=config, options=options, copy=bool(copy)
     )
-    try:
-        opened = checkpoint.open_by(default_registry().checkpoint_readers(), path, request, _plugin_states())
-    except CheckpointError as error:
-        better = schemas.describe_path(path) if isinstance(path, (str, os.PathLike)) else None
-        if better is None:
-            raise
-        raise better from error
-    try:
-        schemas.require_layers(opened.schema, str(opened.path))
-    except SchemaError:
-        opened.close()
-        raise
-    return opened
+    return checkpoint.open_by(default_registry().checkpoint_readers(), path, request, _plugin_states())
 
 
 def save_checkpoint(  # noqa: PLR0913  # one argument per fact
