@@ -40,11 +40,9 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 
 
 def require_regular(path: Path, *, or_folder: bool = False) -> None:
-    """Check that a path leads to a regular file, without opening it: a pipe or a device would make a reader wait.
+    """Check that a path leads to a regular file, or to a folder where that is allowed; links are followed.
 
-    Args:
-        path: The path; links are followed.
-        or_folder: Allow a folder too.
+    Nothing is opened: a pipe or a device would make a reader wait.
 
     Raises:
         CheckpointError: It leads to something else, or nowhere.
@@ -117,18 +115,15 @@ def parse_json(text: bytes, *, what: str, where: str) -> Any:
         CheckpointError: The text is not such JSON.
     """
 
-    def fail(name: str, rule: str, value: object) -> NoReturn:
-        raise CheckpointError(what, name=name, rule=rule, value=value, where=where)
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
-            fail(f"key {twice!r}", "there once", "a duplicate")
+            twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(what, name=f"key {twice!r}", rule="there once", value="a duplicate", where=where)
         return found
 
     def refuse(constant: str) -> NoReturn:
-        fail("JSON", "without NaN and Infinity", constant)
+        raise CheckpointError(what, name="JSON", rule="without NaN and Infinity", value=constant, where=where)
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)

@@ -67,13 +67,18 @@ class Checkpoint(Mapping[str, PackedWeight]):
             CheckpointError: The layer can't be read, or holds illegal numbers; names file, key, rule and value.
             LifecycleError: The checkpoint is closed.
         """
-        source = self.source
+        source, what = self.source, f"layer {module!r}"
         if module not in self.schema.layers:
-            self._refuse(module)
+            for problem in self.schema.unsupported:
+                if problem.key == module:
+                    rule, where = problem.rule, str(self.path)
+                    raise CheckpointError(what, name=module, rule=rule, value=problem.value, where=where)
+            close = closest_name(module, self.schema.layers)
+            raise KeyError(f"no {what} in {self.path}" + (f"; did you mean {close!r}?" if close else ""))
         weight = self._alive.get(module)
         if weight is None:
             try:
-                with _reading(f"layer {module!r}", self.path, self.schema.layers[module].nbytes):
+                with _reading(what, self.path, self.schema.layers[module].nbytes):
                     weight = source.read(module)
                     weight.check_values()
             except (WeightError, DialectError, FormatError) as error:
@@ -113,28 +118,14 @@ class Checkpoint(Mapping[str, PackedWeight]):
         dialects = ", ".join(self.schema.dialects) or "no dialect"
         return f"Checkpoint({str(self.path)!r}, {len(self)} layers in {dialects}{state})"
 
-    def _refuse(self, module: str) -> None:
-        for problem in self.schema.unsupported:
-            if problem.key == module:
-                raise CheckpointError(
-                    f"layer {module!r}", name=module, rule=problem.rule, value=problem.value, where=str(self.path)
-                )
-        close = closest_name(module, self.schema.layers)
-        raise KeyError(f"no layer {module!r} in {self.path}" + (f"; did you mean {close!r}?" if close else ""))
-
     def _blame(self, module: str, error: Q4Error) -> CheckpointError:
         """Say the same of the file: the field becomes the key under which the file has it."""
-        keys = self.schema.layers[module].keys
         field, bracket, place = (error.name or "").partition("[")
-        given: dict[str, Any] = {"value": error.value} if error.has_value else {}
-        return CheckpointError(
-            f"layer {module!r}",
-            name=f"{keys.get(field, field or module)}{bracket}{place}",
-            rule=error.rule or str(error),
-            where=str(self.path),
-            hint=error.hint,
-            **given,
-        )
+        name = self.schema.layers[module].keys.get(field, field or module) + bracket + place
+        facts: dict[str, Any] = {"rule": error.rule or str(error), "where": str(self.path), "hint": error.hint}
+        if error.has_value:
+            facts["value"] = error.value
+        return CheckpointError(f"layer {module!r}", name=name, **facts)
 
 
 @contextlib.contextmanager
@@ -145,11 +136,9 @@ def _reading(what: str, path: Path, nbytes: int | None) -> Iterator[None]:
     except Q4Error:
         raise
     except (MemoryError, OSError, RuntimeError) as error:
-        value = describe_exception(error)
         hint = None if nbytes is None else f"It takes {nbytes} bytes in the file."
-        raise CheckpointError(
-            what, name="data", rule="readable here", value=value, where=str(path), hint=hint
-        ) from error
+        facts = {"value": describe_exception(error), "where": str(path), "hint": hint}
+        raise CheckpointError(what, name="data", rule="readable here", **facts) from error
 
 
 class DenseTensors(Mapping[str, "torch.Tensor"]):

@@ -42,7 +42,7 @@ _SAVE = "Save the model as safetensors; save_pretrained of transformers does, an
 def open_by(
     readers: Iterable[CheckpointReader], path: object, request: OpenRequest, plugins: Mapping[str, str]
 ) -> Checkpoint:
-    """Open a checkpoint by the one reader that knows it.
+    """Open a checkpoint by the one reader that knows it; see ``q4core.open`` for the errors.
 
     Args:
         readers: The readers to ask.
@@ -51,9 +51,7 @@ def open_by(
         plugins: Name → state of the plugins there are, for the hint of an error.
 
     Raises:
-        CheckpointError, SchemaError, DialectError: As ``q4core.open``.
-        ConfigError: ``config`` or ``options`` is no mapping.
-        PluginError: The reader raised something else.
+        PluginError: The reader raised something that is no error of q4core.
     """
     require_arguments({}, config=request.config, options=request.options)
     if not isinstance(path, (str, os.PathLike)):
@@ -80,7 +78,7 @@ def _open(
     require_regular(path, or_folder=True)  # before readers look: opening a pipe waits for who writes into it
     fitting = [reader for reader in readers if _recognises(reader, path)]
     if len(fitting) != 1:
-        raise _file_error(path, readers, fitting, plugins)
+        raise _file_error(path, [item.name for item in fitting], [item.name for item in readers], plugins)
     reader = fitting[0]
     try:
         return Checkpoint(reader.open(path, request), reader.name)
@@ -107,15 +105,11 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
     raise SchemaError(f"checkpoint: {what}", where=path, hint=hint, problems=problems, schema=schema)
 
 
-def _file_error(
-    path: Path, readers: Sequence[CheckpointReader], fitting: Sequence[CheckpointReader], plugins: Mapping[str, str]
-) -> CheckpointError:
+def _file_error(path: Path, fitting: list[str], asked: list[str], plugins: Mapping[str, str]) -> CheckpointError:
     """Return the error for a file that no reader knows, or several do; it names the plugin that is missing."""
-    names = ", ".join(reader.name for reader in fitting or readers)
-    value = names if fitting else f"none of {names}" if names else "no reader at all"
+    value = ", ".join(fitting) or (f"none of {', '.join(asked)}" if asked else "no reader at all")
     kind = None if fitting else _kind(path)
-    is_missing = kind is not None and kind not in {reader.name for reader in readers}
-    hint = way_to(kind, plugins) if is_missing and kind is not None else None
+    hint = None if kind is None or kind in asked else way_to(kind, plugins)
     rule = "one that exactly one installed reader knows"
     return CheckpointError("checkpoint", name="file", rule=rule, value=value, where=str(path), hint=hint)
 

@@ -34,15 +34,7 @@ def save_by(
 ) -> Path:
     """Save a checkpoint by the one writer that takes its path, and return what opens it.
 
-    Args:
-        writers: The writers to choose from.
-        path: A file or a folder.
-        weights: Module → weight.
-        request: What else, and how.
-        plugins: Name → state of the plugins there are, for the hint of an error.
-
-    Raises:
-        CheckpointError, DialectError, WeightError: As ``q4core.save_checkpoint``.
+    See ``q4core.save_checkpoint`` for the errors; ``plugins`` is name → state, for the hint of one.
     """
     target = _checked_path(path)
     _check_items("weights", weights, PackedWeight)

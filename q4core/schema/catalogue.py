@@ -171,10 +171,7 @@ class Catalogue:
         return item if holds_data else None
 
     def children(self, module: str) -> dict[str, str]:
-        """Return suffix → key for every tensor at most three names below a module.
-
-        ``"weight.absmax"`` → ``"proj.weight.absmax"``, for example.
-        """
+        """Return suffix → key (``"weight.absmax"`` → ``"proj.weight.absmax"``) down to three names below a module."""
         return {name[len(module) + 1 :]: name for name in self._below.get(module, ())}
 
     def modules_with(self, *suffixes: str) -> Iterator[str]:
@@ -231,13 +228,7 @@ class Catalogue:
 def require_arguments(
     tensors: object, *, metadata: object = None, config: object = None, load: object = None, options: object = None
 ) -> None:
-    """Refuse arguments of a wrong kind.
-
-    Raises:
-        SchemaError: ``tensors`` is no mapping with texts as names.
-        ConfigError: ``metadata`` is no mapping of texts to texts, ``config`` or ``options`` no mapping with texts as
-            names, or ``load`` no function; None is legal for each.
-    """
+    """Refuse arguments of a wrong kind: ``tensors`` by a ``SchemaError``, the others by a ``ConfigError``."""
     if not isinstance(tensors, Mapping):
         rule = "a mapping of names to tensors"
         raise SchemaError("schema", name="tensors", rule=rule, value=type(tensors).__name__)

@@ -219,21 +219,16 @@ def _find_unread(catalogue: Catalogue, dialects: Iterable[Dialect]) -> tuple[Pro
 
     They are told by the config's ``quant_method`` and by the names of the keys.
     """
-    quantization: Any = catalogue.config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    known = [dialect.name for dialect in dialects]
+    method = catalogue.quantization_config.get("quant_method")
     found: dict[str, Problem] = {}
     for name, info in catalogue.tensors.items():
         module, _, suffix = name.rpartition(".")
         owner = method if isinstance(method, str) else _PACKED_KEYS.get(suffix)
         if module and owner is not None and info.dtype in _PACKED_DTYPES and len(info.shape) > 1:
-            found[module] = Problem("unsupported", module, _rule(owner, known), owner)
+            rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
+            if owner in _PACKAGED:
+                rule = "in a dialect that is installed; python3 -m pip install q4-dialects brings this one"
+                if any(dialect.name.startswith(owner) for dialect in dialects):
+                    rule = "stored as an installed dialect has it"
+            found[module] = Problem("unsupported", module, rule, owner)
     return tuple(found.values())
-
-
-def _rule(owner: str, known: Iterable[str]) -> str:
-    if owner not in _PACKAGED:
-        return "in a dialect that is read; this one is known, but nothing here reads it yet"
-    if any(name.startswith(owner) for name in known):
-        return "stored as an installed dialect has it"
-    return "in a dialect that is installed; python3 -m pip install q4-dialects brings this one"

@@ -49,10 +49,9 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
-        """Yield every layer that looks like this dialect's, complete or not.
+        """Yield every layer that looks like this dialect's, complete or not; none that is another dialect's.
 
-        A layer whose keys are incomplete, or that has scale keys which the dialect does not know, is yielded with its
-        ``problems``; one that belongs to another dialect is not yielded.
+        Where keys are missing, or scale keys unknown, the layer's ``problems`` say so.
         """
 
     @abc.abstractmethod
@@ -60,11 +59,7 @@ class Dialect(abc.ABC):
         """Yield *every* problem of dtype and shape (``layer.problems``, and those of values, are the caller's)."""
 
     def stored_numbers(
-        self,
-        layer: LayerSchema,
-        role: str,
-        stored: torch.Tensor,
-        catalogue: Catalogue,  # noqa: ARG002  # a default
+        self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
     ) -> torch.Tensor | None:
         """Return the numbers that a stored tensor of one of the ``numbers`` holds; None where it holds others.
 
@@ -74,15 +69,10 @@ class Dialect(abc.ABC):
             stored: The tensor, of whatever dtype and shape.
             catalogue: Where the others are.
         """
-        del layer, role
+        del layer, role, catalogue
         return stored if stored.is_floating_point() else None
 
-    def recall(
-        self,
-        layer: LayerSchema,
-        earlier: LayerSchema,
-        catalogue: Catalogue,  # noqa: ARG002  # a default
-    ) -> LayerSchema:
+    def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
         """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
 
         Args:
@@ -90,7 +80,7 @@ class Dialect(abc.ABC):
             earlier: What it gave for another one, where the same keys were this layer's.
             catalogue: Where to look.
         """
-        del earlier
+        del earlier, catalogue
         return layer
 
     @abc.abstractmethod
@@ -105,12 +95,13 @@ class Dialect(abc.ABC):
             WeightError, DialectError: The values contradict the dialect.
         """
 
-    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:  # noqa: ARG002  # a default
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         """Return the tensors and metadata that hold ``weight`` in this dialect, exactly.
 
         Raises:
             DialectError: The dialect can't express the weight's format, levels or features.
         """
+        del weight
         raise self.refusal(module, "dialect", "one that q4core can write", self.name)
 
     def approximate(self, weight: PackedWeight) -> PackedWeight:
@@ -225,10 +216,8 @@ class Dialect(abc.ABC):
             names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             yield Problem("dtype", key, f"of dtype {names}", str(info.dtype).removeprefix("torch."))
         wanted = tuple(shape)
-        fits = len(wanted) == len(info.shape) and all(
-            size == legal or (legal is None and size > 0) for size, legal in zip(info.shape, wanted, strict=True)
-        )
-        if not fits:
+        fits = (size > 0 if legal is None else size == legal for size, legal in zip(info.shape, wanted, strict=False))
+        if len(wanted) != len(info.shape) or not all(fits):
             sizes = ", ".join("any" if size is None else str(size) for size in wanted)
             yield Problem("shape", key, f"of shape [{sizes}]", list(info.shape))
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 
 from q4core.errors import DialectError
-from q4core.formats import BUILTIN_FORMATS, FLOATS, BlockOrder, Format, Packing, ScaleKind
+from q4core.formats import BUILTIN_FORMATS, FLOATS, BlockOrder, Packing, ScaleKind
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, TensorInfo
 from q4core.schema.dialect import Dialect, WrittenLayer
 from q4core.weight import Feature, PackedWeight
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4"]
 
+_TRIO = {"qdata": "weight", "scale": "absmax", "codebook": "quant_map"}
 _ORDERS = {"high_first": Packing.HIGH_FIRST, "low_first": Packing.LOW_FIRST}
 _DEFAULT_ORDER = "high_first"
-_BLOCK = 16
 _FORMAT_BY_FIRST_LEVEL = {-1.0: "nf4", 0.0: "fp4"}
 _CODEBOOK_RULE = "a code book that starts with -1 (NF4) or 0 (FP4)"
+_BLOCK = 16
 
 
 def _shape_of(codes: TensorInfo | None) -> tuple[int, int] | None:
@@ -59,26 +60,22 @@ class SimpleNf4(Dialect):
         told = catalogue.options.get("nibble_order")
         if told is not None and told not in _ORDERS:
             raise DialectError(self.name, name="nibble_order", rule=f"one of {', '.join(_ORDERS)}", value=told)
-        order = told or _DEFAULT_ORDER
         for module in catalogue.modules_with("absmax", "quant_map"):
             # "proj.weight" with an "absmax" below it is bitsandbytes' own dialect.
             if module.rpartition(".")[2] == "weight" or module in catalogue:
                 continue
-            keys = {"qdata": f"{module}.weight", "scale": f"{module}.absmax", "codebook": f"{module}.quant_map"}
+            keys = {role: f"{module}.{suffix}" for role, suffix in _TRIO.items()}
             codes = catalogue.get(keys["qdata"])
             is_trio = keys["scale"] in catalogue and keys["codebook"] in catalogue
             if is_trio or (codes is not None and codes.dtype == torch.uint8):
-                yield self._layer(catalogue, module, keys, order, assumed=told is None)
+                yield self._layer(catalogue, module, keys, told)
 
-    def _layer(
-        self, catalogue: Catalogue, module: str, keys: dict[str, str], order: str, *, assumed: bool
-    ) -> LayerSchema:
-        problems = list(catalogue.unknown_scales(module, ("weight", "absmax", "quant_map", "bias")))
+    def _layer(self, catalogue: Catalogue, module: str, keys: dict[str, str], told: str | None) -> LayerSchema:
+        problems = list(catalogue.unknown_scales(module, (*_TRIO.values(), "bias")))
         dtype, notes = _dtype_of(catalogue)
-        if assumed:
-            notes = (*notes, f"nibble order {order} assumed: the dialect does not say it")
-        table = catalogue.load_small(keys["codebook"])
-        kind = "nf4"
+        if told is None:
+            notes = (*notes, f"nibble order {_DEFAULT_ORDER} assumed: the dialect does not say it")
+        table, kind = catalogue.load_small(keys["codebook"]), "nf4"
         if table is None or not table.numel() or table.dtype not in FLOATS:
             notes = (*notes, "format nf4 assumed: the code book was not read")
         else:
@@ -86,21 +83,18 @@ class SimpleNf4(Dialect):
             kind = _FORMAT_BY_FIRST_LEVEL.get(first, kind)
             if first not in _FORMAT_BY_FIRST_LEVEL:
                 problems.append(Problem("value", keys["codebook"], _CODEBOOK_RULE, first))
-        codes, absmax = catalogue.get(keys["qdata"]), catalogue.get(keys["scale"])
-        shape = _shape_of(codes)
-        block = None
-        if shape is not None and absmax is not None and absmax.numel and shape[0] * shape[1] % absmax.numel == 0:
-            block = shape[0] * shape[1] // absmax.numel
+        shape, absmax = _shape_of(catalogue.get(keys["qdata"])), catalogue.get(keys["scale"])
+        count = 0 if shape is None or absmax is None else absmax.numel
         return LayerSchema(
             module=module,
             dialect=self.name,
             format=kind,
             keys=keys,
             shape=shape,
-            block_size=block,
+            block_size=shape[0] * shape[1] // count if shape and count and shape[0] * shape[1] % count == 0 else None,
             problems=problems,
             notes=notes,
-            extras=(("dtype", dtype), ("order", order)),
+            extras=(("dtype", dtype), ("order", told or _DEFAULT_ORDER)),
         )
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
@@ -109,8 +103,7 @@ class SimpleNf4(Dialect):
         yield from self.expect(catalogue, keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
         yield from self.expect(catalogue, keys["scale"], dtypes=FLOATS, shape=(None,))
         yield from self.expect(catalogue, keys["codebook"], dtypes=FLOATS, shape=(16,))
-        absmax = catalogue.get(keys["scale"])
-        legal = BUILTIN_FORMATS[layer.format].block_sizes
+        absmax, legal = catalogue.get(keys["scale"]), BUILTIN_FORMATS[layer.format].block_sizes
         if layer.shape is not None and absmax is not None and layer.block_size not in legal:
             total = layer.shape[0] * layer.shape[1]
             rule = f"N * K / block elements long for a block in {sorted(legal)} and N * K = {total}"
@@ -118,16 +111,16 @@ class SimpleNf4(Dialect):
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; blocks that do not straddle rows are stored by row."""
-        codes, absmax, table = (load(layer.keys[role]) for role in ("qdata", "scale", "codebook"))
+        codes, absmax, table = (load(layer.keys[role]) for role in _TRIO)
         rows, columns = codes.shape[0], codes.shape[1] * 2
         block = rows * columns // absmax.numel()
         name = _FORMAT_BY_FIRST_LEVEL.get(float(table[0]))
         if name is None:
             raise DialectError(self.name, name="codebook", rule=_CODEBOOK_RULE, value=float(table[0]))
-        kind = BUILTIN_FORMATS[name]
-        by_row = columns % block == 0
-        extras = dict(layer.extras)
+        kind, by_row, extras = BUILTIN_FORMATS[name], columns % block == 0, dict(layer.extras)
         order = extras["order"]
+        own = kind.codebook_tensor(table.device).view(torch.int32)
+        is_own = table.dtype == torch.float32 and torch.equal(table.view(torch.int32), own)
         return PackedWeight(
             format=kind,
             qdata=codes if by_row else codes.reshape(-1),
@@ -137,7 +130,7 @@ class SimpleNf4(Dialect):
             block_size=block,
             packing=_ORDERS[order],
             blocks=BlockOrder.ROW if by_row else BlockOrder.FLAT,
-            codebook=None if is_own_table(table, kind) else table,
+            codebook=None if is_own else table,
             dtype=extras["dtype"],
             name=layer.module,
             dialect=self.name,
@@ -158,15 +151,11 @@ class SimpleNf4(Dialect):
         if columns % 2 or rows * columns % weight.block_size:
             rule = f"even, and N * K a multiple of the block size {weight.block_size}"
             raise self.refusal(module, "in_features", rule, columns)
-        order = self.read_fact(weight, "nibble_order") or _DEFAULT_ORDER
-        codes = self.flat_bytes(weight, _ORDERS[order])
+        codes = self.flat_bytes(weight, _ORDERS[self.read_fact(weight, "nibble_order") or _DEFAULT_ORDER])
         table = weight.format.codebook_tensor(weight.device) if weight.codebook is None else weight.codebook
-        tensors = {
-            "weight": codes[: rows * columns // 2].reshape(rows, columns // 2),
-            "absmax": weight.scale.reshape(-1),
-            "quant_map": table,
-        }
-        return WrittenLayer(tensors={f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+        tensors = (codes[: rows * columns // 2].reshape(rows, -1), weight.scale.reshape(-1), table)
+        names = (f"{module}.{suffix}" for suffix in _TRIO.values())
+        return WrittenLayer(tensors=dict(zip(names, tensors, strict=True)))
 
     def approximate(self, weight: PackedWeight) -> PackedWeight:
         """Collapse the scale levels, which keeps the values, and leave out the activation scale."""
@@ -204,12 +193,12 @@ class SimpleNvfp4(Dialect):
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         """Yield every problem of dtype and shape."""
-        yield from self.expect(catalogue, layer.keys["qdata"], dtypes={torch.uint8}, shape=(None, None))
+        key = layer.keys["qdata"]
+        yield from self.expect(catalogue, key, dtypes={torch.uint8}, shape=(None, None))
         rows, columns = layer.shape or (None, None)
-        if columns is not None and columns % _BLOCK:
-            codes = catalogue.get(layer.keys["qdata"])
-            rule = f"[N, K / 2] with K a multiple of {_BLOCK}"
-            yield Problem("shape", layer.keys["qdata"], rule, codes and list(codes.shape))
+        codes = catalogue.get(key)
+        if codes is not None and columns is not None and columns % _BLOCK:
+            yield Problem("shape", key, f"[N, K / 2] with K a multiple of {_BLOCK}", list(codes.shape))
         blocks = None if columns is None else columns // _BLOCK
         legal = {torch.uint8, torch.float8_e4m3fn, torch.float16}
         yield from self.expect(catalogue, layer.keys["scale"], dtypes=legal, shape=(rows, blocks))
@@ -223,9 +212,8 @@ class SimpleNvfp4(Dialect):
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight."""
-        codes, scale = load(layer.keys["qdata"]), load(layer.keys["scale"])
-        extras = dict(layer.extras)
-        prefix = extras["prefix"]
+        codes, scale, extras = load(layer.keys["qdata"]), load(layer.keys["scale"]), dict(layer.extras)
+        notes = (*layer.notes, self.stored_fact("prefix", extras["prefix"])) if extras["prefix"] else layer.notes
         return PackedWeight(
             format=BUILTIN_FORMATS["nvfp4"],
             qdata=codes,
@@ -238,7 +226,7 @@ class SimpleNvfp4(Dialect):
             dtype=extras["dtype"],
             name=layer.module,
             dialect=self.name,
-            notes=(*layer.notes, self.stored_fact("prefix", prefix)) if prefix else layer.notes,
+            notes=notes,
         )
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
@@ -248,35 +236,28 @@ class SimpleNvfp4(Dialect):
             DialectError: Another format, a second scale level, scales of another dtype, or any feature.
         """
         self.check_writable(module, weight)
-        if weight.scale_kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV} and _is_one(weight.global_scale):
-            weight = attrs.evolve(weight, scale_kind=ScaleKind.E4M3, global_scale=None)
-        is_half = weight.scale_kind is ScaleKind.PLAIN and weight.scale.dtype == torch.float16
-        if weight.scale_kind is not ScaleKind.E4M3 and not is_half:
+        if not _is_single_level(weight) and (weight.scale_kind, weight.scale.dtype) != (ScaleKind.PLAIN, torch.float16):
             found = f"{weight.scale_kind.value} of {str(weight.scale.dtype).removeprefix('torch.')}"
             hint = "lossy=True (`q4 convert --lossy`) collapses the levels into one float16 scale."
             raise self.refusal(module, "scale levels", "e4m3 without a global scale, or float16", found, hint)
-        prefix = self.read_fact(weight, "prefix") or ""
-        tensors = {"qdata": self.row_bytes(weight, Packing.LOW_FIRST), "scale": weight.scale}
-        return WrittenLayer(tensors={f"{module}.{prefix}{suffix}": tensor for suffix, tensor in tensors.items()})
+        head = f"{module}.{self.read_fact(weight, 'prefix') or ''}"
+        codes = self.row_bytes(weight, Packing.LOW_FIRST)
+        return WrittenLayer(tensors={f"{head}qdata": codes, f"{head}scale": weight.scale})
 
     def approximate(self, weight: PackedWeight) -> PackedWeight:
         """Collapse the scale levels into float16, and leave out the activation scale."""
         weight = attrs.evolve(weight, activation_scale=None)
-        if weight.scale_kind is ScaleKind.E4M3 or _is_one(weight.global_scale):
+        if _is_single_level(weight):
             return weight
         plain = weight.with_plain_scale()
         return attrs.evolve(plain, scale=plain.scale.to(torch.float16))
 
 
-def is_own_table(table: torch.Tensor, kind: Format) -> bool:
-    """Return whether a stored code book is the format's own, bit for bit."""
-    return table.dtype == torch.float32 and torch.equal(
-        table.view(torch.int32), kind.codebook_tensor(table.device).view(torch.int32)
-    )
-
-
-def _is_one(global_scale: torch.Tensor | None) -> bool:
-    return global_scale is not None and global_scale.numel() == 1 and float(global_scale) == 1.0
+def _is_single_level(weight: PackedWeight) -> bool:
+    """Return whether scales are e4m3 without a global scale, or with one that is 1."""
+    factor = weight.global_scale
+    is_one = factor is not None and factor.numel() == 1 and float(factor) == 1.0
+    return weight.scale_kind is ScaleKind.E4M3 or is_one
 
 
 SIMPLE_DIALECTS: tuple[Dialect, ...] = (SimpleNf4(), SimpleNvfp4())

@@ -60,12 +60,8 @@ def detect_or_fail(  # noqa: PLR0913  # the contract's arguments
     schema = detect_in(catalogue, known, dialect)
     if schema is None:
         names = ", ".join(sorted(item.name for item in known))
-        raise SchemaError(
-            "schema",
-            name="tensors",
-            rule=f"a checkpoint with at least one layer in a known dialect ({names})",
-            value=f"{len(tensors)} tensors without one",
-        )
+        rule = f"a checkpoint with at least one layer in a known dialect ({names})"
+        raise SchemaError("schema", name="tensors", rule=rule, value=f"{len(tensors)} tensors without one")
     problems = validate_in(schema, catalogue, known)
     if problems or not schema.layers:
         raise problems_error("schema", problems or schema.unsupported)
@@ -108,19 +104,14 @@ def validate(  # noqa: PLR0913  # the contract's arguments
 
 def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> tuple[Problem, ...]:
     """Return every problem of a schema that was made from a catalogue: of keys, shapes, dtypes and values at hand."""
-    problems = list(schema.problems)
     layers = [(find_dialect(layer.dialect, dialects), layer) for layer in schema.layers.values()]
-    sound = []
+    found = [(pair, _layer_problems(*pair, catalogue)) for pair in layers]
     illegal = list(_number_problems(layers, catalogue))
+    problems = [*schema.problems, *(problem for _, some in found for problem in some), *illegal]
     bad_keys = {problem.key for problem in illegal}
-    for dialect, layer in layers:
-        found = _layer_problems(dialect, layer, catalogue)
-        if not found and bad_keys.isdisjoint(layer.keys.values()):
-            sound.append((dialect, layer))
-        problems += found
-    problems += illegal
-    for dialect, layer in sound:
-        problems += _weight_problems(dialect, layer, catalogue)
+    for (dialect, layer), some in found:
+        if not some and bad_keys.isdisjoint(layer.keys.values()):
+            problems += _weight_problems(dialect, layer, catalogue)
     return tuple(dict.fromkeys(problems))
 
 
