@@ -35,7 +35,6 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
-_MAX_JSON_BYTES = 200_000_000
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
@@ -142,12 +141,9 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         with open_regular(path) as file:
-            text = file.read(_MAX_JSON_BYTES + 1)
+            text = file.read()
     except OSError as error:
         raise unreadable(path, error) from error
-    if len(text) > _MAX_JSON_BYTES:
-        rule, size = f"at most {_MAX_JSON_BYTES} bytes for {what}", path.stat().st_size
-        raise CheckpointError("checkpoint", name="size", rule=rule, value=size, where=str(path))
     found = parse_json(text, what=what, where=str(path))
     if not isinstance(found, dict):
         rule = f"an object, as {what}"

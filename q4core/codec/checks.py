@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,6 @@ __all__ = ["FLAT_FORMATS", "check_dense", "check_finite", "check_scales", "choic
 
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
-_CHUNK_ELEMENTS = 1 << 22
 _CODE_BITS = 8
 FLAT_FORMATS = frozenset({"nf4", "fp4"})
 """Formats whose blocks run across rows where K is not a multiple of the block."""
@@ -55,18 +55,15 @@ def _dense_rules(dense: torch.Tensor) -> Iterator[_Rule]:
 
 def check_finite(dense: torch.Tensor, where: str | None) -> None:
     """Refuse NaN and infinities, by an ``InputError`` that says how many there are and where the first is."""
-    count, first = 0, None
-    step = max(1, _CHUNK_ELEMENTS // dense.shape[1])
-    for start in range(0, dense.shape[0], step):
-        bad = ~torch.isfinite(dense[start : start + step])
-        count += int(bad.sum())
-        if first is None and count:
-            row, column = bad.nonzero()[0].tolist()
-            first = start + row, column
-    if first is not None:
-        facts: dict[str, Any] = {"value": float(dense[first]), "count": count, "index": first, "where": where}
-        hint = f"{count} of {dense.numel()} values are not finite."
-        raise InputError("quantize", name=f"dense[{first[0]}, {first[1]}]", rule="finite", hint=hint, **facts)
+    if all(
+        math.isfinite(extreme) for extreme in torch.stack(dense.aminmax()).tolist()
+    ):  # a NaN anywhere makes both NaN
+        return
+    bad = ~torch.isfinite(dense)
+    count, first = int(bad.sum()), divmod(int(bad.flatten().to(torch.uint8).argmax()), dense.shape[1])
+    facts: dict[str, Any] = {"value": float(dense[first]), "count": count, "index": first, "where": where}
+    hint = f"{count} of {dense.numel()} values are not finite."
+    raise InputError("quantize", name=f"dense{list(first)}", rule="finite", hint=hint, **facts)
 
 
 def choice_rules(  # noqa: PLR0913  # the choices of one call

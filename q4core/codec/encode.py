@@ -82,8 +82,17 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
     if blocks is BlockOrder.FLAT:
         coded = _encode_flat(dense.reshape(-1), block, chosen, order)
     else:
-        rule = _rule(chosen, kind, fields.get("global_scale"), dense.dtype, symmetric=symmetric)
-        coded = _encode_rows(dense, block, rule, order)
+        by_format: dict[str, Rule] = {
+            "nf4": absmax_rule(chosen),
+            "fp4": absmax_rule(chosen),
+            "nvfp4": nvfp4_rule(kind, fields.get("global_scale")),
+            "mxfp4": mxfp4_rule,
+            "q4_0": q4_0_rule,
+            "q4_1": q4_1_rule,
+            "q8_0": q8_0_rule,
+            "int4": int4_rule(dense.dtype, symmetric=symmetric),
+        }
+        coded = _encode_rows(dense, block, by_format[chosen.name], order)
     checks.check_scales(coded, chosen, name)
     fields["scale"] = coded.scale
     if kind is ScaleKind.DOUBLE_QUANT:
@@ -103,19 +112,6 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
         name=name,
         **fields,
     )
-
-
-def _rule(
-    chosen: Format, kind: ScaleKind, global_scale: torch.Tensor | None, dtype: torch.dtype, *, symmetric: bool
-) -> Rule:
-    if chosen.name in checks.FLAT_FORMATS:
-        return absmax_rule(chosen)
-    if chosen.name == "nvfp4":
-        return nvfp4_rule(kind, global_scale)
-    if chosen.name == "int4":
-        return int4_rule(dtype, symmetric=symmetric)
-    rules: dict[str, Rule] = {"mxfp4": mxfp4_rule, "q4_0": q4_0_rule, "q4_1": q4_1_rule, "q8_0": q8_0_rule}
-    return rules[chosen.name]
 
 
 def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) -> Coded:

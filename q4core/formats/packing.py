@@ -77,14 +77,11 @@ Packing.BYTES = Packing(NibbleOrder.BYTES)
 
 
 def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Return one code per byte from packed codes.
+    """Return one code per byte, uint8 [..., P * codes_per_byte], contiguous unless the packing is BYTES.
 
     Args:
         qdata: uint8 [..., P], any strides; P is the packed bytes of one row (or of one group of codes).
         packing: How the codes share bytes.
-
-    Returns:
-        uint8 [..., P * codes_per_byte], contiguous unless the packing is BYTES.
 
     Raises:
         FormatError: P does not hold whole groups of a HALF_SPLIT packing.
@@ -93,10 +90,9 @@ def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
         return qdata
     qdata = qdata.contiguous()  # the copy costs a quarter of what strided bit operations would
     low, high = qdata & 15, qdata >> 4
-    if packing.order is NibbleOrder.LOW_FIRST:
-        return torch.stack((low, high), dim=-1).flatten(-2)
-    if packing.order is NibbleOrder.HIGH_FIRST:
-        return torch.stack((high, low), dim=-1).flatten(-2)
+    if packing.order is not NibbleOrder.HALF_SPLIT:
+        pair = (low, high) if packing.order is NibbleOrder.LOW_FIRST else (high, low)
+        return torch.stack(pair, dim=-1).flatten(-2)
     half, size = packing.group // 2, qdata.shape[-1]
     if size % half:
         raise FormatError("unpack_codes", name="packed bytes", rule=f"a multiple of {half} for {packing}", value=size)
@@ -104,15 +100,12 @@ def unpack_codes(qdata: torch.Tensor, packing: Packing) -> torch.Tensor:
 
 
 def pack_codes(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Return packed bytes from one code per byte; the inverse of ``unpack_codes``.
+    """Return packed bytes, uint8 [..., ceil(C / codes_per_byte)], contiguous; the inverse of ``unpack_codes``.
 
     Args:
         codes: uint8 [..., C] with values below 16 (below 256 for BYTES). An odd C is padded with one zero code for
             LOW_FIRST and HIGH_FIRST.
         packing: How the codes share bytes.
-
-    Returns:
-        uint8 [..., ceil(C / codes_per_byte)], contiguous.
 
     Raises:
         FormatError: C does not hold whole groups of a HALF_SPLIT packing.
@@ -136,9 +129,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a uint8 view of any tensor: the same shape for one-byte dtypes, else one more axis of itemsize bytes."""
     if tensor.dtype == torch.uint8:
         return tensor
-    if tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)
-    return tensor.unsqueeze(-1).view(torch.uint8)
+    return (tensor if tensor.dtype.itemsize == 1 else tensor.unsqueeze(-1)).view(torch.uint8)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -25,13 +25,6 @@ def _are_same(weights: Sequence[PackedWeight], field: str) -> bool:
     return all(torch.equal(values[0], value) for value in values[1:])
 
 
-def _whole_rows(part: PackedWeight) -> torch.Tensor:
-    """Return the codes as [N, P] with as few bytes as hold K codes in whole groups."""
-    unit = part.packing.group or part.packing.codes_per_byte
-    codes = -(-part.in_features // unit) * unit
-    return part.qdata.reshape(part.out_features, -1)[:, : codes // part.packing.codes_per_byte]
-
-
 def _join_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join float8 as bytes: some files store it as uint8, and not every device can join it."""
     if tensors[0].dtype.itemsize == 1:
@@ -73,7 +66,10 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
     parts = [part.repack(head.packing) for part in parts]
     qdata = [part.qdata for part in parts]
     if any(data.shape[1:] != qdata[0].shape[1:] for data in qdata):
-        qdata = [_whole_rows(part) for part in parts]
+        # [N, P] with as few bytes as hold K codes in whole groups.
+        unit, per_byte = head.packing.group or head.packing.codes_per_byte, head.packing.codes_per_byte
+        width = -(-head.in_features // unit) * unit // per_byte
+        qdata = [part.qdata.reshape(part.out_features, -1)[:, :width] for part in parts]
     changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": _join_rows([part.scale for part in parts])}
     for field in ("offset", "zero"):
         tensors = [getattr(part, field) for part in parts if getattr(part, field) is not None]

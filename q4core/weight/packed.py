@@ -141,13 +141,10 @@ class PackedWeight:
         return self.map_tensors(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def resolved_scale(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
-        """Return float32 block scales exactly as the dialect's own library computes them.
+        """Return float32 block scales, shaped as ``scale[rows]``, as the dialect's own library computes them.
 
         Args:
             rows: Which rows' scales (for FLAT blocks: which blocks'), as a slice or an int64 vector; None for all.
-
-        Returns:
-            Shaped as ``scale[rows]``.
         """
         return slicing.resolved_rows(self, slice(None) if rows is None else rows)
 
@@ -181,8 +178,7 @@ class PackedWeight:
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Return rows (``dim=0``) or in-features (``dim=1``) ``start … start + length``, as views where possible.
 
-        Double-quantised scales whose second-level blocks would be cut are resolved to plain float32 (the same
-        values).
+        Double-quantised scales whose second-level blocks would be cut become plain float32: the same values.
 
         Raises:
             WeightError: The range is outside the weight, or cuts a block or a packed group.
@@ -190,9 +186,7 @@ class PackedWeight:
         return slicing.narrow(self, dim, start, length)
 
     def take_rows(self, rows: torch.Tensor) -> PackedWeight:
-        """Return the weight of some rows, copied, in the order asked for; the values stay exactly the same.
-
-        Double-quantised scales are resolved to plain float32, because their second-level blocks are cut.
+        """Return the weight of some rows, copied, in the order asked for; see ``narrow`` for double quantisation.
 
         Args:
             rows: int64 [R], R ≥ 1, each in 0 … N - 1.
