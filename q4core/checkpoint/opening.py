@@ -42,13 +42,9 @@ _SAVE = "Save the model as safetensors; save_pretrained of transformers does, an
 def open_by(
     readers: Iterable[CheckpointReader], path: object, request: OpenRequest, plugins: Mapping[str, str]
 ) -> Checkpoint:
-    """Open a checkpoint by the one reader that knows it; see ``q4core.open`` for the errors.
+    """Open a checkpoint by the one reader that knows it; see ``q4core.open``.
 
-    Args:
-        readers: The readers to ask.
-        path: A file, an index of shards, or a folder.
-        request: How.
-        plugins: Name → state of the plugins there are, for the hint of an error.
+    ``plugins`` is name → state of the plugins there are, for the hint of an error.
 
     Raises:
         PluginError: The reader raised something that is no error of q4core.
@@ -175,13 +171,7 @@ def find_layers(  # noqa: PLR0913  # the facts of one file
 ) -> Schema:
     """Return what a file's tensors are: layers in a dialect of the request, and dense tensors.
 
-    Args:
-        tensors: Name → dtype and shape, in the order of the file.
-        request: Dialects and options.
-        metadata: The header's texts by key.
-        config: The model's ``config.json``.
-        load: Loads a small side tensor by name; None where no data are at hand.
-        path: The file, for errors.
+    Arguments are those of ``Catalogue``; the path is named in errors.
 
     Raises:
         SchemaError: Something is wrong with the layers; ``problems`` has everything.

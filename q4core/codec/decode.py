@@ -56,8 +56,7 @@ def dequantize(
             prepare. Then nothing is looked at again, and with ``rows`` a slice or None the host waits for no device.
 
     Returns:
-        [R, K] of ``dtype``, contiguous, on the weight's device. Temporaries beside it take at most 16 MB (or what one
-        row needs).
+        [R, K] of ``dtype``, contiguous, on the weight's device. Temporaries take at most 16 MB, or what one row needs.
 
     Raises:
         InputError: ``weight`` is no ``PackedWeight``, ``dtype`` or ``rows`` is not legal, or the result would be

@@ -143,11 +143,9 @@ class Catalogue:
         self.load = load
         self.options = dict(options or {})
         self._below: dict[str, list[str]] = {}
-        self._by_last: dict[str, list[str]] = {}
         self.places = {name: index for index, name in enumerate(self.tensors)}
         """Name → its place in the order of the file."""
         for name in self.tensors:
-            self._by_last.setdefault(name.rpartition(".")[2], []).append(name)
             cut = len(name)
             for _ in range(_MAX_SUFFIX_PARTS):
                 cut = name.rfind(".", 0, cut)
@@ -177,9 +175,7 @@ class Catalogue:
     def modules_with(self, *suffixes: str) -> Iterator[str]:
         """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in file order."""
         tails = tuple(f".{suffix}" for suffix in suffixes)
-        lasts = {suffix.rpartition(".")[2] for suffix in suffixes}
-        names = [name for last in lasts for name in self._by_last.get(last, ()) if name.endswith(tails)]
-        names.sort(key=self.places.__getitem__)
+        names = (name for name in self.tensors if name.endswith(tails))
         modules = (next(name.removesuffix(tail) for tail in tails if name.endswith(tail)) for name in names)
         yield from dict.fromkeys(module for module in modules if module)
 

@@ -61,35 +61,24 @@ class Dialect(abc.ABC):
     def stored_numbers(
         self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
     ) -> torch.Tensor | None:
-        """Return the numbers that a stored tensor of one of the ``numbers`` holds; None where it holds others.
+        """Return the numbers that the tensor of one of the ``numbers`` roles holds; None where it holds others.
 
-        Args:
-            layer: A layer, complete or not.
-            role: The tensor's role.
-            stored: The tensor, of whatever dtype and shape.
-            catalogue: Where the others are.
+        The layer may be incomplete, and the tensor of whatever dtype and shape; the others are in the catalogue.
         """
         del layer, role, catalogue
         return stored if stored.is_floating_point() else None
 
     def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
-        """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
+        """Return a layer of the catalogue with what side tensors told of it when only their metadata is at hand now.
 
-        Args:
-            layer: What ``find`` gave for the catalogue.
-            earlier: What it gave for another one, where the same keys were this layer's.
-            catalogue: Where to look.
+        ``earlier`` is what ``find`` gave for another catalogue, in which the same keys were this layer's.
         """
         del earlier, catalogue
         return layer
 
     @abc.abstractmethod
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
-        """Return the layer's weight; tensors are used as they are (views of the mapped file), not copied.
-
-        Args:
-            layer: A layer that ``find`` gave, without problems.
-            load: Key → tensor.
+        """Return the weight of a layer without problems; tensors are used as they are (views of the file), not copied.
 
         Raises:
             WeightError, DialectError: The values contradict the dialect.
@@ -109,11 +98,9 @@ class Dialect(abc.ABC):
         return weight
 
     def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
-        """Return one file's header metadata.
+        """Return one file's header metadata, given what ``write`` gave by module, and the names of the other tensors.
 
-        Args:
-            layers: Module → what ``write`` gave, for the layers of the file (of all files, if it spans shards).
-            dense: Names of the other tensors, likewise.
+        These are the layers and tensors of the file; of all files, if metadata spans shards.
         """
         del dense
         return {key: text for layer in layers.values() for key, text in layer.metadata.items()}
@@ -123,9 +110,8 @@ class Dialect(abc.ABC):
     ) -> dict[str, Any] | None:
         """Return what the dialect's own readers look for in ``config.json``, or None where they need nothing.
 
-        Args:
-            layers: Module → layout of each layer that was written; at least one.
-            unquantised: Modules whose matrix was written as a dense tensor.
+        ``layers`` has the layout of each layer that was written, by module; the matrices of the modules in
+        ``unquantised`` were written as dense tensors.
         """
         del layers, unquantised
         return None
@@ -137,16 +123,10 @@ class Dialect(abc.ABC):
     def check_writable(
         self, module: str, weight: PackedWeight, *, features: Collection[Feature] = (), activation_scale: bool = False
     ) -> None:
-        """Check format and features of a weight that is to be written.
-
-        Args:
-            module: The layer's name, for the error.
-            weight: What is to be written.
-            features: The features that the dialect can express.
-            activation_scale: Whether it can express a static activation scale.
+        """Check that a weight has only features that the dialect can express, a static activation scale included.
 
         Raises:
-            DialectError: The dialect can't express something; the message names it.
+            DialectError: The dialect can't express the format or something else; the message names it.
         """
         if weight.format.name not in self.formats:
             raise self.refusal(module, "format", f"one of {', '.join(sorted(self.formats))}", weight.format.name)
@@ -201,14 +181,7 @@ class Dialect(abc.ABC):
     def expect(
         catalogue: Catalogue, key: str | None, *, dtypes: Collection[torch.dtype], shape: Iterable[int | None]
     ) -> Iterator[Problem]:
-        """Yield what is wrong with dtype and shape of a tensor; nothing where it is absent.
-
-        Args:
-            catalogue: Where to look.
-            key: The tensor's name.
-            dtypes: The legal dtypes.
-            shape: The legal sizes; None allows any size from 1.
-        """
+        """Yield what is wrong with dtype and shape of a tensor, if it is there; a size of None may be any from 1."""
         info = None if key is None else catalogue.get(key)
         if key is None or info is None:
             return

@@ -19,8 +19,11 @@ __all__ = ["TENSOR_FIELDS", "PackedWeight"]
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor | Temporary:
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else Temporary(tensor.clone(memory_format=torch.contiguous_format))
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else Temporary(_copy(tensor))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _rebuild(fields: dict[str, Any], dtypes: dict[str, torch.dtype]) -> PackedWeight:
@@ -118,7 +121,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and side tensors, as stored."""
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())
+        return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (field name, tensor) for every tensor that is present, in a fixed order."""
@@ -138,7 +141,7 @@ class PackedWeight:
 
     def contiguous(self) -> PackedWeight:
         """Return a weight that owns contiguous copies of its tensors, independent of any mapped file."""
-        return self.map_tensors(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        return self.map_tensors(_copy)
 
     def resolved_scale(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 block scales, shaped as ``scale[rows]``, as the dialect's own library computes them.

@@ -40,10 +40,8 @@ class WeightSpec:
     @classmethod
     def of(cls, weight: PackedWeight) -> WeightSpec:
         """Return the spec of a weight."""
-        return cls(
-            fields=tuple(name for name, _ in weight.tensors()),
-            **{name: getattr(weight, name) for name in _PLAIN_FIELDS},
-        )
+        fields = tuple(name for name, _ in weight.tensors())
+        return cls(fields=fields, **{name: getattr(weight, name) for name in _PLAIN_FIELDS})
 
     def build(self, tensors: Sequence[torch.Tensor], *, name: str | None = None) -> PackedWeight:
         """Return the weight that has these tensors, given in the order of ``fields``.
@@ -53,9 +51,8 @@ class WeightSpec:
         """
         if len(tensors) != len(self.fields):
             raise WeightError("weight", name="tensors", rule=f"{len(self.fields)} long", value=len(tensors), where=name)
-        facts: dict[str, Any] = {field: getattr(self, field) for field in _PLAIN_FIELDS}
-        facts.update(zip(self.fields, tensors, strict=True))
-        return PackedWeight(name=name, **facts)
+        facts: dict[str, Any] = dict(zip(self.fields, tensors, strict=True))
+        return PackedWeight(name=name, **facts, **{field: getattr(self, field) for field in _PLAIN_FIELDS})
 
     def to_json(self) -> str:
         """Return the spec as one line of JSON with sorted keys."""
