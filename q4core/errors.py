@@ -8,10 +8,13 @@ exception that fits it best.
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from typing_extensions import Self
 
 __all__ = [
     "PLUGIN_FAULTS",
@@ -73,6 +76,19 @@ class Q4Error(Exception):
     """
 
     code: ClassVar[str] = "q4"
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __init_subclass__(cls, *, code: str | None = None) -> None:
+        """Set the ``code``; a class without one has its parent's."""
+        super().__init_subclass__()
+        if code is not None:
+            cls.code = code
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Keep the arguments, by which an error crosses process borders whole."""
+        error = super().__new__(cls, *arguments)
+        error._arguments = arguments, named
+        return error
 
     def __init__(
         self,
@@ -92,38 +108,26 @@ class Q4Error(Exception):
         self.has_value = "value" in data
         self.value = data.get("value")
         self.details: dict[str, Any] = {key: item for key, item in data.items() if key != "value"}
-        self._arguments = {"name": name, "rule": rule, "where": where, "hint": hint, **data}
         super().__init__(self._compose())
 
     @property
     def summary(self) -> str:
         """What failed and why, as the message begins: without the hint."""
-        text = self.what
+        text, got = self.what, f"got {_shorten(self.value)}" if self.has_value else ""
         if self.rule is not None:
-            text += f": {self.name or 'value'} must be {self.rule}"
-            if self.has_value:
-                text += f", got {_shorten(self.value)}"
+            text += f": {self.name or 'value'} must be {self.rule}{got and ', '}{got}"
         elif self.name is not None:
-            text += f": {self.name}"
-            if self.has_value:
-                text += f" (got {_shorten(self.value)})"
-        if self.where is not None:
-            text += f" [{self.where}]"
-        return text
+            text += f": {self.name}{got and f' ({got})'}"
+        return text if self.where is None else f"{text} [{self.where}]"
 
     def _compose(self) -> str:
-        text = self.summary
-        if not text.endswith((".", "!", "?")):
-            text += "."
+        text = self.summary if self.summary.endswith((".", "!", "?")) else f"{self.summary}."
         return f"{text} {self.hint}" if self.hint else text
 
-    def __reduce__(self) -> tuple[Callable[..., Q4Error], tuple[type[Q4Error], str, dict[str, Any]]]:
-        """Pickle by arguments, so that errors cross process borders whole."""
-        return _rebuild, (type(self), self.what, self._arguments)
-
-
-def _rebuild(kind: type[Q4Error], what: str, arguments: dict[str, Any]) -> Q4Error:
-    return kind(what, **arguments)
+    def __reduce__(self) -> tuple[functools.partial[Q4Error], tuple[Any, ...]]:
+        """Pickle by arguments."""
+        arguments, named = self._arguments
+        return functools.partial(type(self), **named), arguments
 
 
 def _shorten(value: object) -> str:
@@ -131,108 +135,81 @@ def _shorten(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}…"
 
 
-class FormatError(Q4Error, ValueError):
+class FormatError(Q4Error, ValueError, code="format"):
     """A format, block size, packing or scale kind is unknown or not legal for the weight at hand."""
 
-    code = "format"
 
-
-class WeightError(Q4Error, ValueError):
+class WeightError(Q4Error, ValueError, code="weight"):
     """A ``PackedWeight`` would break its own rules (shapes, dtypes, non-finite or negative scales)."""
 
-    code = "weight"
 
-
-class DialectError(Q4Error, ValueError):
+class DialectError(Q4Error, ValueError, code="dialect"):
     """A dialect is unknown, ambiguous, or can't express the weight that it was asked to write."""
 
-    code = "dialect"
 
-
-class SchemaError(Q4Error, ValueError):
+class SchemaError(Q4Error, ValueError, code="schema"):
     """A mapping of tensors is not a valid 4-bit checkpoint.
 
     ``problems`` has everything that is wrong; the message shows the first twenty and counts the others. ``schema`` is
     the ``Schema`` that was found, if there is one.
     """
 
-    code = "schema"
-
     def __init__(self, what: str, *, problems: Sequence[Any] = (), schema: Any = None, **data: Any) -> None:
         self.problems = tuple(problems)
         self.schema = schema
         super().__init__(what, **data)
-        self._arguments.update(problems=self.problems, schema=schema)
 
     def _compose(self) -> str:
-        text = super()._compose()
-        text = "\n  - ".join([text, *(str(problem) for problem in self.problems[:_MAX_PROBLEMS])])
+        text = "\n  - ".join([super()._compose(), *map(str, self.problems[:_MAX_PROBLEMS])])
         more = len(self.problems) - _MAX_PROBLEMS
         return text if more <= 0 else f"{text}\n  … and {more} more; the error's `problems` has all of them"
 
 
-class CheckpointError(Q4Error, ValueError):
+class CheckpointError(Q4Error, ValueError, code="checkpoint"):
     """A file is malformed, truncated, unreadable or would be written badly; ``where`` names the file."""
 
-    code = "checkpoint"
 
-
-class InputError(Q4Error, ValueError):
+class InputError(Q4Error, ValueError, code="input"):
     """A tensor given to a layer has the wrong shape, rank, dtype, device or layout."""
 
-    code = "input"
 
-
-class ConfigError(Q4Error, ValueError):
+class ConfigError(Q4Error, ValueError, code="config"):
     """A policy or configuration value is not legal."""
 
-    code = "config"
 
-
-class PolicyConflictError(ConfigError):
+class PolicyConflictError(ConfigError, code="policy_conflict"):
     """Two requests contradict each other, such as an override that names the reference under KERNEL_ONLY."""
 
-    code = "policy_conflict"
 
-
-class BackendError(Q4Error, RuntimeError):
+class BackendError(Q4Error, RuntimeError, code="backend"):
     """A backend broke its contract while it prepared or ran."""
 
-    code = "backend"
 
-
-class UnknownBackendError(BackendError, LookupError):
+class UnknownBackendError(BackendError, LookupError, code="unknown_backend"):
     """The backend asked for by name is not there; ``available`` and ``closest`` say what is."""
-
-    code = "unknown_backend"
 
     def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
         self.available = tuple(available)
         self.closest = closest
         super().__init__(what, **data)
-        self._arguments.update(available=self.available, closest=closest)
 
     def __str__(self) -> str:
         """Return the message, which ``LookupError`` would otherwise quote."""
         return str(self.args[0])
 
 
-class BackendUnavailableError(BackendError):
+class BackendUnavailableError(BackendError, code="backend_unavailable"):
     """No backend may serve the request under its policy; ``rejections`` carries every reason."""
-
-    code = "backend_unavailable"
 
     def __init__(self, what: str, *, rejections: Sequence[Any] = (), **data: Any) -> None:
         self.rejections = tuple(rejections)
         super().__init__(what, **data)
-        self._arguments["rejections"] = self.rejections
 
     def _compose(self) -> str:
-        text = super()._compose()
-        return "\n  - ".join([text, *(str(rejection) for rejection in self.rejections)])
+        return "\n  - ".join([super()._compose(), *map(str, self.rejections)])
 
 
-class PrepareError(BackendError):
+class PrepareError(BackendError, code="prepare"):
     """Raised by a backend's ``prepare`` that finds out only then that it can't serve weights of this kind.
 
     Args:
@@ -241,37 +218,23 @@ class PrepareError(BackendError):
             next weight of its kind.
     """
 
-    code = "prepare"
-
     def __init__(self, reasons: Iterable[Any], *, is_for_this_weight: bool = False) -> None:
         self.reasons = tuple(reasons)
         self.is_for_this_weight = is_for_this_weight
-        super().__init__("prepare refused: " + "; ".join(str(reason) for reason in self.reasons))
-
-    def __reduce__(self) -> tuple[Callable[..., PrepareError], tuple[tuple[Any, ...], bool]]:  # type: ignore[override]  # made from these two alone
-        """Pickle by reasons."""
-        return _rebuild_refusal, (self.reasons, self.is_for_this_weight)
+        self._arguments = (self.reasons,), {"is_for_this_weight": is_for_this_weight}
+        super().__init__(f"prepare refused: {'; '.join(map(str, self.reasons))}")
 
 
-def _rebuild_refusal(reasons: tuple[Any, ...], is_for_this_weight: bool) -> PrepareError:  # noqa: FBT001  # pickle knows no keywords
-    return PrepareError(reasons, is_for_this_weight=is_for_this_weight)
-
-
-class PluginError(Q4Error, RuntimeError):
+class PluginError(Q4Error, RuntimeError, code="plugin"):
     """A plugin can't be loaded, or one of its hooks or commands failed."""
 
-    code = "plugin"
 
-
-class UnifiedMemoryError(Q4Error, RuntimeError):
+class UnifiedMemoryError(Q4Error, RuntimeError, code="unified_memory"):
     """Unified memory was required and can't be had; ``attributes`` holds the device facts that decided."""
-
-    code = "unified_memory"
 
     def __init__(self, what: str, *, attributes: Mapping[str, Any] | None = None, **data: Any) -> None:
         self.attributes = dict(attributes or {})
         super().__init__(what, **data)
-        self._arguments["attributes"] = self.attributes
 
     def _compose(self) -> str:
         text = super()._compose()
@@ -279,22 +242,16 @@ class UnifiedMemoryError(Q4Error, RuntimeError):
         return f"{text} Device attributes: {facts}." if facts else text
 
 
-class LifecycleError(Q4Error, RuntimeError):
+class LifecycleError(Q4Error, RuntimeError, code="lifecycle"):
     """Something was used after it was closed, or before it was prepared."""
 
-    code = "lifecycle"
 
-
-class WriteConflictError(Q4Error, RuntimeError):
+class WriteConflictError(Q4Error, RuntimeError, code="write_conflict"):
     """A second writer wanted a mutable tensor that is being written."""
 
-    code = "write_conflict"
 
-
-class PoisonedError(Q4Error, RuntimeError):
+class PoisonedError(Q4Error, RuntimeError, code="poisoned"):
     """A writer of an in-place tensor died half-way; its content is unknown until it is reset."""
-
-    code = "poisoned"
 
 
 class Q4Warning(UserWarning):
