@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from q4core.backend.request import Features, Request
     from q4core.backend.support import Precision
-    from q4core.weight import Feature
 
 __all__ = ["EVERY_FORMAT", "Capabilities"]
 
@@ -27,32 +26,12 @@ EVERY_FORMAT = "*"
 """Stands for every format, plugins' included; for a backend that decodes through the core's own codec."""
 
 
-def _texts(items: Iterable[str]) -> frozenset[str]:
-    return frozenset(items)
-
-
-def _scale_kinds(items: Iterable[ScaleKind]) -> frozenset[ScaleKind]:
+def _frozen(items: Iterable[Any]) -> frozenset[Any]:
     return frozenset(items)
 
 
 def _own_kinds(items: Mapping[Precision, Iterable[ScaleKind]]) -> Mapping[Precision, frozenset[ScaleKind]]:
     return MappingProxyType({precision: frozenset(kinds) for precision, kinds in items.items()})
-
-
-def _dtypes(items: Iterable[torch.dtype]) -> frozenset[torch.dtype]:
-    return frozenset(items)
-
-
-def _precisions(items: Iterable[Precision]) -> frozenset[Precision]:
-    return frozenset(items)
-
-
-def _roundings(items: Iterable[Rounding]) -> frozenset[Rounding]:
-    return frozenset(items)
-
-
-def _features(items: Iterable[Feature]) -> Features:
-    return frozenset(items)
 
 
 @attrs.frozen(kw_only=True)
@@ -73,14 +52,14 @@ class Capabilities:
         roundings: How its quantiser rounds.
     """
 
-    formats: frozenset[str] = attrs.field(converter=_texts)
-    scale_kinds: frozenset[ScaleKind] = attrs.field(converter=_scale_kinds)
-    devices: frozenset[str] = attrs.field(converter=_texts)
-    dtypes: frozenset[torch.dtype] = attrs.field(converter=_dtypes)
-    precisions: frozenset[Precision] = attrs.field(converter=_precisions)
-    features: Features = attrs.field(default=frozenset(), converter=_features)
-    ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_texts)
-    roundings: frozenset[Rounding] = attrs.field(default=frozenset({Rounding.NEAREST}), converter=_roundings)
+    formats: frozenset[str] = attrs.field(converter=_frozen)
+    scale_kinds: frozenset[ScaleKind] = attrs.field(converter=_frozen)
+    devices: frozenset[str] = attrs.field(converter=_frozen)
+    dtypes: frozenset[torch.dtype] = attrs.field(converter=_frozen)
+    precisions: frozenset[Precision] = attrs.field(converter=_frozen)
+    features: Features = attrs.field(default=frozenset(), converter=_frozen)
+    ops: frozenset[str] = attrs.field(default=frozenset({"linear"}), converter=_frozen)
+    roundings: frozenset[Rounding] = attrs.field(default=frozenset({Rounding.NEAREST}), converter=_frozen)
     # A mapping has no hash; equal manifests have equal hashes without it.
     precision_scale_kinds: Mapping[Precision, frozenset[ScaleKind]] = attrs.field(
         factory=dict, converter=_own_kinds, hash=False
@@ -104,9 +83,7 @@ class Capabilities:
     def readable_kinds(self, request: Request, *, any_precision: bool = False) -> frozenset[ScaleKind]:
         """Return the scale kinds that may be read for a request: those of the precisions that it allows.
 
-        Args:
-            request: What is asked.
-            any_precision: The request's wish does not count, as it does not for the reference.
+        With ``any_precision`` the request's wish does not count, as it does not for the reference.
         """
         kinds = [self.scale_kinds_of(item) for item in self._precisions(request, any_precision=any_precision)]
         # A quantiser writes scales, in no precision.
@@ -119,30 +96,24 @@ class Capabilities:
     def refusals(self, request: Request, *, any_precision: bool = False) -> tuple[Reason, ...]:
         """Return every reason for which the manifest alone refuses a request; the core's default deny.
 
-        Args:
-            request: What is asked.
-            any_precision: As for ``readable_kinds``.
+        ``any_precision`` is that of ``readable_kinds``.
         """
-        reasons: list[Reason] = []
-
-        def need(condition: bool, code: ReasonCode, message: str) -> None:  # noqa: FBT001  # reads as a sentence
-            if not condition:
-                reasons.append(Reason(code, f"{message} is not declared"))
-
-        need(request.op in self.ops, ReasonCode.FEATURE, f"op {request.op!r}")
-        served = bool(self.formats & {EVERY_FORMAT, request.format.name})
-        need(served, ReasonCode.FORMAT, f"format {request.format.name!r}")
         kinds = self.readable_kinds(request, any_precision=any_precision)
         resolved = {ScaleKind.PLAIN} if request.op == "linear" else set()
-        readable = bool(kinds & {request.scale_kind, *resolved})
         asked = sorted(item.value for item in self._precisions(request, any_precision=any_precision))
         where = f" for {', '.join(asked)}" if self.precision_scale_kinds else ""
-        need(readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}{where}")
-        need(request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}")
-        need(request.dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.dtype} of x")
-        need(request.out_dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y")
-        rounds = request.op != "quantize" or request.rounding in self.roundings
-        need(rounds, ReasonCode.FEATURE, f"rounding {request.rounding.value!r}")
-        for feature in sorted(request.needs - self.features, key=lambda item: item.value):
-            need(condition=False, code=ReasonCode.FEATURE, message=f"feature {feature.value!r}")
-        return tuple(reasons)
+        is_served = bool(self.formats & {EVERY_FORMAT, request.format.name})
+        is_readable = bool(kinds & {request.scale_kind, *resolved})
+        is_rounded = request.op != "quantize" or request.rounding in self.roundings
+        needed = sorted(item.value for item in request.needs - self.features)
+        declared = (
+            (request.op in self.ops, ReasonCode.FEATURE, f"op {request.op!r}"),
+            (is_served, ReasonCode.FORMAT, f"format {request.format.name!r}"),
+            (is_readable, ReasonCode.FORMAT, f"scale kind {request.scale_kind.value!r}{where}"),
+            (request.device.type in self.devices, ReasonCode.DEVICE, f"device {request.device.type!r}"),
+            (request.dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.dtype} of x"),
+            (request.out_dtype in self.dtypes, ReasonCode.DTYPE, f"dtype {request.out_dtype} of y"),
+            (is_rounded, ReasonCode.FEATURE, f"rounding {request.rounding.value!r}"),
+            *((False, ReasonCode.FEATURE, f"feature {name!r}") for name in needed),
+        )
+        return tuple(Reason(code, f"{what} is not declared") for is_there, code, what in declared if not is_there)

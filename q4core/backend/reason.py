@@ -3,59 +3,51 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import attrs
 
 from q4core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Reason", "ReasonCode", "require"]
 
 
 class ReasonCode(enum.Enum):
-    """Why a backend does not serve, in a form that never changes."""
+    """Why a backend does not serve, in a form that never changes.
 
-    DEVICE = "device"
-    FORMAT = "format"
-    DTYPE = "dtype"
-    SHAPE = "shape"
-    ALIGNMENT = "alignment"
-    ARCH = "arch"
-    NOT_BUILT = "not_built"
-    DRIVER = "driver"
-    LIBRARY = "library"
-    TOOLCHAIN = "toolchain"
-    FEATURE = "feature"
-    PROBE_FAILED = "probe_failed"
-    POLICY = "policy"
-    PLUGIN_ERROR = "plugin_error"
-    API_VERSION = "api_version"
-    OUTRANKED = "outranked"
+    Each has a ``domain``, ``hardware``, ``build``, ``scheme`` or ``policy``: a choice must never read as a fault of the
+    machine.
+    """
+
+    _value_: str
+    domain: str
+
+    DEVICE = "device", "hardware"
+    FORMAT = "format", "scheme"
+    DTYPE = "dtype", "scheme"
+    SHAPE = "shape", "scheme"
+    ALIGNMENT = "alignment", "scheme"
+    ARCH = "arch", "hardware"
+    NOT_BUILT = "not_built", "build"
+    DRIVER = "driver", "hardware"
+    LIBRARY = "library", "build"
+    TOOLCHAIN = "toolchain", "build"
+    FEATURE = "feature", "scheme"
+    PROBE_FAILED = "probe_failed", "build"
+    POLICY = "policy", "policy"
+    PLUGIN_ERROR = "plugin_error", "build"
+    API_VERSION = "api_version", "build"
+    OUTRANKED = "outranked", "policy"
     """It could serve; another one is better or was asked for."""
 
-    @property
-    def domain(self) -> str:
-        """``hardware``, ``build``, ``scheme`` or ``policy``: a choice must never read as a fault of the machine."""
-        return _DOMAINS[self]
-
-
-_DOMAINS = {
-    ReasonCode.DEVICE: "hardware",
-    ReasonCode.ARCH: "hardware",
-    ReasonCode.DRIVER: "hardware",
-    ReasonCode.NOT_BUILT: "build",
-    ReasonCode.LIBRARY: "build",
-    ReasonCode.TOOLCHAIN: "build",
-    ReasonCode.PLUGIN_ERROR: "build",
-    ReasonCode.API_VERSION: "build",
-    ReasonCode.PROBE_FAILED: "build",
-    ReasonCode.FORMAT: "scheme",
-    ReasonCode.DTYPE: "scheme",
-    ReasonCode.SHAPE: "scheme",
-    ReasonCode.ALIGNMENT: "scheme",
-    ReasonCode.FEATURE: "scheme",
-    ReasonCode.POLICY: "policy",
-    ReasonCode.OUTRANKED: "policy",
-}
+    def __new__(cls, value: str, domain: str) -> Self:
+        """Return the member; its domain is no part of its value."""
+        member = object.__new__(cls)
+        member._value_, member.domain = value, domain
+        return member
 
 
 def require(condition: bool, what: str, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
-from q4core.backend.support import Precision, is_row_range
+from q4core.backend.reason import require
+from q4core.backend.support import ROW_RANGE, Precision, is_row_range
 from q4core.errors import ConfigError
-from q4core.policy import ActivationPrecision, Rounding
+from q4core.policy import ActivationPrecision, Rounding, to_option
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:
@@ -25,18 +25,13 @@ Features = frozenset[Feature]
 
 def _to_device(value: torch.device | str) -> torch.device:
     try:
-        device: torch.device = torch.device(value)
+        return torch.device(value)
     except (RuntimeError, TypeError):
         raise ConfigError("request", name="device", rule="a torch device", value=value) from None
-    return device
 
 
 def _to_precision(value: ActivationPrecision | str) -> ActivationPrecision:
-    try:
-        return ActivationPrecision(value)
-    except ValueError:
-        legal = ", ".join(repr(member.value) for member in ActivationPrecision)
-        raise ConfigError("request", name="precision", rule=f"one of {legal}", value=value) from None
+    return to_option(ActivationPrecision, value, "request", "precision")
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -86,13 +81,11 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Check op, dtypes and M range."""
-        if not is_row_range(self.m):
-            raise ConfigError("request", name="m", rule="(low >= 1, high >= low or None)", value=self.m)
+        require(is_row_range(self.m), "request", "m", ROW_RANGE, self.m)
         for name in ("dtype", "out_dtype"):
-            if not isinstance(getattr(self, name), torch.dtype):
-                raise ConfigError("request", name=name, rule="a torch dtype", value=getattr(self, name))
-        if self.op not in _OPS:
-            raise ConfigError("request", name="op", rule=f"one of {', '.join(map(repr, _OPS))}", value=self.op)
+            value = getattr(self, name)
+            require(isinstance(value, torch.dtype), "request", name, "a torch dtype", value)
+        require(self.op in _OPS, "request", "op", f"one of {', '.join(map(repr, _OPS))}", self.op)
 
     @classmethod
     def for_weight(  # noqa: PLR0913  # one argument per fact that the weight does not know
@@ -108,14 +101,8 @@ class Request:
     ) -> Request:
         """Return the request that a linear layer over ``weight`` makes.
 
-        Args:
-            weight: The weight.
-            m: Rows of x to serve.
-            dtype: dtype of x; the weight's own unless told.
-            out_dtype: dtype of y; that of x unless told.
-            device: Where to compute; the weight's own device unless told.
-            precision: To what precision activations may be rounded.
-            gradients: Whether gradients to the input will be asked for.
+        Arguments are fields of the request; ``dtype`` and ``device`` are the weight's own, and ``out_dtype`` is
+        ``dtype``, unless told.
         """
         x_dtype = dtype or weight.dtype
         second = weight.zero if weight.offset is None else weight.offset
@@ -142,11 +129,6 @@ class Request:
     def needs(self) -> Features:
         """The features that must be declared: the weight's, and GRADIENTS where asked for."""
         return self.features | {Feature.GRADIENTS} if self.gradients else self.features
-
-    def serves(self, rows: int) -> bool:
-        """Return whether ``rows`` lies in the range of M that was asked for."""
-        low, high = self.m
-        return low <= rows <= (math.inf if high is None else high)
 
     def allows(self, precision: Precision) -> bool:
         """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""

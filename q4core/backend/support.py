@@ -5,23 +5,17 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
 from q4core.backend.reason import Reason, require
 from q4core.errors import ConfigError
 
-__all__ = [
-    "KernelPath",
-    "PathKind",
-    "Precision",
-    "Segment",
-    "Support",
-    "Tier",
-    "is_row_range",
-]
+__all__ = ["ROW_RANGE", "KernelPath", "PathKind", "Precision", "Segment", "Support", "Tier", "is_row_range"]
 
-
+ROW_RANGE = "(low >= 1, high >= low or None)"
+"""What ``is_row_range`` asks, for messages."""
 _MOST_PROBE_ROWS = 8
 _LARGEST_PROBE = 4096
 """What is probed is computed in float64 on the CPU as well."""
@@ -76,10 +70,8 @@ def is_row_range(m: object) -> bool:
 
 def _sorted_rows(rows: object) -> object:
     """Return whole numbers as a rising tuple, and anything else as it is, for the check to refuse."""
-    if not isinstance(rows, Iterable):
-        return rows
-    given = tuple(rows)
-    return tuple(sorted(given)) if all(type(item) is int for item in given) else given
+    given = tuple(rows) if isinstance(rows, Iterable) else rows
+    return tuple(sorted(given)) if isinstance(given, tuple) and all(type(item) is int for item in given) else given
 
 
 @attrs.frozen
@@ -119,7 +111,7 @@ class KernelPath:
         """Check every value, because a plugin makes this."""
         what = f"path {self.name!r}"
         require(isinstance(self.name, str) and bool(self.name), what, "name", "a name", self.name)
-        require(is_row_range(self.m), what, "m", "(low >= 1, high >= low or None)", self.m)
+        require(is_row_range(self.m), what, "m", ROW_RANGE, self.m)
         require(isinstance(self.kind, PathKind), what, "kind", "a PathKind", self.kind)
         require(isinstance(self.precision, Precision), what, "precision", "a Precision", self.precision)
         is_finite = isinstance(self.tier, (int, float)) and math.isfinite(self.tier)
@@ -130,10 +122,6 @@ class KernelPath:
             require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
             require(numbers, what, "codebook", "of finite numbers", self.codebook)
-        self._check_probe_rows(what)
-        require(isinstance(self.variant, str), what, "variant", "a text", self.variant)
-
-    def _check_probe_rows(self, what: str) -> None:
         rows: object = self.probe_rows
         is_legal = (
             isinstance(rows, tuple)
@@ -142,6 +130,7 @@ class KernelPath:
         )
         rule = f"at most {_MOST_PROBE_ROWS} different whole numbers inside m and up to {_LARGEST_PROBE}"
         require(is_legal, what, "probe_rows", rule, rows)
+        require(isinstance(self.variant, str), what, "variant", "a text", self.variant)
 
     @property
     def facts(self) -> str:
@@ -178,12 +167,8 @@ class Segment:
         return self.low, self.high
 
 
-def _paths(items: Iterable[KernelPath]) -> tuple[KernelPath, ...]:
-    return tuple(items)
-
-
-def _reasons(items: Iterable[Reason]) -> tuple[Reason, ...]:
-    return tuple(items)
+def _tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)  # whose types are checked afterwards
 
 
 @attrs.frozen
@@ -201,8 +186,8 @@ class Support:
     """
 
     native_state: str
-    paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=_paths)
-    reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_reasons)
+    paths: tuple[KernelPath, ...] = attrs.field(default=(), converter=_tuple)
+    reasons: tuple[Reason, ...] = attrs.field(default=(), converter=_tuple)
 
     def __attrs_post_init__(self) -> None:
         """Check the types, and that exactly one of paths and reasons is there."""

@@ -14,7 +14,6 @@ from q4core.memory.contract import (
     MemoryProvider,
     Placement,
 )
-from q4core.memory.decision import is_turned_off
 from q4core.memory.functions import (
     apply_input_policy,
     apply_mutable_policy,
@@ -23,7 +22,7 @@ from q4core.memory.functions import (
     release_input,
 )
 from q4core.memory.ownership import keeper_of, note_provider, provider_of
-from q4core.memory.placement import Placer, detached_copy
+from q4core.memory.placement import Placer, detached_copy, is_turned_off
 from q4core.memory.provider_checks import availability, copy_beside, was_taken_back
 
 __all__ = [

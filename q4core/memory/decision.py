@@ -6,19 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import PLUGIN_FAULTS, ConfigError, UnifiedMemoryError
+from q4core.errors import PLUGIN_FAULTS, UnifiedMemoryError
 from q4core.memory.contract import DISABLE_VARIABLE, MemoryDecision
-from q4core.memory.provider_checks import availability, placement_by, told
+from q4core.memory.provider_checks import availability, holds, placement_by, told
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from q4core.memory.contract import MemoryAction, MemoryProvider
+    from q4core.memory.placement import Placer
 
-__all__ = ["Decision", "is_turned_off", "left_alone"]
+__all__ = ["Decision", "left_alone"]
 
 _TURNED_OFF = f"{DISABLE_VARIABLE}=1 turns promotion off"
+_NOBODY = (
+    "there is no provider of unified memory (q4-um-managed asks a CUDA device for managedMemory, "
+    "concurrentManagedAccess and the others)"
+)
 
 
 class Decision:
@@ -26,49 +31,42 @@ class Decision:
 
     Args:
         what: What is placed, for messages.
-        policy: What is asked for.
-        device: Who will compute.
-        providers: Who is asked; None where promotion is turned off, and nobody is.
+        placer: Whose policy, device and providers count.
     """
 
-    def __init__(
-        self,
-        what: str,
-        policy: UnifiedMemoryPolicy,
-        device: torch.device,
-        providers: Iterable[MemoryProvider] | None,
-    ) -> None:
-        self.what, self.policy, self.device = what, policy, device
+    def __init__(self, what: str, placer: Placer) -> None:
+        self.what, self.policy, self.device = what, placer.policy, placer.device
         self.usable: list[MemoryProvider] = []
         self._reasons: list[str] = []
         self._attributes: dict[str, Any] = {}
         self._hints: list[str] = []
-        self._is_turned_off = providers is None
-        if providers is None:
-            self._reasons.append(_TURNED_OFF)
-            self._attributes[DISABLE_VARIABLE] = "1"
-        asked = _by_name(what, providers or ())
-        self._asked = len(asked)
-        if not asked and providers is not None:
-            asker = "q4-um-managed asks a CUDA device for managedMemory, concurrentManagedAccess and the others"
-            self._reasons.append(f"there is no provider of unified memory ({asker})")
-        for provider in asked:
-            answer = availability(provider, device)
+        providers = placer.providers()
+        self._is_prefixed = len(providers) > 1
+        for provider in providers:
+            answer = availability(provider, self.device)
             self._note_facts(provider, answer.attributes)
             if answer.is_available:
                 self.usable.append(provider)
             else:
                 self._reasons.append(f"{provider.name}: {answer.reason}")
+        if placer.is_turned_off:
+            self._reasons, self._attributes = [_TURNED_OFF], {DISABLE_VARIABLE: "1"}
+            self._hints.append(f"Unset {DISABLE_VARIABLE}.")
+        elif not providers:
+            self._reasons.append(_NOBODY)
+            self._hints.append("Install a plugin that provides it.")
+        elif not self.usable:
+            self._hints.append("Take a device whose attributes allow it (`q4 doctor` tells each).")
 
     def _note_facts(self, provider: MemoryProvider, facts: Mapping[str, Any]) -> None:
-        prefix = f"{provider.name}." if self._asked > 1 else ""
+        prefix = f"{provider.name}." if self._is_prefixed else ""
         self._attributes |= {f"{prefix}{key}": value for key, value in facts.items()}
 
     def owner_of(self, tensor: torch.Tensor) -> MemoryProvider | None:
         """Return the usable provider in whose memory the tensor lies already, mapped memory included."""
         for provider in self.usable:
             try:
-                if provider.is_managed(tensor) or placement_by(provider, tensor) is not None:
+                if holds(provider, tensor):
                     return provider
             except PLUGIN_FAULTS as error:
                 self._reasons.append(f"{provider.name}: is_managed raised {told(error)}")
@@ -82,19 +80,14 @@ class Decision:
             try:
                 tensor = attempt(provider)
             except PLUGIN_FAULTS as error:
-                self._note_error(provider, method, error)
+                self._reasons.append(f"{provider.name}: {method}: {told(error)}")
+                if isinstance(error, UnifiedMemoryError):
+                    self._note_facts(provider, error.attributes)
+                    self._hints += [error.hint] if error.hint and error.hint not in self._hints else []
             else:
                 if tensor is not None:
                     return provider, tensor
         return None
-
-    def _note_error(self, provider: MemoryProvider, method: str, error: BaseException) -> None:
-        """Take note that a provider could not do what it was asked: why, by which facts, and its advice."""
-        self._reasons.append(f"{provider.name}: {method}: {told(error)}")
-        if isinstance(error, UnifiedMemoryError):
-            self._note_facts(provider, error.attributes)
-            if error.hint and error.hint not in self._hints:
-                self._hints.append(error.hint)
 
     def done(
         self,
@@ -102,8 +95,6 @@ class Decision:
         reason: str,
         provider: MemoryProvider | None = None,
         tensor: torch.Tensor | None = None,
-        *,
-        size_bytes: int = 0,
     ) -> MemoryDecision:
         """Return the decision with the facts that decided, and of ``tensor`` where it lies now."""
         placement = None
@@ -118,7 +109,12 @@ class Decision:
         if action in {"fallback", "refused"}:
             attributes = {**_device_facts(self.device), "provider": None, **attributes}
         name = None if provider is None else provider.name
-        return MemoryDecision(self.policy, action, reason, name, attributes, size_bytes, placement)
+        size = tensor.nbytes if tensor is not None and action == "promoted" else 0
+        return MemoryDecision(self.policy, action, reason, name, attributes, size, placement)
+
+    def promoted(self, provider: MemoryProvider, managed: torch.Tensor) -> MemoryDecision:
+        """Return the decision that a provider copied a tensor."""
+        return self.done("promoted", f"copied into memory of {provider.name}", provider, managed)
 
     def fallback(self) -> MemoryDecision:
         """Return the decision to leave the tensor, with everything that stood against managed memory."""
@@ -132,19 +128,10 @@ class Decision:
             name="memory",
             rule=f"managed memory for device {self.device}",
             value=decision.reason,
-            hint=self._hint(),
+            hint=" ".join((*self._hints, "Or ask for PREFER_UNIFIED.")),
             attributes=decision.attributes,
             decision=decision,
         )
-
-    def _hint(self) -> str:
-        if self._is_turned_off:
-            return f"Unset {DISABLE_VARIABLE}, or ask for PREFER_UNIFIED."
-        if not self._asked:
-            return "Install a plugin that provides it, or ask for PREFER_UNIFIED."
-        if not self.usable:
-            return "Take a device whose attributes allow it (`q4 doctor` tells each), or ask for PREFER_UNIFIED."
-        return " ".join((*self._hints, "Or ask for PREFER_UNIFIED."))
 
 
 def left_alone(policy: UnifiedMemoryPolicy) -> MemoryDecision:
@@ -152,34 +139,6 @@ def left_alone(policy: UnifiedMemoryPolicy) -> MemoryDecision:
     if policy is UnifiedMemoryPolicy.DISABLED:
         return MemoryDecision(policy=policy, action="left", reason="the policy is DISABLED")
     return MemoryDecision(policy=policy, action="left", reason=_TURNED_OFF, attributes={DISABLE_VARIABLE: "1"})
-
-
-def _by_name(what: str, providers: Iterable[MemoryProvider]) -> list[MemoryProvider]:
-    given = list(providers)
-    for provider in given:
-        if not isinstance(getattr(provider, "name", None), str):
-            hint = "Give a list of providers, or leave it out for those that are installed."
-            value = type(provider).__name__
-            raise ConfigError(f"placing a {what}", name="providers", rule="memory providers", value=value, hint=hint)
-    return sorted(given, key=lambda provider: provider.name)
-
-
-def is_turned_off(environment: Mapping[str, str]) -> bool:
-    """Return whether ``Q4_DISABLE_UM`` turns promotion off.
-
-    Raises:
-        ConfigError: Its value is not legal.
-    """
-    value = environment.get(DISABLE_VARIABLE, "")
-    if value not in {"", "0", "1"}:  # empty is unset, as for every Q4_ variable
-        raise ConfigError(
-            f"environment variable {DISABLE_VARIABLE}",
-            name=DISABLE_VARIABLE,
-            rule="'0' or '1'",
-            value=value,
-            hint=f"Correct or unset {DISABLE_VARIABLE}.",
-        )
-    return value == "1"
 
 
 def _device_facts(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``apply_policy`` and the like: one tensor, placed by a ``Placer`` made of the same arguments, with its errors."""
+"""``apply_policy`` and the like: one tensor, placed by a ``Placer`` of the same options, with its errors."""
 
 from __future__ import annotations
 
@@ -7,64 +7,48 @@ from typing import TYPE_CHECKING
 from q4core.memory.placement import Placer, installed_providers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     import torch
+    from typing_extensions import Unpack
 
     from q4core.memory.contract import MemoryDecision, MemoryProvider
+    from q4core.memory.placement import PlacerOptions
     from q4core.policy import UnifiedMemoryPolicy
 
 __all__ = ["apply_input_policy", "apply_mutable_policy", "apply_policy", "apply_source_policy", "release_input"]
 
 
-def apply_policy(  # noqa: PLR0913  # a tensor, and what makes a Placer
+def apply_policy(
     tensor: torch.Tensor,
     policy: UnifiedMemoryPolicy | str,
     *,
-    device: torch.device | str,
-    providers: Iterable[MemoryProvider] | None = None,
-    environment: Mapping[str, str] | None = None,
     layer: str | None = None,
+    **options: Unpack[PlacerOptions],
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Place a weight; see ``Placer.weight``."""
-    return Placer(policy, device=device, providers=providers, environment=environment).weight(tensor, layer)
+    return Placer(policy, **options).weight(tensor, layer)
 
 
 def apply_source_policy(
-    tensor: torch.Tensor,
-    policy: UnifiedMemoryPolicy | str,
-    *,
-    device: torch.device | str,
-    providers: Iterable[MemoryProvider] | None = None,
-    environment: Mapping[str, str] | None = None,
+    tensor: torch.Tensor, policy: UnifiedMemoryPolicy | str, **options: Unpack[PlacerOptions]
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Bring a tensor of a weight to the device that will prepare it; see ``Placer.source``."""
-    return Placer(policy, device=device, providers=providers, environment=environment).source(tensor)
+    return Placer(policy, **options).source(tensor)
 
 
-def apply_mutable_policy(  # noqa: PLR0913  # a tensor, and what makes a Placer
-    tensor: torch.Tensor,
-    policy: UnifiedMemoryPolicy | str,
-    *,
-    device: torch.device | str,
-    providers: Iterable[MemoryProvider] | None = None,
-    copy: bool = True,
-    environment: Mapping[str, str] | None = None,
+def apply_mutable_policy(
+    tensor: torch.Tensor, policy: UnifiedMemoryPolicy | str, *, copy: bool = True, **options: Unpack[PlacerOptions]
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Place a tensor that will be written again and again; see ``Placer.mutable``."""
-    return Placer(policy, device=device, providers=providers, environment=environment).mutable(tensor, copy=copy)
+    return Placer(policy, **options).mutable(tensor, copy=copy)
 
 
 def apply_input_policy(
-    x: torch.Tensor,
-    policy: UnifiedMemoryPolicy | str,
-    *,
-    device: torch.device | str,
-    providers: Iterable[MemoryProvider] | None = None,
-    environment: Mapping[str, str] | None = None,
+    x: torch.Tensor, policy: UnifiedMemoryPolicy | str, **options: Unpack[PlacerOptions]
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Place an activation; see ``Placer.input``."""
-    return Placer(policy, device=device, providers=providers, environment=environment).input(x)
+    return Placer(policy, **options).input(x)
 
 
 def release_input(
@@ -78,8 +62,7 @@ def release_input(
         decision: What ``apply_input_policy`` returned with it.
         providers: The same as there.
     """
-    if decision.action != "promoted":
-        return
-    for provider in installed_providers() if providers is None else providers:
-        if provider.name == decision.provider:
-            provider.free(x)
+    if decision.action == "promoted":
+        for provider in installed_providers() if providers is None else providers:
+            if provider.name == decision.provider:
+                provider.free(x)

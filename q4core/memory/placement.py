@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError
-from q4core.memory.decision import Decision, is_turned_off, left_alone
+from q4core.memory.contract import DISABLE_VARIABLE
+from q4core.memory.decision import Decision, left_alone
 from q4core.memory.ownership import note_provider, shares_memory
 from q4core.memory.provider_checks import is_on, managed_by, mapped_by, told
-from q4core.policy import UnifiedMemoryPolicy
+from q4core.policy import UnifiedMemoryPolicy, to_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from typing_extensions import Required
 
     from q4core.memory.contract import MemoryDecision, MemoryProvider
 
-__all__ = ["Placer", "detached_copy", "installed_providers", "take_providers_from"]
+__all__ = [
+    "Placer",
+    "PlacerOptions",
+    "detached_copy",
+    "installed_providers",
+    "is_turned_off",
+    "take_providers_from",
+]
 
 _installed: Callable[[], Iterable[MemoryProvider]] = tuple
 
@@ -35,6 +45,27 @@ def installed_providers() -> Iterable[MemoryProvider]:
     return _installed()
 
 
+def is_turned_off(environment: Mapping[str, str]) -> bool:
+    """Return whether ``Q4_DISABLE_UM`` turns promotion off.
+
+    Raises:
+        ConfigError: Its value is not legal.
+    """
+    value = environment.get(DISABLE_VARIABLE, "")
+    if value not in {"", "0", "1"}:  # empty is unset, as for every Q4_ variable
+        what, hint = f"environment variable {DISABLE_VARIABLE}", f"Correct or unset {DISABLE_VARIABLE}."
+        raise ConfigError(what, name=DISABLE_VARIABLE, rule="'0' or '1'", value=value, hint=hint)
+    return value == "1"
+
+
+class PlacerOptions(TypedDict, total=False):
+    """The options of a ``Placer``, for the functions that make one."""
+
+    device: Required[torch.device | str]
+    providers: Iterable[MemoryProvider] | None
+    environment: Mapping[str, str] | None
+
+
 class Placer:
     """Places tensors for one device, as a policy says.
 
@@ -47,7 +78,7 @@ class Placer:
         environment: Taken instead of ``os.environ``.
 
     Raises:
-        ConfigError: ``policy``, ``device`` or ``Q4_DISABLE_UM`` is not legal.
+        ConfigError: ``policy``, ``device``, a provider or ``Q4_DISABLE_UM`` is not legal.
     """
 
     def __init__(
@@ -58,23 +89,31 @@ class Placer:
         providers: Iterable[MemoryProvider] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.policy, self.device = _to_policy(policy), _to_device(device)
+        self.policy, self.device = (
+            to_option(UnifiedMemoryPolicy, policy, "unified memory", "policy"),
+            _to_device(device),
+        )
         self._providers = None if providers is None else list(providers)
-        self._is_turned_off = is_turned_off(os.environ if environment is None else environment)
+        for provider in self._providers or ():
+            if not isinstance(getattr(provider, "name", None), str):
+                hint = "Give a list of providers, or leave it out for those that are installed."
+                value = type(provider).__name__
+                raise ConfigError("unified memory", name="providers", rule="memory providers", value=value, hint=hint)
+        self.is_turned_off = is_turned_off(os.environ if environment is None else environment)
 
     @property
     def is_idle(self) -> bool:
         """Whether the policy, or the environment under PREFER_UNIFIED, wants nothing to be done."""
         return self.policy is UnifiedMemoryPolicy.DISABLED or (
-            self._is_turned_off and self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
+            self.is_turned_off and self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
         )
 
-    def _decide(self, what: str) -> Decision:
-        if self._is_turned_off:
-            return Decision(what, self.policy, self.device, None)
-        return Decision(
-            what, self.policy, self.device, installed_providers() if self._providers is None else self._providers
-        )
+    def providers(self) -> Sequence[MemoryProvider]:
+        """Return who is asked, in the order of their names; nobody where promotion is turned off."""
+        if self.is_turned_off:
+            return ()
+        given = installed_providers() if self._providers is None else self._providers
+        return sorted(given, key=lambda provider: provider.name)
 
     def weight(self, tensor: torch.Tensor, layer: str | None = None) -> tuple[torch.Tensor, MemoryDecision]:
         """Place a weight, which is written once and then read.
@@ -91,7 +130,7 @@ class Placer:
         _require_strided(what, tensor)
         if self.is_idle:
             return tensor, left_alone(self.policy)
-        return self._promoted(self._decide(what), tensor, self._copying(tensor))
+        return self._promoted(Decision(what, self), tensor, lambda provider: self._copied(provider, tensor))
 
     def source(self, tensor: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
         """Bring a tensor of a weight to the device that will prepare it, with as few copies as the policy allows.
@@ -110,15 +149,15 @@ class Placer:
         _require_strided("weight", tensor)
         if self.is_idle:
             return _moved(tensor, self.device), left_alone(self.policy)
-        decision = self._decide("weight")
+        decision = Decision("weight", self)
         if is_on(tensor, self.device):
             return tensor, decision.done("left", "on its device already")
         found = decision.ask("map", lambda provider: mapped_by(provider, tensor.detach(), self.device))
         if found is not None:
             return found[1], decision.done("mapped", "read where it lies", *found)
-        found = decision.ask("to_managed", self._copying(tensor.detach()))
+        found = decision.ask("to_managed", lambda provider: self._copied(provider, tensor.detach()))
         if found is not None:
-            return found[1], _copied(decision, *found)
+            return found[1], decision.promoted(*found)
         return _moved(tensor, self.device), decision.fallback()
 
     def mutable(self, tensor: torch.Tensor, *, copy: bool = True) -> tuple[torch.Tensor, MemoryDecision]:
@@ -140,15 +179,15 @@ class Placer:
         _require_strided("mutable tensor", tensor)
 
         def promote(provider: MemoryProvider) -> torch.Tensor:
-            managed = self._copying(tensor.detach(), read_mostly=False)(provider)
+            managed = self._copied(provider, tensor.detach(), read_mostly=False)
             if copy and shares_memory(managed, tensor):  # it maps memory instead of copying
-                managed = self._copying(detached_copy(tensor), read_mostly=False)(provider)
+                managed = self._copied(provider, detached_copy(tensor), read_mostly=False)
             return managed
 
         with torch.inference_mode(mode=False):  # what is made there does not count its changes
             placed, done = tensor.detach(), left_alone(self.policy)
             if not self.is_idle:
-                placed, done = self._promoted(self._decide("mutable tensor"), placed, promote, is_apart=copy)
+                placed, done = self._promoted(Decision("mutable tensor", self), placed, promote, is_apart=copy)
         return (detached_copy(tensor) if copy and done.action != "promoted" else placed), done
 
     def input(self, x: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
@@ -166,7 +205,7 @@ class Placer:
         _require_strided("activation", x)
         if self.is_idle:
             return x, left_alone(self.policy)
-        decision = self._decide("activation")
+        decision = Decision("activation", self)
         is_preferred = self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
         owner = decision.owner_of(x)
         if owner is not None and (is_preferred or is_on(x, self.device)):
@@ -192,7 +231,7 @@ class Placer:
             None where the policy wants no managed memory, or nobody has any. A tensor that no provider can allocate
             comes from ordinary memory; ``weight`` then decides about it like about any other.
         """
-        usable = [] if self.is_idle else self._decide("weight").usable
+        usable = [] if self.is_idle else Decision("weight", self).usable
         if not usable:
             return None
 
@@ -224,26 +263,17 @@ class Placer:
             return tensor, decision.done("left", "already managed", owner, tensor)
         found = decision.ask("to_managed", promote)
         if found is not None:
-            return found[1], _copied(decision, *found)
+            return found[1], decision.promoted(*found)
         if self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED:
             return tensor, decision.fallback()
         raise decision.refusal()
 
-    def _copying(self, tensor: torch.Tensor, *, read_mostly: bool = True) -> Callable[[MemoryProvider], torch.Tensor]:
-        """Return the function that copies a tensor into a provider's memory; what is only read is prefetched."""
-
-        def copy_in(provider: MemoryProvider) -> torch.Tensor:
-            managed = managed_by(
-                provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
-            )
-            return managed.requires_grad_(tensor.requires_grad)
-
-        return copy_in
-
-
-def _copied(decision: Decision, provider: MemoryProvider, managed: torch.Tensor) -> MemoryDecision:
-    reason = f"copied into memory of {provider.name}"
-    return decision.done("promoted", reason, provider, managed, size_bytes=managed.nbytes)
+    def _copied(self, provider: MemoryProvider, tensor: torch.Tensor, *, read_mostly: bool = True) -> torch.Tensor:
+        """Return a copy of a tensor in a provider's memory; what is only read is prefetched."""
+        managed = managed_by(
+            provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
+        )
+        return managed.requires_grad_(tensor.requires_grad)
 
 
 class _Promotion(torch.autograd.Function):
@@ -271,29 +301,17 @@ def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
-        return tensor.to(device)
+        torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:  # the first where torch was built without it
-        try:
-            torch.empty(0, device=device)
-        except (AssertionError, RuntimeError):
-            rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
-            raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
-        raise  # the device is there
+        rule, hint = "a device that torch has here", f"{type(error).__name__}: {error}"
+        raise ConfigError("placing a weight", name="device", rule=rule, value=str(device), hint=hint) from error
+    return tensor.to(device)
 
 
 def _require_strided(what: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
-
-
-def _to_policy(policy: object) -> UnifiedMemoryPolicy:
-    try:
-        return UnifiedMemoryPolicy(policy)
-    except ValueError:
-        legal = ", ".join(repr(member.value) for member in UnifiedMemoryPolicy)
-        rule = f"a UnifiedMemoryPolicy ({legal})"
-        raise ConfigError("unified memory", name="policy", rule=rule, value=policy) from None
 
 
 def _to_device(device: torch.device | str) -> torch.device:

@@ -13,7 +13,17 @@ from q4core.memory.ownership import note_provider, provider_of, shares_memory
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["availability", "copy_beside", "is_on", "managed_by", "mapped_by", "placement_by", "told", "was_taken_back"]
+__all__ = [
+    "availability",
+    "copy_beside",
+    "holds",
+    "is_on",
+    "managed_by",
+    "mapped_by",
+    "placement_by",
+    "told",
+    "was_taken_back",
+]
 
 
 def told(error: BaseException) -> str:
@@ -27,10 +37,10 @@ def availability(provider: MemoryProvider, device: torch.device) -> Availability
         answer: Any = provider.is_available(device)
     except PLUGIN_FAULTS as error:
         return Availability(is_available=False, reason=f"is_available raised {told(error)}")
-    if not isinstance(answer, Availability):
-        kind = type(answer).__name__
-        return Availability(is_available=False, reason=f"is_available must return Availability, not {kind}")
-    return answer
+    if isinstance(answer, Availability):
+        return answer
+    reason = f"is_available must return Availability, not {type(answer).__name__}"
+    return Availability(is_available=False, reason=reason)
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -46,13 +56,16 @@ def placement_by(provider: MemoryProvider, tensor: torch.Tensor) -> Placement | 
     return answer if isinstance(answer, Placement) else None
 
 
+def holds(provider: MemoryProvider, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in a provider's memory, mapped memory included."""
+    return provider.is_managed(tensor) or placement_by(provider, tensor) is not None
+
+
 def was_taken_back(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lies in memory that its provider, by what was noted, knows no more."""
     provider = provider_of(tensor)
-    if provider is None:
-        return False
     try:
-        return not provider.is_managed(tensor) and placement_by(provider, tensor) is None
+        return provider is not None and not holds(provider, tensor)
     except PLUGIN_FAULTS:  # told by whoever asks it for more
         return False
 
@@ -104,8 +117,9 @@ def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> to
     try:
         with torch.inference_mode(mode=False):  # what is made there does not count its changes
             copy = managed_by(provider, tensor.detach(), device=tensor.device, read_mostly=False, prefetch=False)
-        if not is_on(copy, tensor.device) or shares_memory(copy, tensor):
-            value = f"{'the same memory' if shares_memory(copy, tensor) else 'memory'} on {copy.device}"
+        is_same = shares_memory(copy, tensor)
+        if is_same or not is_on(copy, tensor.device):
+            value = f"{'the same memory' if is_same else 'memory'} on {copy.device}"
             raise PluginError("to_managed", name="result", rule=f"a copy on {tensor.device}", value=value)
     except LifecycleError:
         raise

@@ -8,6 +8,7 @@ from q4core.policy.config import (
     UnifiedMemoryPolicy,
     active_config,
     resolve_config,
+    to_option,
     using,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "UnifiedMemoryPolicy",
     "active_config",
     "resolve_config",
+    "to_option",
     "using",
 ]

@@ -30,10 +30,11 @@ __all__ = [
     "UnifiedMemoryPolicy",
     "active_config",
     "resolve_config",
+    "to_option",
     "using",
 ]
 
-_EnumT = TypeVar("_EnumT", bound=enum.Enum)
+_OptionT = TypeVar("_OptionT", bound=enum.Enum)
 
 
 class ComputePath(enum.Enum):
@@ -82,73 +83,47 @@ class Rounding(enum.Enum):
     """To one of the two neighbours, by chance, so that the mean is the value; a seed fixes the draws. For training."""
 
 
-def _member(kind: type[_EnumT], field: str, value: object) -> _EnumT | None:
-    if value is None or isinstance(value, kind):
-        return value
-    if isinstance(value, str):
-        wanted = value.strip().lower().replace("-", "_")
-        for member in kind:
-            if member.value == wanted:
-                return member
+def to_option(kind: type[_OptionT], value: object, what: str, name: str) -> _OptionT:
+    """Return an option that may be given as text, in any case.
+
+    Raises:
+        ConfigError: It is none; in words, ``name`` of ``what``.
+    """
+    text = value.strip().lower().replace("-", "_") if isinstance(value, str) else value
+    for member in kind:
+        if text in (member, member.value):
+            return member
     legal = ", ".join(repr(member.value) for member in kind)
-    raise ConfigError("configuration", name=field, rule=f"one of {legal}", value=value)
+    raise ConfigError(what, name=name, rule=f"one of {legal}", value=value)
 
 
 def _to_compute_path(value: ComputePath | str | None) -> ComputePath | None:
-    return _member(ComputePath, "compute_path", value)
+    return None if value is None else to_option(ComputePath, value, "configuration", "compute_path")
 
 
-def _to_activation_precision(value: ActivationPrecision | str | None) -> ActivationPrecision | None:
-    return _member(ActivationPrecision, "activation_precision", value)
+def _to_precision(value: ActivationPrecision | str | None) -> ActivationPrecision | None:
+    return None if value is None else to_option(ActivationPrecision, value, "configuration", "activation_precision")
 
 
 def _to_unified_memory(value: UnifiedMemoryPolicy | str | None) -> UnifiedMemoryPolicy | None:
-    return _member(UnifiedMemoryPolicy, "unified_memory", value)
+    return None if value is None else to_option(UnifiedMemoryPolicy, value, "configuration", "unified_memory")
 
 
 def _to_device(value: str | torch.device | None) -> str | None:
-    if value is None:
-        return None
     text = str(value) if isinstance(value, torch.device) else value
-    if isinstance(text, str):
-        if text == "auto":
+    if text is None or text == "auto":
+        return text
+    with contextlib.suppress(RuntimeError):
+        if isinstance(text, str) and torch.device(text).type in {"cpu", "cuda", "meta"}:
             return text
-        with contextlib.suppress(RuntimeError):
-            device = torch.device(text)
-            if device.type in {"cpu", "cuda", "meta"}:
-                return text
     raise ConfigError("configuration", name="device", rule="'auto', 'cpu', 'cuda' or 'cuda:<index>'", value=value)
 
 
 def _to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        if value is None or value.is_floating_point:
-            return value
-    elif isinstance(value, str):
-        candidate = getattr(torch, value, None)
-        if isinstance(candidate, torch.dtype) and candidate.is_floating_point:
-            return candidate
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    if value is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
     raise ConfigError("configuration", name="compute_dtype", rule="a floating-point torch dtype", value=value)
-
-
-def _flag(field: str, value: object) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    raise ConfigError("configuration", name=field, rule="True, False or None", value=value)
-
-
-def _to_gradients(value: bool | None) -> bool | None:  # noqa: FBT001  # a converter takes its value by position
-    return _flag("gradients", value)
-
-
-def _to_diagnostics(value: bool | None) -> bool | None:  # noqa: FBT001  # a converter takes its value by position
-    return _flag("diagnostics", value)
-
-
-def _to_backend(value: str | None) -> str | None:
-    if value is None or (isinstance(value, str) and value.strip()):
-        return value
-    raise ConfigError("configuration", name="backend", rule="the name of a backend or None", value=value)
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -170,22 +145,28 @@ class SessionConfig:
     """
 
     device: str | None = attrs.field(default=None, converter=_to_device)
-    backend: str | None = attrs.field(default=None, converter=_to_backend)
+    backend: str | None = None
     compute_path: ComputePath | None = attrs.field(default=None, converter=_to_compute_path)
-    activation_precision: ActivationPrecision | None = attrs.field(default=None, converter=_to_activation_precision)
-    gradients: bool | None = attrs.field(default=None, converter=_to_gradients)
+    activation_precision: ActivationPrecision | None = attrs.field(default=None, converter=_to_precision)
+    gradients: bool | None = None
     unified_memory: UnifiedMemoryPolicy | None = attrs.field(default=None, converter=_to_unified_memory)
     compute_dtype: torch.dtype | None = attrs.field(default=None, converter=_to_dtype)
-    diagnostics: bool | None = attrs.field(default=None, converter=_to_diagnostics)
+    diagnostics: bool | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check what needs no conversion."""
+        if self.backend is not None and not (isinstance(self.backend, str) and self.backend.strip()):
+            rule = "the name of a backend or None"
+            raise ConfigError("configuration", name="backend", rule=rule, value=self.backend)
+        for name in ("gradients", "diagnostics"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError("configuration", name=name, rule="True, False or None", value=value)
 
     def over(self, other: SessionConfig) -> SessionConfig:
         """Return this configuration with its unset fields taken from ``other``."""
-        taken = {
-            field.name: getattr(other, field.name)
-            for field in attrs.fields(SessionConfig)
-            if getattr(self, field.name) is None
-        }
-        return attrs.evolve(self, **taken)
+        names = (field.name for field in attrs.fields(SessionConfig))
+        return attrs.evolve(self, **{name: getattr(other, name) for name in names if getattr(self, name) is None})
 
 
 _EMPTY = SessionConfig()
@@ -209,19 +190,15 @@ _VARIABLES = {
 
 
 def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:
-    given = zip(_VARIABLES.values(), values, strict=True)
-    found: dict[str, Any] = {field: value for field, value in given if value}
-    try:
-        return SessionConfig(**found)
-    except ConfigError as error:
-        variable = next(name for name, field in _VARIABLES.items() if field == error.name)
-        raise ConfigError(
-            f"environment variable {variable}",
-            name=variable,
-            rule=error.rule,
-            value=error.value,
-            hint=f"Correct or unset {variable}.",
-        ) from None
+    found = SessionConfig()
+    for (variable, field), value in zip(_VARIABLES.items(), values, strict=True):
+        given: Any = value or None  # empty is unset
+        try:
+            found = attrs.evolve(found, **{field: given})
+        except ConfigError as error:
+            what, hint = f"environment variable {variable}", f"Correct or unset {variable}."
+            raise ConfigError(what, name=variable, rule=error.rule, value=value, hint=hint) from None
+    return found
 
 
 def active_config() -> SessionConfig:
@@ -246,13 +223,7 @@ def resolve_config(
         ConfigError: ``config`` is something else, or a ``Q4_*`` variable holds a value that is not legal.
     """
     if config is not None and not isinstance(config, SessionConfig):
-        raise ConfigError(
-            "configuration",
-            name="config",
-            rule="a SessionConfig or None",
-            value=config,
-            hint='Write q4.SessionConfig(device="cpu"), for example.',
-        )
+        raise ConfigError("configuration", name="config", rule="a SessionConfig or None", value=config)
     source = os.environ if environment is None else environment
     return _resolve(config or _EMPTY, active_config(), tuple(source.get(name) for name in _VARIABLES))
 
