@@ -107,9 +107,9 @@ from q4core.selection.result import Rejection, Selection
 from q4core.session.functions import (
     dialects,
     open,  # noqa: A004  # the contract's name: q4.open(path)
-    quantize,
     save_checkpoint,
 )
+from q4core.session.quantizer import quantize
 from q4core.session.session import Session, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 

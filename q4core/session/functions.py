@@ -1,7 +1,4 @@
-"""The functions that people type, with the registry's plugins filled in.
-
-Each one delegates: what it does stands in the module that it names.
-"""
+"""The functions on checkpoints that people type, with the registry's plugins filled in."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 from q4core import checkpoint
 from q4core import schema as schemas
 from q4core.plugins.registry import default_registry
-from q4core.policy import Rounding
 from q4core.schema import SIMPLE_DIALECTS
-from q4core.session import quantizer
 
 if TYPE_CHECKING:
     import os
@@ -22,11 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint import Checkpoint
-    from q4core.formats import Format, Packing, ScaleKind
     from q4core.schema import Dialect
     from q4core.weight import PackedWeight
 
-__all__ = ["dialects", "open", "quantize", "save_checkpoint"]
+__all__ = ["dialects", "open", "save_checkpoint"]
 
 
 def dialects() -> tuple[Dialect, ...]:
@@ -113,28 +107,6 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
 
 def _plugin_states() -> dict[str, str]:
     return {record.name: record.state for record in default_registry().records()}
-
-
-def quantize(  # noqa: PLR0913  # one argument per wish
-    dense: torch.Tensor,
-    format: str | Format,  # noqa: A002  # the contract's name
-    *,
-    block_size: int | None = None,
-    scale_kind: ScaleKind | None = None,
-    packing: Packing | None = None,
-    symmetric: bool = False,
-    name: str | None = None,
-    rounding: Rounding | str = Rounding.NEAREST,
-    seed: int = 0,
-) -> PackedWeight:
-    """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference codec.
-
-    Arguments, result and errors are those of ``quantizer.quantize``.
-    """
-    return quantizer.quantize(
-        dense, format, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name,
-        rounding=rounding, seed=seed, registry=default_registry(),
-    )  # fmt: skip
 
 
 schemas.take_dialects_from(dialects)

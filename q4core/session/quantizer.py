@@ -18,28 +18,26 @@ from q4core.errors import (
     PLUGIN_FAULTS,
     BackendError,
     BackendUnavailableError,
-    ConfigError,
     InputError,
     LifecycleError,
     Q4Error,
     Q4ProbeWarning,
 )
 from q4core.formats import Format, find_format
-from q4core.policy import Rounding
+from q4core.plugins.registry import default_registry
+from q4core.policy import Rounding, SessionConfig, to_option
 from q4core.probes.quantizer import call_quantizer, probe_quantizer
+from q4core.selection.cache import select_for
 from q4core.selection.probe_results import probe_results
-from q4core.selection.select import select_backend
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath
     from q4core.formats import Packing, ScaleKind
     from q4core.plugins.registry import Registry
-    from q4core.selection.result import Rejection, Selection
 
 __all__ = ["Quantizer", "find_quantizer", "quantize", "quantize_request"]
 
-_CACHE_LIMIT = 4096
 _SEEDS = 1 << 31
 
 
@@ -82,23 +80,23 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     name: str | None = None,
     rounding: Rounding | str = Rounding.NEAREST,
     seed: int = 0,
-    registry: Registry,
+    registry: Registry | None = None,
 ) -> PackedWeight:
-    """Return a dense weight in four bits: on a device by a proven native quantiser, else by the reference codec.
+    """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference codec.
 
     Rounded to nearest, the bytes are the same whoever wrote them. The event ``q4.quantize`` says who did.
 
     Args:
-        dense: As for ``codec.quantize``.
+        dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.
         format: Name of the format, or a ``Format``.
-        block_size: As for ``codec.quantize``.
-        scale_kind: As for ``codec.quantize``.
-        packing: As for ``codec.quantize``.
-        symmetric: As for ``codec.quantize``.
+        block_size: In-features per scale; None for the format's own.
+        scale_kind: How scales are stored; None for the format's own.
+        packing: The nibble order; None for the format's own.
+        symmetric: For int4: no zero points, code 8 stands for 0.
         name: The layer's name, for messages.
         rounding: By chance only where a backend's quantiser declares it: the reference has none.
         seed: For rounding by chance, 0 … 2^31 - 1: equal seeds give equal bytes.
-        registry: The plugins to choose among.
+        registry: The plugins to choose among; the process's unless told.
 
     Raises:
         InputError, FormatError: As ``codec.quantize``; or the seed is not legal.
@@ -106,8 +104,11 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         BackendUnavailableError: Nobody rounds by chance here; the rejections say why not.
         BackendError: The native quantiser failed.
     """
-    kind = format if isinstance(format, Format) else find_format(format, registry.formats().values())
-    chosen = _rounding(rounding, seed)
+    plugins = registry or default_registry()
+    kind = format if isinstance(format, Format) else find_format(format, plugins.formats().values())
+    chosen = to_option(Rounding, rounding, "quantize", "rounding")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
+        raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
     choices: dict[str, Any] = {
         "block_size": block_size, "scale_kind": scale_kind, "packing": packing, "symmetric": symmetric,
     }  # fmt: skip
@@ -121,10 +122,17 @@ def quantize(  # noqa: PLR0913  # one argument per wish
             codec.quantize(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
             raise
         try:
-            found = find_quantizer(registry, request, chosen)
+            found = find_quantizer(plugins, request, chosen)
         except BackendUnavailableError as error:
             if chosen is not Rounding.NEAREST:
-                raise _nobody_rounds_so(request, chosen, error.rejections) from error.__cause__
+                raise BackendUnavailableError(
+                    f"quantize {kind.name} {request.out_features}×{request.in_features} on {request.device}",
+                    name="rounding",
+                    rule="'nearest', or one that a backend's quantiser declares and may serve here",
+                    value=chosen.value,
+                    rejections=error.rejections,
+                    hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
+                ) from error.__cause__
             why = "; ".join(map(str, error.rejections))
     emit(
         "q4.quantize",
@@ -139,45 +147,16 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     )
     if found is None:
         return codec.quantize(dense, kind, name=name, **choices)
-    if not _is_capturing(dense):  # where nothing can be said of values: they are the caller's to know
-        _require_finite(dense, name)
+    # In a capture nothing can be said of values: they are the caller's to know. Elsewhere one look, and one wait for
+    # the device, where all is well: the extremes of a tensor with NaN are NaN.
+    if not _is_capturing(dense.device) and not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
+        codec.check_finite(dense, name)
     packed = found.quantize(dense.detach(), seed)
     return packed if name is None else packed.relabelled(name=name)
 
 
-def _rounding(rounding: Rounding | str, seed: int) -> Rounding:
-    try:
-        chosen = Rounding(rounding)
-    except ValueError:
-        legal = ", ".join(repr(member.value) for member in Rounding)
-        raise ConfigError("quantize", name="rounding", rule=f"one of {legal}", value=rounding) from None
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
-        raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
-    return chosen
-
-
-def _nobody_rounds_so(
-    request: Request, rounding: Rounding, rejections: tuple[Rejection, ...]
-) -> BackendUnavailableError:
-    what = f"quantize {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
-    return BackendUnavailableError(
-        what,
-        name="rounding",
-        rule="'nearest', or one that a backend's quantiser declares and may serve here",
-        value=rounding.value,
-        rejections=rejections,
-        hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
-    )
-
-
-def _is_capturing(dense: torch.Tensor) -> bool:
-    return dense.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _require_finite(dense: torch.Tensor, name: str | None) -> None:
-    # The extremes of a tensor with NaN are NaN: one look, and one wait for the device, where all is well.
-    if not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
-        codec.check_finite(dense, name)
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,16 +165,7 @@ def _sample(kind: Format, columns: int, dtype: torch.dtype, choices: tuple[tuple
 
 
 def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) -> Request:  # noqa: A002  # the contract's name
-    """Return what a quantiser is asked: the facts of the weight that the reference codec makes of ``dense``.
-
-    Args:
-        dense: [N, K] on the device.
-        format: Name of the format, or a ``Format``.
-        **choices: As for ``codec.quantize``, other than ``name``.
-
-    Raises:
-        FormatError, InputError: As ``codec.quantize``.
-    """
+    """Return what a quantiser is asked: the facts of the weight that the reference codec makes of ``dense`` [N, K]."""
     kind = find_format(format)
     rows, columns = dense.shape
     block = choices.get("block_size") or kind.block_size
@@ -206,12 +176,7 @@ def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) 
 
 @chained()
 def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> Quantizer:
-    """Return the native quantiser that is best for a request, proven; what is proven stays so.
-
-    Args:
-        registry: The plugins to choose among.
-        request: What is asked, of op ``"quantize"``.
-        rounding: How to round.
+    """Return the native quantiser that is best for a request of op ``"quantize"``, proven; what is proven stays so.
 
     Raises:
         BackendUnavailableError: There is none; ``rejections`` holds every reason.
@@ -220,11 +185,11 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
     results = probe_results(registry)
     request = attrs.evolve(request, rounding=rounding)
     while True:
-        selection = _select(registry, request)
+        selection = select_for(request, SessionConfig(), registry)
         backend, path = registry.backends()[selection.backend], selection.path
         result = results.result(backend.name, path, request)
         if result is None:
-            if request.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if _is_capturing(request.device):
                 hint = "Quantise a weight of this kind once before the capture."
                 what = f"no quantiser of {request.format.name} is proven yet, and none can be inside a capture"
                 raise LifecycleError(what, hint=hint)
@@ -245,15 +210,3 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
             return Quantizer(backend, path, request, rounding)
         message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
         warn_once((backend.name, path.name, rounding, request.format.name), Q4ProbeWarning, message)
-
-
-def _select(registry: Registry, request: Request) -> Selection:
-    results = probe_results(registry)
-    key = ("quantize", results.generation, request)
-    known: Selection | None = registry.selections.get(key)
-    if known is None:
-        known = select_backend(request, registry.backends(), invalid=registry.invalid_backends(), results=results)
-        if len(registry.selections) >= _CACHE_LIMIT:
-            registry.selections.clear()
-        registry.selections[key] = known
-    return known

@@ -56,7 +56,6 @@ class Session:
         self.name = name or f"session-{next(_numbers)}"
         self._registry = registry
         self._layers: weakref.WeakValueDictionary[int, Q4Linear] = weakref.WeakValueDictionary()
-        self._made = itertools.count()
         self._by_weight: weakref.WeakKeyDictionary[PackedWeight, dict[Any, Q4Linear]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._closed = False
@@ -115,7 +114,7 @@ class Session:
         """
         with self._lock:  # close() takes the layers under the same lock: none slips in behind it
             self._require_open()
-            self._layers[next(self._made)] = layer
+            self._layers[id(layer)] = layer
 
     def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias`` through a layer that is cached as long as ``weight`` lives.
@@ -130,12 +129,10 @@ class Session:
         config = resolve_config(self.config)
         key = (x.dtype, x.device, config)
         with self._lock:
-            known = self._by_weight.get(weight)
-            layer = None if known is None else known.get(key)
+            layer = self._by_weight.get(weight, {}).get(key)
         if layer is None:
-            config = attrs.evolve(config, compute_dtype=x.dtype)
-            if config.device in {None, "auto"}:
-                config = attrs.evolve(config, device=str(x.device))
+            device = str(x.device) if config.device == "auto" else config.device
+            config = attrs.evolve(config, compute_dtype=x.dtype, device=device)
             with bound(session=self.name):
                 made = Q4Linear(weight, config=config, registry=self._registry)
             layer = self._adopted(made)
@@ -147,7 +144,7 @@ class Session:
     def layers(self) -> list[Q4Linear]:
         """Return the living layers, in the order in which they were made."""
         with self._lock:
-            return [layer for _, layer in sorted(self._layers.items())]
+            return list(self._layers.values())
 
     def report(self) -> Report:
         """Return what ran for which M, and why not the others, layer by layer."""
@@ -182,13 +179,8 @@ class Session:
 
 def _require_weight(what: str, weight: object) -> None:
     if not isinstance(weight, PackedWeight):
-        raise InputError(
-            what,
-            name="weight",
-            rule="a PackedWeight",
-            value=type(weight).__name__,
-            hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
-        )
+        hint = "Use q4.quantize(dense, format=…) or q4.open(path)[name]."
+        raise InputError(what, name="weight", rule="a PackedWeight", value=type(weight).__name__, hint=hint)
 
 
 _default: Session | None = None
@@ -261,9 +253,5 @@ def explain(what: torch.nn.Module | Session) -> Report:
         return what.report()
     if not isinstance(what, torch.nn.Module):
         raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
-    records = []
-    for name, module in what.named_modules():
-        if isinstance(module, Q4Linear) and module.is_prepared:
-            record = module.diagnostics()
-            records.append(attrs.evolve(record, layer=name) if name else record)
-    return Report(records)
+    layers = [(name, item) for name, item in what.named_modules() if isinstance(item, Q4Linear) and item.is_prepared]
+    return Report([attrs.evolve(layer.diagnostics(), **({"layer": name} if name else {})) for name, layer in layers])
