@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Capabilities
     from q4core.selection.probe_results import ProbeResults
 
-__all__ = ["Candidate", "adapt_request", "assess", "assess_gradient"]
+__all__ = ["Candidate", "assess"]
 
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
@@ -36,65 +36,56 @@ class Candidate:
         request: The request as it sees it.
         support: Its answer.
         segments: Which of its paths would serve which M; empty where it can't serve.
-        reasons: Why paths may not run on this machine; where it can't serve, every reason why.
+        faults: Why paths may not run on this machine; where it refuses altogether, every reason why.
+        against: Why the request rules out further paths.
     """
 
     name: str
     request: Request
     support: Support
-    segments: tuple[Segment, ...]
-    reasons: tuple[Reason, ...]
+    segments: tuple[Segment, ...] = ()
+    faults: tuple[Reason, ...] = ()
+    against: tuple[Reason, ...] = ()
 
     @property
     def is_ruled_out(self) -> bool:
         """Whether it has working paths, and only the compute path and precision asked for keep it from serving."""
-        codes = {reason.code for reason in self.reasons}
+        codes = {reason.code for reason in (*self.faults, *self.against)}
         return bool(self.support.paths) and ReasonCode.POLICY in codes <= {ReasonCode.POLICY, ReasonCode.SHAPE}
 
     def path_at(self, rows: int) -> KernelPath:
         """Return the path that would serve a number of rows."""
-        return next(item.path for item in self.segments if item.low <= rows <= _end(item))
+        return next(item.path for item in self.segments if item.low <= rows <= (item.high or _INFINITY))
 
     def rejection(self, *more: Reason) -> Rejection:
         """Return why it does not serve: its own reasons, then ``more``."""
-        return Rejection(self.name, (*self.reasons, *more), self.support.native_state)
-
-
-def _end(segment: Segment) -> int:
-    return _INFINITY if segment.high is None else segment.high
-
-
-def adapt_request(request: Request, capabilities: Capabilities, *, any_precision: bool = False) -> Request:
-    """Return the request as a backend would see it once the core has resolved what the backend does not read.
-
-    A scale kind that none of the precisions asked for declares becomes PLAIN float32, if one of them declares that. A
-    quantiser is asked for what is to be written, as it is.
-    """
-    if request.op != "linear":
-        return request
-    kinds = capabilities.readable_kinds(request, any_precision=any_precision)
-    if request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
-        features = request.features - {Feature.ROW_GLOBAL_SCALE}
-        request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
-    return request
+        against = () if self.segments else self.against
+        return Rejection(self.name, (*self.faults, *against, *more), self.support.native_state)
 
 
 def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Request, Support]:
-    """Ask the manifest, then the backend itself; a backend that raises has refused."""
-    adapted = request
+    """Ask the manifest, then the backend itself, with the request as it sees it; a backend that raises has refused."""
     try:
         capabilities = backend.capabilities
-        adapted = adapt_request(request, capabilities, any_precision=any_precision)
-        refusals = capabilities.refusals(adapted, any_precision=any_precision)
+        kinds = capabilities.readable_kinds(request, any_precision=any_precision)
+        # What no allowed precision reads, the core resolves first; a quantiser is asked for what is to be written.
+        if request.op == "linear" and request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
+            features = request.features - {Feature.ROW_GLOBAL_SCALE}
+            request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
+        refusals = capabilities.refusals(request, any_precision=any_precision)
         if refusals:
-            return adapted, Support.no(refusals, native_state="not asked")
-        support: object = backend.check(adapted)
+            return request, Support.no(refusals, native_state="not asked")
+        support: object = backend.check(request)
     except PLUGIN_FAULTS as error:
-        return adapted, _at_fault(f"check raised {note_fault(backend.name, error)}", "failed")
+        return request, _at_fault(f"check raised {note_fault(backend.name, error)}", "failed")
     if not isinstance(support, Support):
-        return adapted, _at_fault(f"check must return a Support, got {type(support).__name__}", "failed")
+        return request, _at_fault(f"check must return a Support, got {type(support).__name__}", "failed")
     fault = _fault_of_offer(support.paths, request, capabilities)
-    return adapted, support if fault is None else _at_fault(fault, support.native_state)
+    return request, support if fault is None else _at_fault(fault, support.native_state)
+
+
+def _at_fault(message: str, native_state: str) -> Support:
+    return Support.no([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
 
 
 def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities: Capabilities) -> str | None:
@@ -105,11 +96,8 @@ def _fault_of_offer(paths: Sequence[KernelPath], request: Request, capabilities:
         return None
     if any(path.kind is PathKind.QUANTIZE for path in paths):
         return "offers a quantiser where a product is asked for"
-    undeclared = {path.precision for path in paths} - capabilities.precisions
-    if undeclared:
-        names = ", ".join(sorted(precision.value for precision in undeclared))
-        return f"offers paths of precision {names}, which it did not declare"
-    return None
+    undeclared = sorted(precision.value for precision in {path.precision for path in paths} - capabilities.precisions)
+    return f"offers paths of precision {', '.join(undeclared)}, which it did not declare" if undeclared else None
 
 
 def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
@@ -128,65 +116,23 @@ def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
     return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / _TABLE_STEPS:.3g} is allowed")
 
 
-def _at_fault(message: str, native_state: str) -> Support:
-    return Support.no([Reason(ReasonCode.PLUGIN_ERROR, message)], native_state=native_state)
-
-
 def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:
     """Lay the best path over each stretch of M; say where none is."""
     low, high = wanted
     top = _INFINITY if high is None else high
-    cuts = {low}
-    for path in paths:
-        cuts.add(max(low, path.m[0]))
-        if path.m[1] is not None:
-            cuts.add(path.m[1] + 1)
+    cuts = {low, *(path.m[0] for path in paths), *(path.m[1] + 1 for path in paths if path.m[1] is not None)}
     starts = sorted(cut for cut in cuts if low <= cut <= top)
     segments: list[Segment] = []
     for start, following in zip(starts, [*starts[1:], top + 1], strict=True):
+        last = None if following > _INFINITY else following - 1
         serving = [path for path in paths if path.covers(start)]
         if not serving:
-            end = "∞" if following > _INFINITY else following - 1
-            return (), f"no path for M in {start}…{end}"
+            return (), f"no path for M in {start}…{'∞' if last is None else last}"
         best = min(serving, key=lambda path: (-path.tier, path.name))
-        last = None if following > _INFINITY else following - 1
         if segments and segments[-1].path == best:
-            segments[-1] = Segment(segments[-1].low, last, best)
-        else:
-            segments.append(Segment(start, last, best))
+            start = segments.pop().low  # noqa: PLW2901  # one stretch
+        segments.append(Segment(start, last, best))
     return tuple(segments), None
-
-
-def _sift(
-    name: str, paths: Sequence[KernelPath], request: Request, results: ProbeResults
-) -> tuple[list[KernelPath], list[Reason]]:
-    """Return the paths that nothing has disqualified, and what has disqualified the others."""
-    sound: list[KernelPath] = []
-    faults: list[Reason] = []
-    for path in paths:
-        fault = _fault_of_table(path, request) or results.disqualified(name, path, request)
-        if fault is None:
-            sound.append(path)
-        elif fault not in faults:
-            faults.append(fault)
-    return sound, faults
-
-
-def _readable(
-    paths: Sequence[KernelPath], request: Request, capabilities: Capabilities
-) -> tuple[tuple[KernelPath, ...], list[Reason]]:
-    """Return the paths whose precision declares the request's scale kind, and why not the others."""
-    reading = tuple(
-        path
-        for path in paths
-        if request.op != "linear" or request.scale_kind in capabilities.scale_kinds_of(path.precision)
-    )
-    kind = request.scale_kind.value
-    return reading, [
-        Reason(ReasonCode.FORMAT, f"path {path.name}: scale kind {kind!r} is not declared for {path.precision.value}")
-        for path in paths
-        if path not in reading
-    ]
 
 
 def assess(  # noqa: PLR0913  # one argument per fact
@@ -194,9 +140,8 @@ def assess(  # noqa: PLR0913  # one argument per fact
     request: Request,
     kinds: frozenset[PathKind],
     results: ProbeResults,
-    failures: tuple[Reason, ...],
-    *,
-    any_precision: bool,
+    failures: tuple[Reason, ...] = (),
+    forward: tuple[Segment, ...] = (),
 ) -> Candidate:
     """Return how a backend would serve a request with paths of some kinds, or every reason why not.
 
@@ -206,54 +151,38 @@ def assess(  # noqa: PLR0913  # one argument per fact
         kinds: Which kinds of path may serve.
         results: What self-probes have shown.
         failures: Why it could not prepare the weight at hand; it is asked for its state alone.
-        any_precision: The request's precision does not count, as it does not for the reference.
+        forward: What it serves forward with, where its input gradients are asked for.
     """
+    name, is_gradient = backend.name, request.op == "input_gradient"
+    # Which precision is asked for does not count for the reference, nor for gradients, which are always exact.
+    any_precision = is_gradient or kinds == {PathKind.REFERENCE}
     adapted, support = _ask(backend, request, any_precision=any_precision)
     if support.reasons or failures:
-        return Candidate(backend.name, adapted, support, (), support.reasons or failures)
-    paths, unread = _readable(support.paths, adapted, backend.capabilities)
-    sound, faults = _sift(backend.name, paths, adapted, results)
-    reasons = [*faults, *unread]
-    allowed = []
-    for path in sound:
-        if path.kind not in kinds:
-            reasons.append(Reason(ReasonCode.POLICY, f"path {path.name} is of kind {path.kind.value}"))
-        elif not any_precision and not request.allows(path.precision):
-            message = f"path {path.name} computes in {path.precision.value}, asked for {request.precision.value}"
-            reasons.append(Reason(ReasonCode.POLICY, message))
+        return Candidate(name, adapted, support, faults=support.reasons or failures)
+    allowed: list[KernelPath] = []
+    faults: dict[Reason, None] = {}
+    against: list[Reason] = []
+    for path in support.paths:
+        what = f"{'input gradient' if is_gradient else 'path'} {path.name}"
+        precision, kind = path.precision, adapted.scale_kind
+        if request.op == "linear" and kind not in backend.capabilities.scale_kinds_of(precision):
+            message = f"{what}: scale kind {kind.value!r} is not declared for {precision.value}"
+            against.append(Reason(ReasonCode.FORMAT, message))
+        elif fault := _fault_of_table(path, adapted) or results.disqualified(name, path, adapted):
+            faults[fault] = None
+        elif path.kind not in kinds:
+            against.append(Reason(ReasonCode.POLICY, f"{what} is of kind {path.kind.value}"))
+        elif is_gradient and not precision.is_exact:
+            against.append(Reason(ReasonCode.POLICY, f"{what} computes in {precision.value}, and must be exact"))
+        elif not any_precision and not request.allows(precision):
+            message = f"{what} computes in {precision.value}, asked for {request.precision.value}"
+            against.append(Reason(ReasonCode.POLICY, message))
         else:
             allowed.append(path)
     segments, gap = _cover(allowed, request.m) if allowed else ((), None)
     if gap is not None:
-        reasons.append(Reason(ReasonCode.SHAPE, gap))
-    refusals = results.refused(backend.name, segments, adapted) if segments else ()
+        against.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients" if is_gradient else gap))
+    refusals = results.refused(name, (*forward, *segments), adapted) if segments else ()
     if refusals:
-        return Candidate(backend.name, adapted, support, (), (*refusals, *faults))
-    return Candidate(backend.name, adapted, support, segments, tuple(faults if segments else reasons))
-
-
-def assess_gradient(
-    backend: Backend, winner: Candidate, kinds: frozenset[PathKind], results: ProbeResults
-) -> tuple[tuple[Segment, ...], tuple[Reason, ...]]:
-    """Return which input gradient of the winner serves which M, and why others may not; without one the core computes.
-
-    Whatever precision forward has, gradients are exact.
-    """
-    adapted, support = _ask(backend, attrs.evolve(winner.request, op="input_gradient"), any_precision=True)
-    if support.reasons:
-        return (), support.reasons
-    sound, reasons = _sift(backend.name, support.paths, adapted, results)
-    allowed = []
-    for path in sound:
-        if path.kind not in kinds:
-            reasons.append(Reason(ReasonCode.POLICY, f"input gradient {path.name} is of kind {path.kind.value}"))
-        elif not path.precision.is_exact:
-            message = f"input gradient {path.name} computes in {path.precision.value}, and must be exact"
-            reasons.append(Reason(ReasonCode.POLICY, message))
-        else:
-            allowed.append(path)
-    segments, gap = _cover(allowed, winner.request.m) if allowed else ((), None)
-    if gap is not None:
-        reasons.append(Reason(ReasonCode.SHAPE, f"{gap} among the input gradients"))
-    refusals = results.refused(backend.name, (*winner.segments, *segments), adapted) if segments else ()
-    return (() if refusals else segments), (*refusals, *reasons)
+        return Candidate(name, adapted, support, faults=(*refusals, *faults))
+    return Candidate(name, adapted, support, segments, tuple(faults), tuple(against))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
 import attrs
 
+from q4core.backend import Request
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
-    from q4core.backend import KernelPath, Reason, Request, Segment
+    from q4core.backend import KernelPath, Reason, Segment
     from q4core.plugins.registry import Registry
 
 __all__ = ["ProbeResult", "ProbeResults", "probe_results", "row_counts"]
 
+_UNRELATED = {"precision", "gradients", "m", "out_features", "in_features"}
+_FACTS = operator.attrgetter(*(field.name for field in attrs.fields(Request) if field.name not in _UNRELATED))
+"""What of a request a path's code may depend on, beside the tails of N and K."""
 _OPEN_END_ROWS = 16
 _MOST_ROWS = 128
 
@@ -46,33 +52,10 @@ class ProbeResults:
     @staticmethod
     def key(backend: str, path: KernelPath | None, request: Request) -> Hashable:
         """Return what a result holds for: backend, path, op, weight and call facts, device, tail classes of N and K."""
-        return (
-            backend,
-            path,
-            request.op,
-            request.format,
-            request.packing,
-            request.scale_kind,
-            request.scale_dtype,
-            request.second_dtype,
-            request.block_size,
-            request.features,
-            request.has_activation_scale,
-            request.device,
-            request.dtype,
-            request.out_dtype,
-            request.rounding,
-            request.out_features % 32,
-            request.in_features % 256,
-        )
+        return backend, path, _FACTS(request), request.out_features % 32, request.in_features % 256
 
     def record(
-        self,
-        backend: str,
-        path: KernelPath | None,
-        request: Request,
-        result: ProbeResult,
-        rows: Iterable[int] = (),
+        self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult, rows: Iterable[int] = ()
     ) -> None:
         """Keep a result, and for which numbers of rows it was found; a path once wrong stays so."""
         key = self.key(backend, path, request)
@@ -109,14 +92,8 @@ class ProbeResults:
 
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
         """Return why a path may not run on this machine, or None."""
-        barred = self._barred.get(backend)
-        if barred is not None:
-            return barred
-        for part in (path, None):
-            result = self.result(backend, part, request)
-            if result is not None and result.fault is not None:
-                return result.fault
-        return None
+        shown = (self.result(backend, part, request) for part in (path, None))
+        return self._barred.get(backend) or next((item.fault for item in shown if item and item.fault), None)
 
     def proven(self, backend: str, segment: Segment, request: Request) -> bool:
         """Return whether a path has passed its probe for this range of M in requests like this one."""

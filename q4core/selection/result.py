@@ -12,10 +12,7 @@ if TYPE_CHECKING:
     from q4core.backend import KernelPath, Reason, Request, Segment
     from q4core.policy import ComputePath
 
-__all__ = [
-    "Rejection",
-    "Selection",
-]
+__all__ = ["Rejection", "Selection"]
 
 
 @attrs.frozen
@@ -38,11 +35,8 @@ class Rejection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return backend, native load state and reasons, ready for JSON."""
-        return {
-            "backend": self.backend,
-            "native_load_state": self.native_state,
-            "reasons": _plain_reasons(self.reasons),
-        }
+        reasons = _plain_reasons(self.reasons)
+        return {"backend": self.backend, "native_load_state": self.native_state, "reasons": reasons}
 
 
 @attrs.frozen(kw_only=True)

@@ -14,7 +14,7 @@ import attrs
 from q4core.backend import PathKind, Precision, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, Q4Error, UnknownBackendError, closest_name
 from q4core.policy import ActivationPrecision, ComputePath
-from q4core.selection.candidates import Candidate, assess, assess_gradient
+from q4core.selection.candidates import Candidate, assess
 from q4core.selection.probe_results import ProbeResults
 from q4core.selection.result import Rejection, Selection
 
@@ -67,26 +67,23 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     if override is not None and override not in {*backends, *(item.backend for item in unregistered)}:
         raise _unknown(override, backends, unregistered)
 
-    def ask(kinds: frozenset[PathKind], *, any_precision: bool) -> dict[str, Candidate]:
+    def ask(kinds: frozenset[PathKind]) -> dict[str, Candidate]:
         return {
-            name: assess(backends[name], request, kinds, shown, failures.get(name, ()), any_precision=any_precision)
-            for name in sorted(backends)
+            name: assess(backends[name], request, kinds, shown, failures.get(name, ())) for name in sorted(backends)
         }
 
-    kinds = _KINDS[compute_path]
-    asked = ask(kinds, any_precision=compute_path is ComputePath.DEQUANT_MATMUL_ONLY)
+    asked = ask(_KINDS[compute_path])
     able = {name: item for name, item in asked.items() if item.segments and override in {None, name}}
     rounds, fallback_reason = [asked], None
     if not able and compute_path is ComputePath.KERNEL_OR_FALLBACK:
-        rounds.append(ask(_KINDS[ComputePath.DEQUANT_MATMUL_ONLY], any_precision=True))
+        rounds.append(ask(_KINDS[ComputePath.DEQUANT_MATMUL_ONLY]))
         able = {name: item for name, item in rounds[-1].items() if item.segments}
-        if override is not None and override in able:  # obeyed, not replaced by another reference
+        if override in able:  # obeyed, not replaced by another reference
             able = {override: able[override]}
         fallback_reason = _why_fallback(asked.values(), unregistered, able, override)
     if not able:
-        is_conflict = (
-            override is not None and override in backends and all(item[override].is_ruled_out for item in rounds)
-        )
+        own = [item[override] for item in rounds if override in item] if override else []
+        is_conflict = bool(own) and all(item.is_ruled_out for item in own)
         rejections = [*(item.rejection() for item in asked.values() if not item.segments), *unregistered]
         raise _unable(request, compute_path, override, rejections, is_conflict=is_conflict)
     cuts = _cuts(able.values())
@@ -96,7 +93,11 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         for name, item in {**asked, **able}.items()
         if name != winner.name
     ]
-    selection = Selection(
+    gradient = Candidate(winner.name, attrs.evolve(winner.request, op="input_gradient"), winner.support)
+    if request.gradients and "input_gradient" in backends[winner.name].capabilities.ops:
+        kinds = _KINDS[compute_path]
+        gradient = assess(backends[winner.name], gradient.request, kinds, shown, forward=winner.segments)
+    return Selection(
         request=request,
         backend_request=winner.request,
         backend=winner.name,
@@ -106,15 +107,12 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
         override=override,
         fallback_reason=fallback_reason,
         rejections=tuple(sorted([*losers, *unregistered], key=lambda item: item.backend)),
-        disqualified=winner.reasons,
-        proven=all(shown.proven(winner.name, segment, winner.request) for segment in winner.segments),
-    )
-    if not request.gradients or "input_gradient" not in backends[winner.name].capabilities.ops:
-        return selection
-    gradients, reasons = assess_gradient(backends[winner.name], winner, kinds, shown)
-    are_proven = all(shown.proven(winner.name, item, selection.gradient_request) for item in gradients)
-    return attrs.evolve(
-        selection, gradients=gradients, gradients_refused=reasons, proven=selection.proven and are_proven
+        disqualified=winner.faults,
+        gradients=gradient.segments,
+        gradients_refused=(*gradient.faults, *gradient.against),
+        proven=all(
+            shown.proven(item.name, part, item.request) for item in (winner, gradient) for part in item.segments
+        ),
     )
 
 
@@ -159,48 +157,30 @@ def _why_fallback(
 def _unknown(override: str, backends: Iterable[str], invalid: Iterable[Rejection]) -> UnknownBackendError:
     available = sorted(backends)
     close = closest_name(override, {*available, *(item.backend for item in invalid)}, cutoff=_LIKENESS)
+    hint = f"Did you mean {close!r}?" if close else "Install the plugin that brings it; see `q4 doctor`."
+    rule = f"one of {', '.join(available) or '(none is installed)'}"
     return UnknownBackendError(
-        "select",
-        name="backend",
-        rule=f"one of {', '.join(available) or '(none is installed)'}",
-        value=override,
-        available=available,
-        closest=close,
-        hint=f"Did you mean {close!r}?" if close else "Install the plugin that brings it; see `q4 doctor`.",
+        "select", name="backend", rule=rule, value=override, available=available, closest=close, hint=hint
     )
 
 
 def _unable(
-    request: Request,
-    compute_path: ComputePath,
-    override: str | None,
-    rejections: Sequence[Rejection],
-    *,
-    is_conflict: bool,
+    request: Request, path: ComputePath, override: str | None, rejections: Sequence[Rejection], *, is_conflict: bool
 ) -> Q4Error:
     what = f"{request.op} {request.format.name} {request.out_features}×{request.in_features} on {request.device}"
     wanted = "" if request.precision is ActivationPrecision.AUTO else f" and precision={request.precision.value!r}"
-    policy = f"compute_path={compute_path.value!r}{wanted}"
+    policy = f"compute_path={path.value!r}{wanted}"
     if override is None:
         nobody = Rejection("(none)", (Reason(ReasonCode.NOT_BUILT, "no backend is installed"),))
-        return BackendUnavailableError(
-            f"no backend can run {what} with {policy}",
-            rejections=rejections or [nobody],
-            hint=_way_out(request, compute_path, rejections),
-        )
+        text, hint = f"no backend can run {what} with {policy}", _way_out(request, path, rejections)
+        return BackendUnavailableError(text, rejections=rejections or [nobody], hint=hint)
     own = [item for item in rejections if item.backend == override]
     if is_conflict:
-        return PolicyConflictError(
-            f"{policy} rules out backend {override!r} for {what}: {'; '.join(map(str, own))}",
-            value=override,
-            hint="Name no backend, or ask for what this one offers.",
-        )
-    return BackendUnavailableError(
-        f"backend {override!r} can't run {what} with {policy}",
-        value=override,
-        rejections=own,
-        hint="No other backend was tried, because this one was asked for by name.",
-    )
+        text = f"{policy} rules out backend {override!r} for {what}: {'; '.join(map(str, own))}"
+        return PolicyConflictError(text, value=override, hint="Name no backend, or ask for what this one offers.")
+    text = f"backend {override!r} can't run {what} with {policy}"
+    hint = "No other backend was tried, because this one was asked for by name."
+    return BackendUnavailableError(text, value=override, rejections=own, hint=hint)
 
 
 def _way_out(request: Request, compute_path: ComputePath, rejections: Sequence[Rejection]) -> str:
