@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -13,12 +13,13 @@ import attrs
 import pluggy
 
 from q4core.diagnostics.describe_exception import describe_exception, where_thread_is
+from q4core.errors import closest_name
 from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["REFERENCE_PLUGIN", "Discovered", "PluginRecord", "call_plugin", "discover", "plugin_of_command"]
+__all__ = ["REFERENCE_PLUGIN", "PluginRecord", "call_plugin", "discover", "plugin_of_command"]
 
 REFERENCE_PLUGIN = "dequant-fallback"
 """Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
@@ -42,28 +43,6 @@ class PluginRecord:
     errors: list[str] = attrs.field(factory=list)
 
 
-@attrs.frozen
-class _Found:
-    name: str
-    source: str
-    load: Callable[[], object]
-
-
-@attrs.frozen
-class Discovered:
-    """The plugins that were found.
-
-    Args:
-        manager: pluggy's, with every plugin that loaded.
-        records: What became of each, by name.
-        faults: What is wrong, plugin by plugin, not recorded or told yet.
-    """
-
-    manager: pluggy.PluginManager
-    records: dict[str, PluginRecord]
-    faults: tuple[tuple[PluginRecord, str], ...]
-
-
 def call_plugin(
     record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any, limit_s: float | None = None
 ) -> tuple[Any, str | None]:
@@ -81,11 +60,9 @@ def call_plugin(
     def attempt() -> None:
         try:
             told.append((call(*arguments), None))
-        except KeyboardInterrupt:
-            if limit_s is None:
+        except BaseException as error:  # pytest's outcomes and CancelledError are no Exception
+            if limit_s is None and isinstance(error, KeyboardInterrupt):  # the user's own goes to the main thread
                 raise
-            told.append((None, f"{what} raised KeyboardInterrupt"))  # the user's own goes to the main thread
-        except BaseException as error:  # noqa: BLE001  # pytest's outcomes and CancelledError are no Exception
             told.append((None, f"{what} raised {describe_exception(error)}"))
 
     if limit_s is None:
@@ -103,34 +80,41 @@ def call_plugin(
 
 def discover(
     given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
-) -> Discovered:
+) -> tuple[pluggy.PluginManager, dict[str, PluginRecord], list[tuple[PluginRecord, str]]]:
     """Find and load plugins; nothing is told and nothing is raised.
 
     Args:
         given: (name, plugin object) pairs to use instead of the installed entry points, or None.
         environment: The ``Q4_PLUGIN*`` variables.
         limit_s: Seconds that one plugin's import may take; None waits.
+
+    Returns:
+        pluggy's manager with every plugin that loaded; what became of each, by name; and what is wrong, not recorded
+        or told yet.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
     records: dict[str, PluginRecord] = {}
     faults: list[tuple[PluginRecord, str]] = []
-    for found in _candidates(given, environment):
-        faults.extend(_register(manager, records, found, environment, limit_s))
+    for name, source, load in _candidates(given, environment):
+        if name in records:
+            faults.append((records[name], f"a second plugin of the name {name!r} ({source}) was left out"))
+            continue
+        record = records[name] = PluginRecord(name, source, "loaded")
+        if _allowed(name, environment, by_module=source == "Q4_PLUGIN_MODULES"):
+            faults += [(record, error) for error in _register(manager, record, load, limit_s)]
+        else:
+            record.state = "disabled"
     if given is None or environment is not os.environ:  # the process's own variables name installed plugins
-        faults.extend(_strangers(records, environment))
-    return Discovered(manager, records, tuple(faults))
+        faults += _strangers(records, environment)
+    return manager, records, faults
 
 
 def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, object] | None:
     """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
 
     It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
-    plugin's own entry point.
-
-    Args:
-        word: The command.
-        environment: The ``Q4_PLUGIN*`` variables.
+    plugin's own entry point. ``environment`` holds the ``Q4_PLUGIN*`` variables.
 
     Returns:
         None where no plugin announces it, where two do, and where the plugin is shut out or does not load, of which
@@ -149,21 +133,25 @@ def _names(value: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
-def _candidates(given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]) -> Iterator[_Found]:
+def _candidates(
+    given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]
+) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Yield name, source and loader of each plugin."""
     if given is not None:
         for name, plugin in given:
-            yield _Found(name, "given", lambda plugin=plugin: plugin)  # type: ignore[misc]
+            yield name, "given", functools.partial(_itself, plugin)
         return
     modules = _names(environment.get("Q4_PLUGIN_MODULES"))
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     for point in sorted(entry_points, key=lambda item: (item.name, item.value)):
-        if point.value in modules:
-            continue  # named by Q4_PLUGIN_MODULES: that copy is meant
-        dist = point.dist
-        source = f"{dist.name} {dist.version}" if dist is not None else point.value
-        yield _Found(point.name, source, point.load)
+        if point.value not in modules:  # else that copy is meant
+            yield point.name, f"{point.dist.name} {point.dist.version}" if point.dist else point.value, point.load
     for module in modules:
-        yield _Found(module, "Q4_PLUGIN_MODULES", lambda module=module: importlib.import_module(module))  # type: ignore[misc]
+        yield module, "Q4_PLUGIN_MODULES", functools.partial(importlib.import_module, module)
+
+
+def _itself(plugin: object) -> object:
+    return plugin
 
 
 def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> bool:
@@ -178,34 +166,23 @@ def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str])
     known = sorted(records)
     for variable in ("Q4_PLUGINS", "Q4_DISABLE_PLUGINS"):
         for name in dict.fromkeys(_names(environment.get(variable))):
-            if name in known:
-                continue
-            record = records.setdefault(name, PluginRecord(name, variable, "unknown"))
-            close = difflib.get_close_matches(name, known, n=1)
-            there = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known) or 'none'}"
-            yield record, f"{variable} names {name!r}, and there is no such plugin; {there}"
+            if name not in known:
+                close = closest_name(name, known)
+                there = f"did you mean {close!r}?" if close else f"there are: {', '.join(known) or 'none'}"
+                record = records.setdefault(name, PluginRecord(name, variable, "unknown"))
+                yield record, f"{variable} names {name!r}, and there is no such plugin; {there}"
 
 
 def _register(
-    manager: pluggy.PluginManager,
-    records: dict[str, PluginRecord],
-    found: _Found,
-    environment: Mapping[str, str],
-    limit_s: float | None,
-) -> list[tuple[PluginRecord, str]]:
-    """Register one plugin, and return what is wrong with it."""
-    if found.name in records:
-        return [(records[found.name], f"a second plugin of the name {found.name!r} ({found.source}) was left out")]
-    record = records[found.name] = PluginRecord(found.name, found.source, "loaded")
-    if not _allowed(found.name, environment, by_module=found.source == "Q4_PLUGIN_MODULES"):
-        record.state = "disabled"
-        return []
-    plugin, fault = call_plugin(record, "import", found.load, limit_s=limit_s)
+    manager: pluggy.PluginManager, record: PluginRecord, load: Callable[[], object], limit_s: float | None
+) -> list[str]:
+    """Load and register one plugin, and return what is wrong with it."""
+    plugin, fault = call_plugin(record, "import", load, limit_s=limit_s)
     if fault is None:
-        names, fault = call_plugin(record, "registration", _register_hooks, manager, plugin, found.name)
+        names, fault = call_plugin(record, "registration", _register_hooks, manager, plugin, record.name)
     if fault is not None:
         record.state = "failed"
-        return [(record, fault)]
+        return [fault]
     marked, bare = names
     known = ", ".join(_HOOKS)
     told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in _HOOKS]
@@ -213,7 +190,7 @@ def _register(
         told.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
     elif not marked:
         told.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
-    return [(record, error) for error in told]
+    return told
 
 
 def _register_hooks(manager: pluggy.PluginManager, plugin: object, name: str) -> tuple[list[str], list[str]]:

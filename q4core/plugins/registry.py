@@ -25,18 +25,18 @@ from q4core.plugins.discovery import REFERENCE_PLUGIN, PluginRecord, call_plugin
 from q4core.schema import Dialect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     import pluggy
 
     from q4core.backend import Backend
 
-__all__ = ["REFERENCE_PLUGIN", "InvalidBackend", "PluginRecord", "Registry", "default_registry", "reset_registry"]
+__all__ = ["REFERENCE_PLUGIN", "InvalidItem", "PluginRecord", "Registry", "default_registry", "reset_registry"]
 
 
 @attrs.frozen
-class InvalidBackend:
-    """A backend that is registered but may not serve, with the reason."""
+class InvalidItem:
+    """What a plugin registers and may not be used, such as a backend, with the reason."""
 
     name: str
     plugin: str
@@ -58,8 +58,7 @@ class Registry:
         self._environment = os.environ if environment is None else environment
         self._manager: pluggy.PluginManager | None = None
         self._records: dict[str, PluginRecord] = {}
-        self._answers: dict[str, list[tuple[str, Any]]] = {}
-        self._backends: tuple[dict[str, Backend], tuple[InvalidBackend, ...]] | None = None
+        self._items: dict[str, tuple[dict[str, Any], tuple[InvalidItem, ...]]] = {}
         self._lock = threading.RLock()
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
@@ -69,22 +68,16 @@ class Registry:
         None waits. Under a limit plugins run in threads of their own.
         """
 
-    # -- loading
-
     def _load(self) -> pluggy.PluginManager:
         with self._lock:
-            if self._manager is not None:
-                return self._manager
-            found = discover(self._given, self._environment, limit_s=self.time_limit_s)
-            # Everything is in place before anything is told, because a warning may be an error here.
-            self._records, self._manager = found.records, found.manager
-            if found.manager.hook.q4_event.get_hookimpls():
-                self._watch()
-            for record, error in found.faults:
-                record.errors.append(error)
-            for record, error in found.faults:
-                _tell(record, error)
-            return found.manager
+            if self._manager is None:
+                self._manager, self._records, faults = discover(
+                    self._given, self._environment, limit_s=self.time_limit_s
+                )
+                if self._manager.hook.q4_event.get_hookimpls():
+                    self._watch()
+                self._report(faults)
+            return self._manager
 
     def _watch(self) -> None:
         """Pass events to the plugins that watch, for as long as this registry lives."""
@@ -98,28 +91,20 @@ class Registry:
         observe(forward)
         weakref.finalize(self, unobserve, forward).atexit = False
 
-    def _report(self, record: PluginRecord, error: str) -> None:
-        """Record and tell a fault, once, however often it is met."""
-        if error not in record.errors:
-            record.errors.append(error)
-            _tell(record, error)
+    def _report(self, faults: Iterable[tuple[PluginRecord, str]]) -> None:
+        """Record faults, each once, and then tell them: where warnings are errors, telling raises."""
+        fresh = []
+        for record, error in faults:
+            if error not in record.errors:
+                record.errors.append(error)
+                fresh.append((record, error))
+        for record, error in fresh:
+            facts = {"plugin": record.name, "source": record.source, "state": record.state, "error": error}
+            emit("q4.plugin", level=logging.WARNING, **facts)
+            warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
 
-    # -- asking
-
-    def _ask(self, hook: str) -> list[tuple[str, Any]]:
-        """Return (plugin name, item) for every item of every plugin's answer to one hook."""
-        with self._lock:
-            if hook in self._answers:
-                return self._answers[hook]
-            manager = self._load()
-            answers: list[tuple[str, Any]] = []
-            for implementation in sorted(
-                getattr(manager.hook, hook).get_hookimpls(), key=lambda item: item.plugin_name
-            ):
-                items = self._call(hook, implementation, lambda call=implementation.function: list(call()))
-                answers.extend((implementation.plugin_name, item) for item in items or ())
-            self._answers[hook] = answers
-            return answers
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        return sorted(getattr(self._load().hook, hook).get_hookimpls(), key=lambda item: item.plugin_name)
 
     def _call(self, hook: str, implementation: pluggy.HookImpl, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call one plugin's hook and return its answer; None where it went wrong, which is recorded."""
@@ -128,32 +113,39 @@ class Registry:
             return None
         answer, fault = call_plugin(record, f"hook {hook}", call, *arguments, limit_s=self.time_limit_s)
         if fault is not None:
-            self._report(record, fault)
+            self._report([(record, fault)])
         return answer
 
-    def _typed(self, hook: str, accept: Callable[[Any], str | None]) -> list[Any]:
-        good: list[Any] = []
-        for plugin, item in self._ask(hook):
-            complaint = accept(item)
-            if complaint is None:
-                good.append(item)
-            else:
-                self._report(self._records[plugin], f"hook {hook}: {complaint}")
-        return good
-
-    def _unique(self, hook: str, items: list[Any], reserved: frozenset[str] = frozenset()) -> dict[str, Any]:
-        counted: dict[str, list[Any]] = {}
-        for item in items:
-            counted.setdefault(item.name, []).append(item)
-        for name, same in counted.items():
-            if len(same) > 1 or name in reserved:
-                owners = [plugin for plugin, item in self._ask(hook) if _name_of(item) == name]
-                for owner in owners:
-                    error = (
-                        f"duplicate name {name!r} in {hook} (from {', '.join(sorted(owners))}); none of them is used"
-                    )
-                    self._report(self._records[owner], error)
-        return {name: same[0] for name, same in counted.items() if len(same) == 1 and name not in reserved}
+    def _named(
+        self, hook: str, fault_of: Callable[[Any], Reason | None], reserved: Iterable[str] = ()
+    ) -> tuple[dict[str, Any], tuple[InvalidItem, ...]]:
+        """Return every plugin's items from one hook, by name and in that order, and what may not be used, and why."""
+        with self._lock:
+            if hook in self._items:
+                return self._items[hook]
+            given: dict[str, list[tuple[str, Any]]] = {}
+            invalid: list[InvalidItem] = []
+            for implementation in self._implementations(hook):
+                plugin = implementation.plugin_name
+                for item in self._call(hook, implementation, lambda call=implementation.function: list(call())) or ():
+                    try:
+                        reason = fault_of(item)
+                    except PLUGIN_FAULTS as error:
+                        message = f"looking at it raised {describe_exception(error)}"
+                        reason = Reason(ReasonCode.PLUGIN_ERROR, message)
+                    if reason is None:
+                        given.setdefault(item.name, []).append((plugin, item))
+                    else:
+                        invalid.append(InvalidItem(_name_of(item) or plugin, plugin, reason))
+            duplicates = {name for name, same in given.items() if len(same) > 1 or name in reserved}
+            for name in sorted(duplicates):
+                owners = sorted({plugin for plugin, _ in given[name]})
+                message = f"duplicate name {name!r} in {hook} (from {', '.join(owners)}); none of them is used"
+                invalid += [InvalidItem(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)) for owner in owners]
+            valid = {name: given[name][0][1] for name in sorted(given.keys() - duplicates)}
+            self._items[hook] = valid, tuple(invalid)
+            self._report((self._records[item.plugin], f"hook {hook}: {item.name}: {item.reason}") for item in invalid)
+            return self._items[hook]
 
     def records(self) -> tuple[PluginRecord, ...]:
         """Return what became of every plugin, in the order of their names."""
@@ -162,74 +154,41 @@ class Registry:
 
     def formats(self) -> dict[str, Format]:
         """Return every format by name, the built-in ones included."""
-        found = self._typed("q4_formats", _complain_of(Format))
-        return {**BUILTIN_FORMATS, **self._unique("q4_formats", found, frozenset(BUILTIN_FORMATS))}
+        return {**BUILTIN_FORMATS, **self._named("q4_formats", _must_be(Format), BUILTIN_FORMATS)[0]}
 
     def dialects(self) -> tuple[Dialect, ...]:
         """Return the plugins' dialects, in the order of their names."""
-        found = self._unique("q4_dialects", self._typed("q4_dialects", _complain_of(Dialect)))
-        return tuple(found[name] for name in sorted(found))
+        return tuple(self._named("q4_dialects", _must_be(Dialect))[0].values())
 
     def memory_providers(self) -> tuple[Any, ...]:
         """Return the providers of unified memory, in the order of their names."""
-        found = self._unique("q4_memory_providers", self._typed("q4_memory_providers", _complain_of_name))
-        return tuple(found[name] for name in sorted(found))
+        return tuple(self._named("q4_memory_providers", _must_have_name)[0].values())
 
     def checkpoint_readers(self) -> tuple[Any, ...]:
         """Return the readers of checkpoint files, in the order of their names."""
-        found = self._unique("q4_checkpoint_readers", self._typed("q4_checkpoint_readers", _complain_of_name))
-        return tuple(found[name] for name in sorted(found))
+        return tuple(self._named("q4_checkpoint_readers", _must_have_name)[0].values())
 
     def checkpoint_writers(self) -> tuple[Any, ...]:
         """Return the writers of checkpoint files, in the order of their names."""
-        found = self._unique("q4_checkpoint_writers", self._typed("q4_checkpoint_writers", _complain_of_name))
-        return tuple(found[name] for name in sorted(found))
+        return tuple(self._named("q4_checkpoint_writers", _must_have_name)[0].values())
 
     def backends(self) -> dict[str, Backend]:
         """Return the backends that may serve, by name, in the order of their names."""
-        return self._sorted_backends()[0]
+        return self._named("q4_backends", _fault_of_backend)[0]
 
-    def invalid_backends(self) -> tuple[InvalidBackend, ...]:
+    def invalid_backends(self) -> tuple[InvalidItem, ...]:
         """Return the backends that may not serve at all, with the reason, and a line for each plugin that failed."""
-        refused = self._sorted_backends()[1]  # first, because asking for backends may fail, too
+        refused = self._named("q4_backends", _fault_of_backend)[1]  # first, because asking for backends may fail, too
         failed = tuple(
-            InvalidBackend(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
+            InvalidItem(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
             for record in self.records()
             if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
         return (*refused, *failed)
 
-    def _sorted_backends(self) -> tuple[dict[str, Backend], tuple[InvalidBackend, ...]]:
-        with self._lock:
-            if self._backends is not None:
-                return self._backends
-            refused: list[InvalidBackend] = []
-            accepted: dict[str, list[tuple[str, Backend]]] = {}
-            for plugin, item in self._ask("q4_backends"):
-                reason = _refuse_backend(item)
-                if reason is None:
-                    accepted.setdefault(item.name, []).append((plugin, item))
-                    continue
-                name = _name_of(item)
-                refused.append(InvalidBackend(name or plugin, plugin, reason))
-                self._report(self._records[plugin], f"backend {name!r}: {reason}")
-            serving: dict[str, Backend] = {}
-            for name in sorted(accepted):
-                owners = [plugin for plugin, _ in accepted[name]]
-                if len(owners) == 1:
-                    serving[name] = accepted[name][0][1]
-                    continue
-                message = f"duplicate backend name {name!r} (from plugins {', '.join(sorted(owners))}); none is used"
-                for owner in sorted(set(owners)):
-                    refused.append(InvalidBackend(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)))
-                    self._report(self._records[owner], message)
-            self._backends = serving, tuple(refused)
-            return self._backends
-
     def add_commands(self, app: Any) -> None:
         """Let every plugin add its sub-commands to the ``q4`` command."""
-        manager = self._load()
-        for implementation in sorted(manager.hook.q4_commands.get_hookimpls(), key=lambda item: item.plugin_name):
+        for implementation in self._implementations("q4_commands"):
             self._call("q4_commands", implementation, implementation.function, app)
 
     def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
@@ -240,21 +199,19 @@ class Registry:
             self._call("q4_event", implementation, implementation.function, event, dict(fields))
 
 
-def _tell(record: PluginRecord, error: str) -> None:
-    facts = {"plugin": record.name, "source": record.source, "state": record.state, "error": error}
-    emit("q4.plugin", level=logging.WARNING, **facts)
-    warn_once((record.name, error), Q4PluginWarning, f"q4core plugin {record.name!r}: {error}")
+def _must_be(kind: type) -> Callable[[Any], Reason | None]:
+    def fault_of(item: Any) -> Reason | None:
+        if isinstance(item, kind):
+            return None
+        return Reason(ReasonCode.PLUGIN_ERROR, f"an item must be a {kind.__name__}, got {item!r}")
+
+    return fault_of
 
 
-def _complain_of(kind: type) -> Callable[[Any], str | None]:
-    def complain(item: Any) -> str | None:
-        return None if isinstance(item, kind) else f"an item must be a {kind.__name__}, got {item!r}"
-
-    return complain
-
-
-def _complain_of_name(item: Any) -> str | None:
-    return None if _name_of(item) else f"an item must have a name, got {item!r}"
+def _must_have_name(item: Any) -> Reason | None:
+    if _name_of(item):
+        return None
+    return Reason(ReasonCode.PLUGIN_ERROR, f"an item must have a name, got {item!r}")
 
 
 def _name_of(item: Any) -> str | None:
@@ -265,27 +222,17 @@ def _name_of(item: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _refuse_backend(item: Any) -> Reason | None:
-    try:
-        return _fault_of_backend(item)
-    except PLUGIN_FAULTS as error:
-        return Reason(ReasonCode.PLUGIN_ERROR, f"looking at it raised {describe_exception(error)}")
-
-
 def _fault_of_backend(item: Any) -> Reason | None:
+    version, declared = getattr(item, "api_version", None), getattr(item, "capabilities", None)
     if _name_of(item) is None:
-        return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have a name, got {item!r}")
-    version = getattr(item, "api_version", None)
+        return _must_have_name(item)
     if not _is_served_version(version):
         return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
-    if not isinstance(getattr(item, "capabilities", None), Capabilities):
+    if not isinstance(declared, Capabilities):
         return Reason(ReasonCode.PLUGIN_ERROR, "capabilities must be a Capabilities")
-    missing = [name for name in ("check", "prepare", "linear") if not callable(getattr(item, name, None))]
-    declared = [name for name in ("quantize", "input_gradient") if name in item.capabilities.ops]
-    missing += [name for name in declared if not callable(getattr(item, name, None))]
-    if missing:
-        return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}")
-    return None
+    methods = ["check", "prepare", "linear", *(op for op in ("quantize", "input_gradient") if op in declared.ops)]
+    missing = [name for name in methods if not callable(getattr(item, name, None))]
+    return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}") if missing else None
 
 
 def _is_served_version(version: object) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from q4core.backend import Backend, KernelPath
-    from q4core.plugins.registry import InvalidBackend
+    from q4core.plugins.registry import InvalidItem
 
 __all__ = ["select_backend"]
 
@@ -42,7 +42,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     *,
     compute_path: ComputePath = ComputePath.AUTO,
     override: str | None = None,
-    invalid: Sequence[InvalidBackend] = (),
+    invalid: Sequence[InvalidItem] = (),
     results: ProbeResults | None = None,
     failures: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Selection:
