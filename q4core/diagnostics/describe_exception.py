@@ -18,23 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
 
-__all__ = ["describe_briefly", "describe_exception", "where", "where_thread_is"]
+__all__ = ["describe_exception", "where", "where_thread_is"]
 
 _CORE = Path(__file__).parent.parent
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return ``kind: text (in file:line, function)``."""
-    return describe_briefly(error) + where(error)
-
-
-def describe_briefly(error: BaseException) -> str:
-    """Return ``kind: text``; the text is a stranger's and may raise where it is asked for."""
+    """Return ``kind: text (in file:line, function)``; the text is a stranger's and may raise where it is asked for."""
     kind = type(error).__name__
     try:
-        return f"{kind}: {error}"
+        return f"{kind}: {error}{where(error)}"
     except PLUGIN_FAULTS as other:
-        return f"{kind}, whose text raises {type(other).__name__}"
+        return f"{kind}, whose text raises {type(other).__name__}{where(error)}"
 
 
 def where(error: BaseException) -> str:

@@ -52,19 +52,15 @@ def note_fault(backend: str, error: BaseException) -> str:
     """
     told = describe_exception(error)
     emit("q4.fault", backend=backend, error=told, traceback="".join(traceback.format_exception(error)))
-    _let_go(error)
-    faults = _raised.get()
-    if faults is not None:
-        faults.append((backend, error))
-    return told
-
-
-def _let_go(error: BaseException) -> None:
-    seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while waiting:
         item = waiting.pop()
         if item is not None and id(item) not in seen:
             seen.add(id(item))
             traceback.clear_frames(item.__traceback__)
             waiting += [item.__cause__, item.__context__]
+    faults = _raised.get()
+    if faults is not None:
+        faults.append((backend, error))
+    return told

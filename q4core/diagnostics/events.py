@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import datetime as dt
 import functools
-import itertools
 import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -29,35 +28,35 @@ if TYPE_CHECKING:
 
     from q4core.errors import Q4Warning
 
+    Observer = Callable[[str, dict[str, Any]], None]
+
 __all__ = ["LOGGER_NAME", "bound", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
 
 LOGGER_NAME = "q4core"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FORMATS = {"json", "console"}
 
-Observer = "Callable[[str, dict[str, Any]], None]"
-_observers: tuple[tuple[int, Callable[[str, dict[str, Any]], None]], ...] = ()
-_numbers = itertools.count()
+_observers: tuple[Observer, ...] = ()
 _lock = threading.Lock()
 _muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
 _warned: set[tuple[type[Warning], object]] = set()
 
 
-def observe(observer: Callable[[str, dict[str, Any]], None]) -> None:
+def observe(observer: Observer) -> None:
     """Call ``observer(event, fields)`` for every event from now on, each time with fields of its own.
 
     What it raises is told once for each kind of error, as a ``Q4PluginWarning``; it is called again all the same.
     """
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     with _lock:
-        _observers = (*_observers, (next(_numbers), observer))
+        _observers = (*_observers, observer)
 
 
-def unobserve(observer: Callable[[str, dict[str, Any]], None]) -> None:
+def unobserve(observer: Observer) -> None:
     """Stop calling ``observer``; unknown ones are ignored."""
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     with _lock:
-        _observers = tuple(item for item in _observers if item[1] != observer)
+        _observers = tuple(item for item in _observers if item != observer)
 
 
 @contextlib.contextmanager
@@ -83,20 +82,20 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     """Send one event, such as ``"q4.select"``, with its fields."""
     if _muted.get():
         return
-    faults: list[tuple[int, object, BaseException]] = []
-    for number, observer in _observers:
+    faults: list[tuple[Observer, BaseException]] = []
+    for observer in _observers:
         try:
             observer(event, dict(fields))
         except PLUGIN_FAULTS as error:
-            faults.append((number, observer, error))
+            faults.append((observer, error))
     if _standard_logger().isEnabledFor(level):
         _logger().log(level, event, **fields)
     # Last, when everybody has heard the event: where the application makes warnings errors, this raises.
-    for number, broken, fault in faults:
+    for broken, fault in faults:
         if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
             raise fault
         message = f"event observer {broken!r} raised {describe_exception(fault)}"
-        warn_once((number, type(fault)), Q4PluginWarning, message)
+        warn_once((id(broken), type(fault)), Q4PluginWarning, message)
 
 
 def warn_once(key: object, category: type[Q4Warning], message: str) -> None:
@@ -152,7 +151,11 @@ def set_up_logging(wish: str) -> None:
 
 
 class _EventFormatter(logging.Formatter):
-    """Renders one line per event, for people or as JSON."""
+    """Renders one line per event, for people or as JSON; times are ISO 8601 in UTC, to the millisecond."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def __init__(self, style: str) -> None:
         super().__init__()
@@ -162,33 +165,22 @@ class _EventFormatter(logging.Formatter):
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
 
         fields: dict[str, Any] = {
-            "timestamp": _timestamp(record.created),
+            "timestamp": self.formatTime(record),
             "level": record.levelname.lower(),
             "event": getattr(record, "q4_event", record.getMessage()),
             **getattr(record, "q4_fields", {}),
         }
-        text: str | bytes
         if self._as_json:
-            text = structlog.processors.JSONRenderer(default=str)(None, "", fields)
-        else:
-            order = ["timestamp", "level", "event"]
-            text = structlog.processors.KeyValueRenderer(key_order=order, repr_native_str=False)(None, "", fields)
-        return text if isinstance(text, str) else text.decode()
-
-
-def _timestamp(seconds: float) -> str:
-    """Return a time since the epoch as ISO 8601 in UTC, to the millisecond."""
-    moment = dt.datetime.fromtimestamp(seconds, tz=dt.timezone.utc).replace(tzinfo=None)
-    return f"{moment.isoformat(timespec='milliseconds')}Z"
+            return str(structlog.processors.JSONRenderer(default=str)(None, "", fields))
+        return structlog.processors.KeyValueRenderer(repr_native_str=False)(None, "", fields)
 
 
 @functools.cache
 def _standard_logger() -> logging.Logger:
-    wish = os.environ.get("Q4_LOG")
     logger = logging.getLogger(LOGGER_NAME)
     logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where nobody set it up
-    if wish:
-        set_up_logging(wish)
+    if os.environ.get("Q4_LOG"):
+        set_up_logging(os.environ["Q4_LOG"])
     return logger
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import platform
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["CudaDevice", "MachineFacts", "cpu_features", "machine_facts", "memory_available_bytes"]
+__all__ = ["CudaDevice", "MachineFacts", "machine_facts"]
 
 _WATCHED_FEATURES = (
     "avx2",
@@ -46,7 +44,10 @@ class CudaDevice:
 
 @attrs.frozen
 class MachineFacts:
-    """What decides what may run here."""
+    """What decides what may run here.
+
+    ``memory_available_bytes`` can be taken without swapping (``MemAvailable``); None where nobody says.
+    """
 
     system: str
     machine: str
@@ -59,48 +60,24 @@ class MachineFacts:
     cuda_devices: tuple[CudaDevice, ...]
 
 
-def _cpuinfo() -> dict[str, str]:
+def _from_proc(name: str) -> dict[str, str]:
+    """Return the first value of each name in a file of ``/proc``; nothing where there is none."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        lines = Path("/proc", name).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        name, separator, value = line.partition(":")
-        if separator:
-            found.setdefault(name.strip(), value.strip())
-    return found
+    pairs = (line.partition(":") for line in reversed(lines))
+    return {key.strip(): value.strip() for key, separator, value in pairs if separator}
 
 
-@functools.cache
-def cpu_features() -> tuple[str, ...]:
+def _cpu_features(info: dict[str, str]) -> tuple[str, ...]:
     """Return the SIMD features of this CPU that a backend may care for, by their Linux names."""
-    info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     if not flags:
         capability = torch.backends.cpu.get_cpu_capability()  # no /proc/cpuinfo: torch knows the main ones
         flags = {"avx2", "fma"} if capability in {"AVX2", "AVX512"} else set()
         flags |= {"avx512f"} if capability == "AVX512" else set()
     return tuple(name for name in _WATCHED_FEATURES if name in flags)
-
-
-def memory_available_bytes() -> int | None:
-    """Return the memory that can be taken without swapping (``MemAvailable``), or None where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return what makes a CUDA device the current one inside a ``with`` block; on a CPU it does nothing."""
-    if device.type != "cuda" or device.index in {None, torch.cuda.current_device()}:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def _cuda_devices() -> tuple[CudaDevice, ...]:
@@ -123,15 +100,15 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
 
 def machine_facts() -> MachineFacts:
     """Return the facts of this machine; asks the CUDA driver if there is one."""
-    info = _cpuinfo()
+    info, available = _from_proc("cpuinfo"), _from_proc("meminfo").get("MemAvailable")  # such as "123456 kB"
     return MachineFacts(
         system=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),
         processor=info.get("model name", platform.processor() or "unknown"),
         cpu_count=os.cpu_count() or 1,
         torch_threads=torch.get_num_threads(),
-        cpu_features=cpu_features(),
-        memory_available_bytes=memory_available_bytes(),
+        cpu_features=_cpu_features(info),
+        memory_available_bytes=None if available is None else int(available.split()[0]) * 1024,
         cuda_version=torch.version.cuda,
         cuda_devices=_cuda_devices(),
     )

@@ -23,6 +23,7 @@ __all__ = [
     "is_forward_mode",
     "is_recorded",
     "is_transformed",
+    "on_device",
     "outside_inference",
     "without_casts",
 ]
@@ -34,7 +35,6 @@ function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 is_recorded = torch._C._is_tracing  # noqa: SLF001
 """Returns whether ``torch.jit.trace`` records."""
-
 
 _NOTHING = contextlib.nullcontext()
 
@@ -49,15 +49,18 @@ def is_transformed() -> bool:
     return innermost_transform() is not None
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return what makes a CUDA device the current one inside a ``with`` block; on a CPU it does nothing."""
+    if device.type != "cuda" or device.index in {None, torch.cuda.current_device()}:
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
 def outside_inference() -> AbstractContextManager[Any]:
     """Return a context in which new tensors are ordinary ones, whether or not its caller is in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()  # noqa: FBT003  # torch's signature
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING  # noqa: FBT003  # torch's signature
 
 
 def without_casts(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which a backend computes as it was written to, whether or not its caller's autocast is on.
-
-    Args:
-        device_type: Of the device on which it computes.
-    """
+    """Return a context in which a backend computes as it was written to, whatever its caller's autocast."""
     return torch.autocast(device_type, enabled=False) if casts() else _NOTHING
