@@ -44,7 +44,7 @@ class Prepared:
     @property
     def nbytes(self) -> int:
         """Bytes of the prepared tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def _plain_empty(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:

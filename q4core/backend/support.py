@@ -60,10 +60,8 @@ class Tier(enum.IntEnum):
 def is_row_range(m: object) -> bool:
     """Return whether ``m`` is (lowest, highest or None) of at least one row."""
     match m:
-        case (int(low), int(high)):
-            return 1 <= low <= high
-        case (int(low), None):
-            return low >= 1
+        case (int(low), int() | None as high):
+            return low >= 1 and (high is None or low <= high)
         case _:
             return False
 
@@ -192,10 +190,9 @@ class Support:
     def __attrs_post_init__(self) -> None:
         """Check the types, and that exactly one of paths and reasons is there."""
         require(isinstance(self.native_state, str), "support", "native_state", "a text", self.native_state)
-        are_paths = all(isinstance(path, KernelPath) for path in self.paths)
-        require(are_paths, "support", "paths", "of KernelPath", self.paths)
-        are_reasons = all(isinstance(reason, Reason) for reason in self.reasons)
-        require(are_reasons, "support", "reasons", "of Reason", self.reasons)
+        for name, kind in (("paths", KernelPath), ("reasons", Reason)):
+            items = getattr(self, name)
+            require(all(isinstance(item, kind) for item in items), "support", name, f"of {kind.__name__}", items)
         if bool(self.paths) == bool(self.reasons):
             raise ConfigError("support", name="paths, reasons", rule="given as exactly one of the two", value=self)
 

@@ -89,10 +89,11 @@ class Placer:
         providers: Iterable[MemoryProvider] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.policy, self.device = (
-            to_option(UnifiedMemoryPolicy, policy, "unified memory", "policy"),
-            _to_device(device),
-        )
+        self.policy = to_option(UnifiedMemoryPolicy, policy, "unified memory", "policy")
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ConfigError("unified memory", name="device", rule="a torch device", value=device) from None
         self._providers = None if providers is None else list(providers)
         for provider in self._providers or ():
             if not isinstance(getattr(provider, "name", None), str):
@@ -104,9 +105,8 @@ class Placer:
     @property
     def is_idle(self) -> bool:
         """Whether the policy, or the environment under PREFER_UNIFIED, wants nothing to be done."""
-        return self.policy is UnifiedMemoryPolicy.DISABLED or (
-            self.is_turned_off and self.policy is UnifiedMemoryPolicy.PREFER_UNIFIED
-        )
+        is_required = self.policy is UnifiedMemoryPolicy.REQUIRE_UNIFIED
+        return self.policy is UnifiedMemoryPolicy.DISABLED or (self.is_turned_off and not is_required)
 
     def providers(self) -> Sequence[MemoryProvider]:
         """Return who is asked, in the order of their names; nobody where promotion is turned off."""
@@ -137,10 +137,8 @@ class Placer:
 
         Where the device reads it in place (a mapped checkpoint, say), nothing is copied; else it is written once, into
         managed memory, so that a backend that keeps it as it is has it there already. Whatever stands against that, it
-        arrives: what a backend makes of it is what ``weight`` judges.
-
-        Args:
-            tensor: Any shape and dtype; it is neither changed nor, unless mapped, kept.
+        arrives: what a backend makes of it is what ``weight`` judges. The tensor has any shape and dtype; it is neither
+        changed nor, unless mapped, kept.
 
         Raises:
             ConfigError: torch has no such device here.
@@ -179,9 +177,9 @@ class Placer:
         _require_strided("mutable tensor", tensor)
 
         def promote(provider: MemoryProvider) -> torch.Tensor:
-            managed = self._copied(provider, tensor.detach(), read_mostly=False)
+            managed = self._copied(provider, tensor.detach(), is_read=False)
             if copy and shares_memory(managed, tensor):  # it maps memory instead of copying
-                managed = self._copied(provider, detached_copy(tensor), read_mostly=False)
+                managed = self._copied(provider, detached_copy(tensor), is_read=False)
             return managed
 
         with torch.inference_mode(mode=False):  # what is made there does not count its changes
@@ -268,11 +266,9 @@ class Placer:
             return tensor, decision.fallback()
         raise decision.refusal()
 
-    def _copied(self, provider: MemoryProvider, tensor: torch.Tensor, *, read_mostly: bool = True) -> torch.Tensor:
+    def _copied(self, provider: MemoryProvider, tensor: torch.Tensor, *, is_read: bool = True) -> torch.Tensor:
         """Return a copy of a tensor in a provider's memory; what is only read is prefetched."""
-        managed = managed_by(
-            provider, tensor.detach(), device=self.device, read_mostly=read_mostly, prefetch=read_mostly
-        )
+        managed = managed_by(provider, tensor.detach(), device=self.device, read_mostly=is_read, prefetch=is_read)
         return managed.requires_grad_(tensor.requires_grad)
 
 
@@ -312,10 +308,3 @@ def _require_strided(what: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
-
-
-def _to_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ConfigError("unified memory", name="device", rule="a torch device", value=device) from None

@@ -28,7 +28,6 @@ __all__ = [
     "Rounding",
     "SessionConfig",
     "UnifiedMemoryPolicy",
-    "active_config",
     "resolve_config",
     "to_option",
     "using",
@@ -201,7 +200,7 @@ def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:
     return found
 
 
-def active_config() -> SessionConfig:
+def _active_config() -> SessionConfig:
     """Return the configuration that ``using`` set in this context or handed to this thread, or an empty one."""
     handed_on: SessionConfig = getattr(threading.current_thread(), _HANDED_ON, _EMPTY)
     return _ACTIVE.get() or handed_on
@@ -225,7 +224,7 @@ def resolve_config(
     if config is not None and not isinstance(config, SessionConfig):
         raise ConfigError("configuration", name="config", rule="a SessionConfig or None", value=config)
     source = os.environ if environment is None else environment
-    return _resolve(config or _EMPTY, active_config(), tuple(source.get(name) for name in _VARIABLES))
+    return _resolve(config or _EMPTY, _active_config(), tuple(source.get(name) for name in _VARIABLES))
 
 
 @functools.lru_cache(maxsize=512)  # asked for every selection; merging costs 20 µs
@@ -244,7 +243,7 @@ def _hand_on_to_threads() -> None:
 
     @functools.wraps(start)
     def handing_on(thread: threading.Thread) -> None:
-        setattr(thread, _HANDED_ON, active_config())
+        setattr(thread, _HANDED_ON, _active_config())
         start(thread)
 
     threading.Thread.start = handing_on  # type: ignore[method-assign, assignment]  # on purpose
@@ -269,7 +268,7 @@ def using(config: SessionConfig | Any) -> Iterator[SessionConfig]:
     if not isinstance(wanted, SessionConfig):
         raise ConfigError("q4.using", name="config", rule="a SessionConfig or a Session", value=config)
     _hand_on_to_threads()
-    merged = wanted.over(active_config())
+    merged = wanted.over(_active_config())
     token = _ACTIVE.set(merged)
     try:
         yield merged
