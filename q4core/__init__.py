@@ -87,7 +87,7 @@ from q4core.policy import (
     resolve_config,
     using,
 )
-from q4core.probes.error_bound import error_bound
+from q4core.probes.comparison import error_bound
 from q4core.probes.linear import grid_activations
 from q4core.schema import (
     Catalogue,

@@ -7,56 +7,47 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4core.backend import Reason, ReasonCode
 from q4core.codec import decode_rows
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
+from q4core.ops.plan import exported_weight
+from q4core.probes.comparison import probe_result
 from q4core.probes.linear import CHUNK_ELEMENTS, sampled
-from q4core.selection.probe_results import ProbeResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from q4core.backend import Request
+    from q4core.backend import Backend, Prepared
+    from q4core.selection.probe_results import ProbeResult
     from q4core.weight import PackedWeight
 
 __all__ = ["probe_export"]
 
 
-def probe_export(
-    backend: str, export: Callable[[torch.Tensor | None], PackedWeight], source: PackedWeight, request: Request
-) -> ProbeResult:
+def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> ProbeResult:
     """Compare what a backend exports, whole and by rows, with the source, value by value.
 
-    Args:
-        backend: Who exports, by name.
-        export: ``export(rows)`` of the prepared weight; checked already to be a weight of the format and shape.
-        source: The weight that was prepared.
-        request: The request as the backend sees it.
-
-    Returns:
-        The result; its ``fault`` says what was wrong first.
+    Arguments and result are those of ``probe_path``.
     """
     started = time.perf_counter()
-    rows = sampled(request.out_features)
-    some = torch.tensor([request.out_features - 1, 0], dtype=torch.int64, device=source.device)
+    count, columns = source.shape
+    rows = sampled(count)
+    some = torch.tensor([count - 1, 0], dtype=torch.int64, device=source.device)
     lent = some.clone()
     message = None
     try:
-        difference = _difference(export(None), rows, source, rows)
+        difference = _difference(exported_weight(backend, prepared, None, source.shape), rows, source, rows)
         if difference is not None:
             message = f"export is not the inverse of prepare: {difference}"
         elif source.blocks is BlockOrder.ROW:
-            difference = _difference(export(lent), torch.arange(2), source, some)
+            weight = exported_weight(backend, prepared, lent, (2, columns))
+            difference = _difference(weight, torch.arange(2), source, some)
             if not torch.equal(lent, some):
                 message = "export wrote to rows"
             elif difference is not None:
                 message = f"export of rows {some.tolist()} gives other values than those rows have: {difference}"
     except PLUGIN_FAULTS as error:
-        message = f"export raised {note_fault(backend, error)}"
-    fault = None if message is None else Reason(ReasonCode.PROBE_FAILED, message)
-    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
+        message = f"export raised {note_fault(backend.name, error)}"
+    return probe_result(message, started)
 
 
 def _difference(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, its_rows: torch.Tensor) -> str | None:

@@ -1,43 +1,43 @@
 """The numeric self-probe: a path may run only after it has computed right numbers on this machine.
 
-Each path runs at the ends of the ranges of M that it serves, on activations that lie exactly on its precision's grid,
-and on no coarser one, so that quantising them loses nothing unless a path rounds more than it declares; from the 128th
-row on they repeat. Every output element is compared with float64 from the *source* weight through the reference codec,
-within ``error_bound``.
+Each path of ``linear`` and of ``input_gradient`` runs at the ends of the ranges of M that it serves, on activations
+that lie exactly on its precision's grid, and on no coarser one, so that quantising them loses nothing unless a path
+rounds more than it declares; from the 128th row on they repeat. Every output element is compared with float64 from the
+*source* weight through the reference codec, within ``error_bound``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.backend import Precision, Reason, ReasonCode
+from q4core.backend import Precision
 from q4core.codec import decode_rows
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
-from q4core.probes.error_bound import error_bound, worst_ratio
-from q4core.probes.output import describe_wrong
-from q4core.selection.probe_results import ProbeResult
+from q4core.probes.comparison import describe_wrong, error_bound, probe_result, worst_ratio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from q4core.backend import Backend, KernelPath, Prepared, Request
+    from q4core.selection.probe_results import ProbeResult
     from q4core.weight import PackedWeight
 
-__all__ = ["CHUNK_ELEMENTS", "DIFFERENT_ROWS", "grid_activations", "probe_path", "sampled"]
+__all__ = ["CHUNK_ELEMENTS", "grid_activations", "probe_path", "sampled"]
 
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128
 _STRIDED_ROWS = 256
-DIFFERENT_ROWS = 127
+_DIFFERENT_ROWS = 127
 """Of more rows of x the others repeat these, which bounds the work in float64; a prime number, so that no two rows that
 lie alike in tiles are equal. Every row of y is compared."""
 CHUNK_ELEMENTS = 1 << 20
@@ -125,6 +125,19 @@ def sampled(total: int) -> torch.Tensor:
     return chosen
 
 
+@attrs.define(eq=False)
+class _Run:
+    """One call: what it was given, [D, ·] in float64, of which row m % D is the m-th, and the compared columns [M, C].
+
+    ``reference`` and ``magnitude`` [D, C] are the exact results in float64, and the sums of their products' sizes.
+    """
+
+    given: torch.Tensor
+    out: torch.Tensor
+    reference: torch.Tensor
+    magnitude: torch.Tensor
+
+
 def probe_path(  # noqa: PLR0913  # the facts of one probe
     backend: Backend,
     prepared: Prepared,
@@ -133,58 +146,66 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     path: KernelPath,
     counts: Sequence[int],
 ) -> ProbeResult:
-    """Run one path with some numbers of rows and compare every (sampled) element with float64.
+    """Run one path with some numbers of rows and compare every element of the (sampled) columns with float64.
 
     Args:
         backend: Who computes.
         prepared: The weight in the backend's layout.
         source: The weight that it was prepared from, on any device.
-        request: The request as the backend sees it.
+        request: The request as the backend sees it; its ``op`` says whether y or an input gradient is computed.
         path: Which path.
-        counts: Numbers of rows of x to run it with.
+        counts: Numbers of rows to run it with.
 
     Returns:
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    rows = sampled(request.out_features)
+    computes: Any = backend  # ``input_gradient`` is declared by its op
+    is_gradient = request.op == "input_gradient"
+    if is_gradient:
+        what, call, given, result = f"input gradient {path.name}", computes.input_gradient, "grad", "out"
+        width, dtype = request.in_features, request.dtype
+    else:
+        what, call, given, result = f"path {path.name}", functools.partial(computes.linear, bias=None), "x", "y"
+        width, dtype = request.out_features, request.out_dtype
+    columns = sampled(width)
     runs: list[_Run] = []
-    fault: Reason | None = None
+    message = None
     for draw, count in enumerate(counts):
         try:
-            different = _activations(min(count, DIFFERENT_ROWS), source, request, path, draw)
+            different = _activations(min(count, _DIFFERENT_ROWS), source, request, path, draw)
         except ConfigError as error:
-            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} can't be proven: {error}")
+            message = f"{what} can't be proven: {error}"
             break
-        x = different[torch.arange(count) % DIFFERENT_ROWS].to(request.device)
-        lent = x.clone()
-        shape = (count, request.out_features)
-        out = torch.full(shape, math.nan, dtype=request.out_dtype, device=request.device)
+        rows = different[torch.arange(count) % _DIFFERENT_ROWS].to(request.device)
+        lent = rows.clone()
+        out = torch.full((count, width), math.nan, dtype=dtype, device=request.device)
         try:
             with on_device(request.device):
-                backend.linear(prepared, lent, out, bias=None, path=path.name)
+                call(prepared, lent, out, path=path.name)
         except PLUGIN_FAULTS as error:
-            message = f"path {path.name} raised {note_fault(backend.name, error)} at M = {count}"
-            fault = Reason(ReasonCode.PROBE_FAILED, message)
+            message = f"{what} raised {note_fault(backend.name, error)} at M = {count}"
             break
-        if not same_bytes(lent, x):
-            fault = Reason(ReasonCode.PROBE_FAILED, f"path {path.name} wrote to x at M = {count}")
+        if not same_bytes(lent, rows):
+            message = f"{what} wrote to {given} at M = {count}"
             break
-        compared = out if rows.numel() == request.out_features else out[:, rows.to(request.device)]
-        runs.append(_Run(different.to(torch.float64), compared, compared.to("cpu", torch.float64)))
-    weight = source
-    if path.codebook is not None:
-        weight = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
-    _compare(runs, weight, rows)
+        compared = out if columns.numel() == width else out[:, columns.to(request.device)]
+        zeros = torch.zeros((2, len(different), columns.numel()), dtype=torch.float64)
+        runs.append(_Run(different.to(torch.float64), compared, *zeros))
+    if path.codebook is not None and not is_gradient:
+        source = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
+    _add_up(runs, source, columns, is_gradient=is_gradient)
     worst = 0.0
     for run in runs:
-        worst = max(worst, run.worst) if run.worst == run.worst else run.worst  # NaN is what differs
-        if not run.worst <= 1.0:
-            wrong = _describe(run, weight, rows)
-            message = f"path {path.name} computed wrong numbers at M = {len(run.out)}: {wrong}"
-            fault = Reason(ReasonCode.PROBE_FAILED, message)
+        bound = error_bound(run.reference, run.magnitude, run.given.shape[1], dtype)
+        ratio = worst_ratio(run.out, run.reference, bound)
+        if not ratio <= 1.0:
+            worst = ratio
+            wrong = describe_wrong(run.out, run.reference, bound, columns, result)
+            message = f"{what} computed wrong numbers at M = {len(run.out)}: {wrong}"
             break
-    return ProbeResult(fault, worst, (time.perf_counter() - started) * 1e6)
+        worst = max(worst, ratio)
+    return probe_result(message, started, worst)
 
 
 def _activations(count: int, source: PackedWeight, request: Request, path: KernelPath, draw: int) -> torch.Tensor:
@@ -193,13 +214,16 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     Once scaled by channel, a block of several values is on no grid any more; a block of one value always is, so one
     value of each block stays.
     """
+    precision = path.precision
+    if request.op == "input_gradient":
+        return grid_activations(count, request.out_features, precision, dtype=request.out_dtype, seed=draw)
     scale = None if source.activation_scale is None else float(source.activation_scale)
-    precision, dtype = path.precision, request.dtype
+    dtype = request.dtype
     x = grid_activations(count, request.in_features, precision, dtype=dtype, seed=draw, activation_scale=scale)
-    if path.precision.is_exact:
+    if precision.is_exact:
         return x
     if source.input_channel_scale is not None:
-        block = 16 if path.precision is Precision.W4A4 else 32
+        block = 16 if precision is Precision.W4A4 else 32
         columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
         kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
         x = torch.where(columns == kept, torch.where(x == 0, x.abs().max(), x), 0)
@@ -208,51 +232,17 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     return x
 
 
-@attrs.define(eq=False)
-class _Run:
-    """One call: x [D, K] in float64, of which row m % D is the m-th, and the sampled outputs [M, R].
-
-    ``out`` holds them as the backend wrote them, ``computed`` in float64. ``worst`` is the worst error over its bound
-    so far.
-    """
-
-    x: torch.Tensor
-    out: torch.Tensor
-    computed: torch.Tensor
-    worst: float = 0.0
-
-    def exact(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results [D, R] that exact dense rows [R, K] give, and the largest error allowed in each."""
-        reference = self.x @ dense.T
-        return reference, error_bound(reference, self.x.abs() @ dense.abs().T, dense.shape[1], self.out.dtype)
-
-    def judge(self, dense: torch.Tensor, computed: torch.Tensor) -> None:
-        """Compare the outputs of some rows with those of the exact dense rows [R, K]; NaN sticks."""
-        reference, bound = self.exact(dense)
-        for part in computed.split(len(self.x)):
-            m = len(part)
-            ratio = worst_ratio(part, reference[:m], bound[:m], self.out.dtype)
-            self.worst = max(self.worst, ratio) if ratio == ratio else ratio  # noqa: PLR0124  # NaN is what differs
-
-
-def _dense_chunks(weight: PackedWeight, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the sampled rows of a weight in float64 on the CPU, chunk by chunk, each with its place among them."""
-    step = max(1, CHUNK_ELEMENTS // weight.in_features)
-    for start in range(0, rows.numel(), step):
+def _add_up(runs: list[_Run], source: PackedWeight, columns: torch.Tensor, *, is_gradient: bool) -> None:
+    """Compute what each run should have given, with every chunk of the weight's out-features decoded once."""
+    features = torch.arange(source.out_features) if is_gradient else columns
+    step = max(1, CHUNK_ELEMENTS // source.in_features)
+    everything = slice(None)
+    for start in range(0, features.numel(), step):
         chunk = slice(start, start + step)
-        yield chunk, decode_rows(weight, rows[chunk], dtype=torch.float64).to("cpu")
-
-
-def _compare(runs: list[_Run], weight: PackedWeight, rows: torch.Tensor) -> None:
-    """Decode the sampled rows once and judge every run with them."""
-    for chunk, dense in _dense_chunks(weight, rows):
+        dense = decode_rows(source, features[chunk], dtype=torch.float64)
+        dense = (dense[:, columns.to(dense.device)] if is_gradient else dense.T).to("cpu")
+        summed, told = (chunk, everything) if is_gradient else (everything, chunk)
         for run in runs:
-            if run.worst == run.worst:  # NaN is final
-                run.judge(dense, run.computed[:, chunk])
-
-
-def _describe(run: _Run, weight: PackedWeight, rows: torch.Tensor) -> str:
-    """Say what is wrong with a run: everything is computed again, because only a failure is told element by element."""
-    parts = [run.exact(dense) for _, dense in _dense_chunks(weight, rows)]
-    reference, bound = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    return describe_wrong(run.out, reference, bound, rows, "y")
+            part = run.given[:, summed]
+            run.reference[:, told] += part @ dense
+            run.magnitude[:, told] += part.abs() @ dense.abs()

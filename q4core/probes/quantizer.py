@@ -14,17 +14,17 @@ import attrs
 import torch
 
 from q4core import codec
-from q4core.backend import Reason, ReasonCode
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
-from q4core.formats import NibbleOrder
+from q4core.formats import NibbleOrder, as_bytes
 from q4core.machine import on_device
 from q4core.policy import Rounding
-from q4core.selection.probe_results import ProbeResult
-from q4core.weight import PackedWeight, WeightSpec
+from q4core.probes.comparison import probe_result
+from q4core.weight import Feature, PackedWeight, WeightSpec
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, Request
+    from q4core.selection.probe_results import ProbeResult
 
 __all__ = ["call_quantizer", "probe_quantizer"]
 
@@ -57,39 +57,33 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
         The result; its ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    message: str | None
+    is_random = rounding is Rounding.STOCHASTIC
     sample = _sample(request)
     asked = attrs.evolve(request, out_features=sample.shape[0], in_features=sample.shape[1])
+    is_signed = request.features.isdisjoint({Feature.ZERO_POINT, Feature.FLOAT_ZERO_POINT})
     try:
         # The CPU's bytes are the reference: torch's operations may round otherwise on another device.
         wanted = codec.quantize(
-            sample, request.format, block_size=request.block_size, scale_kind=request.scale_kind,
-            packing=request.packing, symmetric=_is_symmetric(request),
-        )  # fmt: skip
+            sample,
+            request.format,
+            block_size=request.block_size,
+            scale_kind=request.scale_kind,
+            packing=request.packing,
+            symmetric=request.format.name == "int4" and is_signed,
+        )
         dense = sample.to(request.device, copy=True)
-        seeds = _SEEDS if rounding is Rounding.STOCHASTIC else (0,)
-        got = [call_quantizer(backend, dense, asked, rounding, seed) for seed in seeds]
-        misfits = [_misfit(wanted, item, request.device) for item in got]
-        message = next((item for item in misfits if item is not None), None)
+        got = [call_quantizer(backend, dense, asked, rounding, seed) for seed in (_SEEDS if is_random else (0,))]
+        message = next((told for item in got if (told := _misfit(wanted, item, request.device))), None)
         if not torch.equal(dense.to("cpu"), sample):
             message = "it wrote to dense"
         if message is None:
             given = [item.to("cpu") for item in got]
-            chance = rounding is Rounding.STOCHASTIC
-            message = _misrounded(sample, given) if chance else _difference(wanted, given[0])
+            message = _misrounded(sample, given) if is_random else _difference(wanted, given[0])
     except PLUGIN_FAULTS as error:
         message = f"it raised {note_fault(backend.name, error)}"
-    fault = None
     if message is not None:
-        what = f"the native quantiser, rounding {rounding.value}"
-        fault = Reason(ReasonCode.PROBE_FAILED, f"{what}: {message}")
-    return ProbeResult(fault, 0.0 if fault is None else torch.inf, (time.perf_counter() - started) * 1e6)
-
-
-def _is_symmetric(request: Request) -> bool:
-    return request.format.name == "int4" and not {item.value for item in request.features} & {
-        "zero_point", "float_zero_point",
-    }  # fmt: skip
+        message = f"the native quantiser, rounding {rounding.value}: {message}"
+    return probe_result(message, started)
 
 
 def _sample(request: Request) -> torch.Tensor:
@@ -120,9 +114,9 @@ def _misfit(wanted: PackedWeight, got: object, device: torch.device) -> str | No
 def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
     """Say in which field the bytes of two weights of one layout differ, or None."""
     for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
-        mine, its = (item.reshape(-1).contiguous().view(torch.uint8) for item in (ours, theirs))
-        if not torch.equal(mine, its):
-            wrong = (mine != its).nonzero().flatten()
+        mine, its = (as_bytes(item).flatten() for item in (ours, theirs))
+        wrong = (mine != its).nonzero().flatten()
+        if len(wrong):
             first = int(wrong[0])
             count = f"{len(wrong)} of {len(mine)} bytes of its {field} differ from the reference's"
             return f"{count}, first byte {first}: {int(its[first]):#04x} instead of {int(mine[first]):#04x}"

@@ -12,6 +12,7 @@ import torch
 import q4core as q4
 from q4core.diagnostics.events import forget_warnings, observe, unobserve
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
+from tests.support.pretended import DEVICE, pretended_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -195,3 +196,24 @@ def test_a_refusal_of_one_weight_crosses_processes() -> None:
     error = pickle.loads(pickle.dumps(q4.PrepareError(REASONS, is_for_this_weight=True)))  # noqa: S301  # own bytes
     assert (error.reasons, error.is_for_this_weight) == (REASONS, True)
     assert not q4.PrepareError(REASONS).is_for_this_weight
+
+
+def test_a_backend_that_spoils_a_moved_copy_is_barred_and_the_next_one_gets_another() -> None:
+    """The caller's weight is whole, and what the next backend is given on the device is read from it again."""
+
+    class Spoiling(FakeBackend):
+        def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
+            weight.qdata.zero_()
+            return super().prepare(weight, request, context)
+
+    devices = {"cpu", "cuda"}
+    low = FakeBackend("low", paths=(attrs.evolve(KERNEL_PATH, tier=11),), devices=devices)
+    weight = _weight()
+    with pretended_cuda():
+        session = q4.Session(
+            q4.SessionConfig(device=DEVICE), registry=registry(Spoiling("spoiling", devices=devices), low)
+        )
+        layer = session.linear(weight)
+        assert layer.diagnostics().backend == "low"
+        y = layer(torch.ones(2, 128).to(DEVICE)).cpu()
+    torch.testing.assert_close(y, torch.ones(2, 128) @ q4.dequantize(weight).T)

@@ -220,9 +220,14 @@ def test_a_layers_source_is_brought_by_the_policy() -> None:
             return [provider]
 
     registry = q4.Registry([("reading", _Plugin())])
-    moved = preparation._moved(weight, torch.device("cuda"), q4.SessionConfig(unified_memory=PREFER), registry)
+
+    def moved_to(device: str, policy: q4.UnifiedMemoryPolicy) -> q4.PackedWeight:
+        placer = preparation.placer_for(q4.SessionConfig(unified_memory=policy), registry, torch.device(device))
+        return weight.map_tensors(lambda tensor: placer.source(tensor)[0])
+
+    moved = moved_to("cuda", PREFER)
     assert [tensor.data_ptr() for _, tensor in moved.tensors()] == [t.data_ptr() for _, t in weight.tensors()]
-    plain = preparation._moved(weight, torch.device("meta"), q4.SessionConfig(unified_memory=DISABLED), registry)
+    plain = moved_to("meta", DISABLED)
     assert plain.device.type == "meta"
     assert provider.calls.count("map") == len(list(weight.tensors()))
 

@@ -12,7 +12,7 @@ import torch
 
 import q4core as q4
 from q4core.diagnostics.events import forget_warnings
-from q4core.probes.error_bound import error_bound
+from q4core.probes.comparison import error_bound
 from q4core.probes.linear import grid_activations, probe_path
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 

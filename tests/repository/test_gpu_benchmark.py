@@ -246,7 +246,7 @@ def _gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> dict[str, Any]
     monkeypatch.setattr(DequantFallback, "check", check)
     monkeypatch.setattr(DequantFallback, "input_gradient", computes, raising=False)
     if factor != 1.0:
-        monkeypatch.setattr("q4core.probes.runner.probe_gradient", lambda *_: ProbeResult(None, 0.0, 0.0))
+        monkeypatch.setattr("q4core.probes.runner.probe_path", lambda *_: ProbeResult(None, 0.0, 0.0))
     return stages.STAGES["gradient"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
 
 
