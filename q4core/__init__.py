@@ -72,8 +72,7 @@ from q4core.formats import (
     unpack_codes,
 )
 from q4core.layers.diagnosis import Diagnostics, Report
-from q4core.layers.linear import Q4Linear
-from q4core.layers.weight_info import WeightInfo
+from q4core.layers.linear import Q4Linear, WeightInfo
 from q4core.machine import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
 from q4core.plugins.hooks import hookimpl

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from q4core.backend import Reason, Segment
-    from q4core.layers.preparation import PreparedLayer
     from q4core.selection.result import Rejection, Selection
 
-__all__ = ["Diagnostics", "Report", "diagnose"]
+__all__ = ["Diagnostics", "Report"]
 
 _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
 
@@ -154,27 +153,6 @@ class Diagnostics:
         lines.extend(f"  memory: {line}" for line in self.memory)
         lines.extend(f"  memory of x: {line} ({count} ×)" for line, count in self.input_memory.items())
         return "\n".join(lines)
-
-
-def diagnose(
-    prepared: PreparedLayer,
-    *,
-    layer: str,
-    calls: Sequence[int],
-    notes: tuple[str, ...] = (),
-    input_memory: Mapping[str, int] | None = None,
-) -> Diagnostics:
-    """Return the record of a prepared layer."""
-    return Diagnostics(
-        layer=layer,
-        selection=prepared.selection,
-        calls=tuple(calls),
-        prepared_bytes=sum(buffer.numel() for buffer in prepared.buffers),
-        source_bytes=prepared.source_bytes,
-        notes=notes,
-        memory=tuple(f"{decision.action}: {decision.reason}" for decision in prepared.memory),
-        input_memory=dict(input_memory or {}),
-    )
 
 
 def _records(items: Iterable[Diagnostics]) -> tuple[Diagnostics, ...]:

@@ -28,8 +28,8 @@ from q4core.ops.plan import raise_broken_call
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core.layers.preparation import PreparedLayer
     from q4core.layers.prepared_module import WeightOwner
+    from q4core.ops.registration import LiveLayer
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
@@ -39,23 +39,18 @@ PLAIN: type[torch.Tensor] = torch.Tensor
 """The one class of tensors that is taken; of another one torch might ask anything."""
 
 
-def make_fast_path(layer: WeightOwner, ready: PreparedLayer) -> FastPath | None:
-    """Return ``fast(x, out)`` for a prepared layer: y, or None where the call is not a plain one.
+def make_fast_path(layer: WeightOwner, live: LiveLayer) -> FastPath | None:
+    """Return ``fast(x, out)`` for a layer: y, or None where the call is not a plain one.
 
     None is returned instead of a function where no call can be plain (neither on CPU nor on CUDA, another out dtype).
     """
-    device = ready.buffers[0].device
-    if device.type not in {"cpu", "cuda"} or ready.plan.out_dtype is not ready.plan.dtype:
+    device = live.device
+    if device.type not in {"cpu", "cuda"} or live.plan.out_dtype is not live.plan.dtype:
         return None
     if device.type == "cpu":
-        return _make_anywhere(layer, ready, torch.empty, is_cpu=True)
-    anywhere = _make_anywhere(layer, ready, functools.partial(torch.empty, device=device), is_cpu=False)
-    return _only_on_cuda(layer, device.index, anywhere)
-
-
-def _only_on_cuda(layer: WeightOwner, index: int, anywhere: FastPath) -> FastPath:
-    """Return the fast path for calls whose tensors are on one CUDA device, which must be the current one."""
-    parameters, plain, current = layer._parameters, PLAIN, torch.cuda.current_device  # noqa: SLF001  # its own fast path
+        return _make_anywhere(layer, live, torch.empty, is_cpu=True)
+    anywhere = _make_anywhere(layer, live, functools.partial(torch.empty, device=device), is_cpu=False)
+    index, parameters, plain, current = device.index, layer._parameters, PLAIN, torch.cuda.current_device  # noqa: SLF001  # its own fast path
 
     def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         if type(x) is not plain or not x.is_cuda or x.get_device() != index or current() != index:
@@ -71,14 +66,14 @@ def _only_on_cuda(layer: WeightOwner, index: int, anywhere: FastPath) -> FastPat
 
 
 def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: WeightOwner, ready: PreparedLayer, empty: Callable[..., torch.Tensor], *, is_cpu: bool
+    layer: WeightOwner, live: LiveLayer, empty: Callable[..., torch.Tensor], *, is_cpu: bool
 ) -> FastPath:
     """Return the fast path for tensors on the CPU, or for those that are known to be on the layer's other device."""
-    plan = ready.plan
-    prepared, linear = ready.prepared, plan.backend.linear
+    plan, prepared, counts = live.plan, live.prepared, live.counts
+    linear = plan.backend.linear
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
-    counts, buffers, parameters = layer._counts, layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
-    own = tuple((name, buffers[name]) for name in layer._buffer_names)  # noqa: SLF001  # its own fast path
+    buffers, parameters = layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
+    own = tuple(zip(layer._buffer_names, live.buffers, strict=True))  # noqa: SLF001  # its own fast path
     bias_shape = (outputs,)
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]

@@ -3,36 +3,81 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4core.codec import dequantize
-from q4core.errors import InputError
+from q4core.errors import InputError, LifecycleError
 from q4core.formats import FLOATS, BlockOrder
-from q4core.layers.diagnosis import Diagnostics, diagnose
-from q4core.layers.input_checks import check_index, refuse_bias
+from q4core.layers.diagnosis import Diagnostics
 from q4core.layers.packed_module import PackedModule
-from q4core.layers.preparation import tell_memory
-from q4core.layers.weight_info import WeightInfo
+from q4core.layers.preparation import placer_for, tell_memory
 from q4core.machine import is_forward_mode, is_recorded, is_transformed
-from q4core.memory import apply_input_policy, provider_of
+from q4core.memory import provider_of
 from q4core.ops.autograd import linear_function
-from q4core.ops.call_check import check_linear_call
-from q4core.ops.plan import UNTRACEABLE_PLAN
-from q4core.plugins.registry import default_registry
+from q4core.ops.call_check import check_linear_call, refuse_bias
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
-    from q4core.ops.plan import Plan
+    from collections.abc import Callable
 
-__all__ = ["Q4Linear"]
+    from q4core.ops.registration import LiveLayer
+    from q4core.weight import PackedWeight, WeightSpec
+
+__all__ = ["Q4Linear", "WeightInfo"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _STRIDED = torch.strided
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
+
+
+@attrs.frozen
+class WeightInfo:
+    """What ``Q4Linear.weight`` answers: the facts of a dense weight, without one.
+
+    Each tensor that a state dict holds as ``weight.<field>`` is an attribute too (``layer.weight.qdata``), exported
+    when it is asked for; torch's distributed checkpoints look the keys of a state dict up in this way.
+
+    Args:
+        shape: (N, K).
+        dtype: dtype of the activations that the layer takes.
+        device: Where it runs.
+        format: Name of the format.
+        nbytes: Bytes that the packed weight takes.
+        spec: What the packed weight is but for its tensors.
+        read: Exports the packed weight.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    format: str
+    nbytes: int
+    requires_grad: bool = False
+    spec: WeightSpec = attrs.field(kw_only=True, repr=False)
+    read: Callable[[], PackedWeight] = attrs.field(kw_only=True, repr=False, eq=False)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Return a tensor of the packed weight."""
+        if name not in self.spec.fields:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tensor: torch.Tensor = getattr(self.read(), name)
+        return tensor
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one extent of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return 2."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Return N × K."""
+        return self.shape.numel()
 
 
 class Q4Linear(PackedModule):
@@ -66,10 +111,8 @@ class Q4Linear(PackedModule):
     def weight(self) -> WeightInfo:
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
         size = sum(buffer.numel() for buffer in self._own_buffers())
-        shape = torch.Size((self.out_features, self.in_features))
-        return WeightInfo(
-            shape, self._dtype, self.device, self._spec.format.name, size, spec=self._spec, read=self.packed_weight
-        )
+        shape, spec = torch.Size((self.out_features, self.in_features)), self._content.spec
+        return WeightInfo(shape, self._dtype, self.device, spec.format.name, size, spec=spec, read=self.packed_weight)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return dequantised rows of the weight (embedding look-up in a tied head).
@@ -84,35 +127,43 @@ class Q4Linear(PackedModule):
         Raises:
             InputError: An index is out of range or not int64.
         """
-        ready = self._require_ready()
-        flat = check_index(self, index)
-        wanted = dtype or self._dtype
-        if not flat.numel():
+        plan, wanted = self._require_live().plan, dtype or self._dtype
+        label, rule = f"layer {self.name!r}", f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
+        if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
+            got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
+            raise InputError(label, name="index", rule=rule, value=got)
+        if not index.numel():
             return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
-        flat = flat.to(self.device, torch.int64)
+        low, high = map(int, torch.aminmax(index))
+        if low < 0 or high >= self.out_features:
+            raise InputError(label, name="index", rule=rule, value=low if low < 0 else high)
+        flat = index.reshape(-1).to(self.device, torch.int64)
         with torch.no_grad():
             # Blocks that straddle rows can't be exported by rows.
-            if ready.plan.source is None and self._spec.blocks is BlockOrder.ROW:
-                dense = dequantize(ready.plan.weight(self._own_buffers(), flat), wanted)
+            if plan.source is None and self._content.spec.blocks is BlockOrder.ROW:
+                dense = dequantize(plan.weight(self._own_buffers(), flat), wanted)
             else:
-                dense = dequantize(ready.plan.weight(self._own_buffers()), wanted, rows=flat)
+                dense = dequantize(plan.weight(self._own_buffers()), wanted, rows=flat)
         return dense.reshape(*index.shape, self.in_features)
 
     def diagnostics(self) -> Diagnostics:
         """Return which backend and paths serve, what ran how often, and why not the others."""
-        told = diagnose(
-            self._require_ready(),
+        live = self._require_live()
+        return Diagnostics(
             layer=self.name,
-            calls=self._counts,
-            notes=self._origin[2],
-            input_memory=self._input_memory,
+            selection=live.selection,
+            calls=tuple(live.counts),
+            prepared_bytes=sum(tensor.numel() for tensor in live.tensors),
+            source_bytes=live.source_bytes,
+            notes=self._content.labels["notes"],
+            memory=(*(f"{item.action}: {item.reason}" for item in live.memory), *self._memory_of_bias()),
+            input_memory=dict(live.input_memory),
         )
-        return attrs.evolve(told, memory=(*told.memory, *self._memory_of_bias()))
 
     def _memory_of_bias(self) -> tuple[str, ...]:
         """Return what a report says of the bias under a unified-memory policy."""
         bias = self._own_bias()
-        if bias is None or not self._managed:
+        if bias is None or not self._is_managed:
             return ()
         provider = provider_of(bias)
         where = "ordinary memory" if provider is None else f"memory of {provider.name}"
@@ -121,11 +172,11 @@ class Q4Linear(PackedModule):
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
         state = "closed" if self._closed else "not prepared"
-        if self._ready is not None:
-            state = f"{self._ready.selection.backend}/{self._ready.selection.path.name}"
+        if self._live is not None:
+            state = f"{self._live.selection.backend}/{self._live.selection.path.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self._spec.format.name}, dtype={self._dtype}, backend={state}"
+            f"format={self._content.spec.format.name}, dtype={self._dtype}, backend={state}"
         )
 
     # -- running
@@ -182,32 +233,37 @@ class Q4Linear(PackedModule):
         if out_dtype is not None or out is not None:
             self._check_options(out, out_dtype)
         if _is_tracing() or is_recorded():
+            if self._content.config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+                what = "a compiled graph can't place activations, as REQUIRE_UNIFIED asks"
+                if _is_tracing():  # where an error of ours can't be made: torch tells this one under fullgraph=True
+                    torch._dynamo.graph_break(msg=what)  # noqa: SLF001  # documented in all but its name
+                hint = "Ask for PREFER_UNIFIED, and give the graph activations in managed memory."
+                raise LifecycleError(what, hint=hint)
             return self._call(x, bias, out_dtype, out, tracing=True)
-        ready = self._ready or self._require_ready()
+        live = self._live or self._require_live()
         own: object = bias
         if own is not None and not isinstance(own, torch.Tensor):
-            refuse_bias(self, own)
-        if self._managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
-            self._check_call(ready.plan, x, bias, out, out_dtype)  # because something is done before the op is called
+            refuse_bias(f"layer {self.name!r}", own, self._dtype, self.out_features, self.device)
+        if self._is_managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
+            self._check_call(live, x, bias, out, out_dtype)  # because something is done before the op is called
         try:
-            if self._managed:
-                return self._forward_managed(x, bias, out_dtype, out)
-            return self._call(x, bias, out_dtype, out, tracing=False)
+            placed = self._placed(live, x) if self._is_managed else x
+            return self._call(placed, bias, out_dtype, out, tracing=False)
         except InputError as error:
             fault = error
-        self._check_call(ready.plan, x, bias, out, out_dtype)
+        self._check_call(live, x, bias, out, out_dtype)
         raise fault
 
     def _check_call(
         self,
-        plan: Plan,
+        live: LiveLayer,
         x: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
         out_dtype: torch.dtype | None,
     ) -> None:
         label = f"layer {self.name!r}"
-        check_linear_call(plan, self._device, x, bias, out, out_dtype=out_dtype, label=label)
+        check_linear_call(live.plan, live.device, x, bias, out, out_dtype=out_dtype, label=label)
 
     def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
         label = f"layer {self.name!r}"
@@ -231,45 +287,30 @@ class Q4Linear(PackedModule):
         *,
         tracing: bool,
     ) -> torch.Tensor:
-        buffers = self._own_buffers()
-        plan = self._traced_plan() if tracing else self._plan_key
+        buffers, plan = self._own_buffers(), self._plan_key
         by_function = not tracing and is_transformed()
         if out is None:
             call = linear_function if by_function else _LINEAR
             y: torch.Tensor = call(x, buffers, bias, plan)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
-        if not tracing and (by_function or is_forward_mode()):
-            raise InputError(
-                f"layer {self.name!r}", name="out", rule="None under torch.func and in forward mode", value="a tensor"
-            )
+        label = f"layer {self.name!r}"
+        if by_function or (not tracing and is_forward_mode()):
+            raise InputError(label, name="out", rule="None under torch.func and in forward mode", value="a tensor")
         if out.dtype is not self._dtype or tracing:
             out.copy_(_LINEAR(x, buffers, bias, plan))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            raise InputError(
-                f"layer {self.name!r}",
-                name="out",
-                rule="None where gradients are recorded",
-                value="a tensor",
-                hint="Call under torch.no_grad(), or leave out= away.",
-            )
-        _LINEAR_OUT(x, buffers, bias, self._plan_key, out)
+            hint = "Call under torch.no_grad(), or leave out= away."
+            raise InputError(label, name="out", rule="None where gradients are recorded", value="a tensor", hint=hint)
+        _LINEAR_OUT(x, buffers, bias, plan, out)
         return out
 
-    def _forward_managed(
-        self, x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Place x as the unified-memory policy says, and call."""
-        providers = (self._registry or default_registry()).memory_providers()
-        policy = self._config.unified_memory or UnifiedMemoryPolicy.DISABLED
-        placed, decision = apply_input_policy(x, policy, device=self.device, providers=providers)
+    def _placed(self, live: LiveLayer, x: torch.Tensor) -> torch.Tensor:
+        """Return x where the unified-memory policy wants it; a temporary goes with its last reference."""
+        config = self._content.config
+        placed, decision = placer_for(config, self._plugins(), self.device).input(x)
         line = f"{decision.action}: {decision.reason}"
-        self._input_memory[line] = self._input_memory.get(line, 0) + 1
-        level = logging.INFO if self._input_memory[line] == 1 else logging.DEBUG  # not a line for each call
-        tell_memory(decision, "activation", self._config, self.name, level=level)
-        return self._call(placed, bias, out_dtype, out, tracing=False)  # a temporary goes with its last reference
-
-    def _traced_plan(self) -> str:
-        """Name the plan for a graph, which leaves x where it is, as PREFER_UNIFIED says; under REQUIRE it can't."""
-        is_required = self._config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED
-        return UNTRACEABLE_PLAN if is_required else self._plan_key
+        live.input_memory[line] = live.input_memory.get(line, 0) + 1
+        level = logging.INFO if live.input_memory[line] == 1 else logging.DEBUG  # not a line for each call
+        tell_memory(decision, "activation", config, self.name, level=level)
+        return placed

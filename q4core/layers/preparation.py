@@ -19,7 +19,8 @@ from q4core.errors import LifecycleError, Q4FallbackWarning
 from q4core.formats import as_bytes
 from q4core.machine import outside_inference, without_casts
 from q4core.memory import Placer
-from q4core.ops.plan import Plan, make_plan
+from q4core.ops.plan import make_plan
+from q4core.ops.registration import LiveLayer
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export
 from q4core.selection.cache import layer_request, select_for
@@ -35,22 +36,18 @@ if TYPE_CHECKING:
 __all__ = ["PreparedLayer", "copy_prepared", "placer_for", "prepare_layer", "tell_memory"]
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class PreparedLayer:
+@attrs.define(eq=False, kw_only=True)
+class PreparedLayer(LiveLayer):
     """A weight in its backend's layout, with everything that a layer needs to call it and to tell about it.
 
     Args:
         plan: How it is called.
-        buffers: uint8 buffers: the backend's, then the source's where the backend has no export.
-        prepared: The backend's own view of them.
+        tensors: uint8 buffers: the backend's, then the source's where the backend has no export.
         selection: What was chosen, and why not the others.
-        memory: What became of each buffer under the unified-memory policy; empty under DISABLED.
+        memory: What became of each of them under the unified-memory policy; empty under DISABLED.
         source_bytes: Bytes of the source kept alive beside the prepared ones; 0 where the backend can export.
     """
 
-    plan: Plan
-    buffers: tuple[torch.Tensor, ...]
-    prepared: Prepared
     selection: Selection
     memory: tuple[MemoryDecision, ...] = ()
     source_bytes: int = 0
@@ -145,8 +142,7 @@ def _prepare(
     _tell_selection(selection, weight)
     return PreparedLayer(
         plan=plan,
-        buffers=tuple(buffers),
-        prepared=plan.prepared(buffers),
+        tensors=tuple(buffers),
         selection=selection,
         memory=decisions,
         source_bytes=sum(tensor.nbytes for tensor in sources),
@@ -212,4 +208,4 @@ def copy_prepared(
     """Return a prepared layer over copies of its buffers, placed under the same policy."""
     placer = placer_for(config, registry, prepared.selection.request.device)
     placed, decisions = _place(buffers, placer, config)
-    return attrs.evolve(prepared, buffers=tuple(placed), prepared=prepared.plan.prepared(placed), memory=decisions)
+    return attrs.evolve(prepared, tensors=tuple(placed), memory=decisions)

@@ -11,10 +11,10 @@ from torch import nn
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import as_bytes
 from q4core.layers.fast_path import make_fast_path
-from q4core.layers.input_checks import fits_as_bias, refuse_bias
 from q4core.layers.preparation import PreparedLayer, prepare_layer
 from q4core.machine import outside_inference
-from q4core.ops import registration
+from q4core.ops.call_check import refuse_bias
+from q4core.ops.registration import forget_layer, register_layer
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.weight import PackedWeight, WeightSpec
@@ -26,37 +26,45 @@ if TYPE_CHECKING:
 
     from q4core.layers.fast_path import FastPath
 
-__all__ = ["Content", "WeightOwner"]
+__all__ = ["NOTHING", "Content", "WeightOwner"]
 
-_BUFFER = "packed_"
 _DISABLED = UnifiedMemoryPolicy.DISABLED
-_PREPARED = frozenset(
-    {
-        "_ready",
-        "_fast",
-        "_live",
-        "_tag_address",
-        "_plan_key",
-        "_managed",
-        "_counts",
-        "_input_memory",
-        "_buffer_names",
-    }
-)
-"""Attributes that ``_let_go`` blanks: a copy gets its own from what is prepared for it."""
+NOTHING: dict[str, Any] = {"_fast": None, "_live": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
+"""What a layer holds of its weight while it can't run; a copy gets its own from what is prepared for it."""
 
 
 @attrs.frozen(eq=False)
 class Content:
-    """A weight made ready for a layer, before the layer takes it; ``prepared`` is None on the meta device."""
+    """A weight for a layer to take; ``prepared`` is None where it can't run.
+
+    Args:
+        spec: The weight but for its tensors.
+        labels: Its name, dialect and notes.
+        config: What was asked for, resolved.
+        dtype: dtype of the activations.
+        device: Where the layer runs.
+        prepared: What runs; None on the meta device and in a closed layer.
+        empty: On the meta device, the weight's tensors as bytes.
+    """
 
     spec: WeightSpec
-    origin: tuple[str | None, str | None, tuple[str, ...]]
+    labels: dict[str, Any]
     config: SessionConfig
     dtype: torch.dtype
     device: torch.device
-    buffers: tuple[torch.Tensor, ...]
     prepared: PreparedLayer | None
+    empty: tuple[torch.Tensor, ...] = ()
+
+    def over(self, tensors: tuple[torch.Tensor, ...]) -> Content:
+        """Return the same in tensors that lie elsewhere and hold what was prepared."""
+        return attrs.evolve(self, prepared=self.prepared and attrs.evolve(self.prepared, tensors=tensors))
+
+    def written_to(self, tensors: tuple[torch.Tensor, ...]) -> Content:
+        """Write what was prepared to tensors that other processes use, as torch loads a shared parameter."""
+        if self.prepared is not None:
+            for tensor, loaded in zip(tensors, self.prepared.tensors, strict=True):
+                tensor.copy_(loaded)
+        return self.over(tensors)
 
 
 class WeightOwner(nn.Module):
@@ -68,14 +76,12 @@ class WeightOwner(nn.Module):
 
     in_features: int
     out_features: int
-    _ready: PreparedLayer | None
+    _content: Content
+    _dtype: torch.dtype
     _fast: FastPath | None
-    _live: registration.LiveLayer | None
-    _tag_address: int
+    _live: PreparedLayer | None
     _plan_key: str
-    _managed: bool
-    _counts: list[int]
-    _input_memory: dict[str, int]
+    _is_managed: bool
     _buffer_names: tuple[str, ...]
 
     def __init__(  # noqa: PLR0913  # one argument per fact
@@ -102,7 +108,6 @@ class WeightOwner(nn.Module):
         self._registry = registry
         self._m = m
         self._closed = False
-        self._let_go()
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         self._take(self._prepare(weight, None, resolve_config(config)))
@@ -112,64 +117,50 @@ class WeightOwner(nn.Module):
 
     def _prepare(self, weight: PackedWeight, dtype: torch.dtype | None, config: SessionConfig) -> Content:
         """Prepare ``weight`` without touching the layer."""
-        origin = (weight.name, weight.dialect, weight.notes)
+        spec, labels = WeightSpec.of(weight), {"name": weight.name, "dialect": weight.dialect, "notes": weight.notes}
         if weight.device.type == "meta":
             wanted = dtype or config.compute_dtype or weight.dtype
             tensors = tuple(as_bytes(tensor) for _, tensor in weight.tensors())
-            return Content(WeightSpec.of(weight), origin, config, wanted, weight.device, tensors, None)
-        registry = self._registry or default_registry()
-        prepared = prepare_layer(weight, config, registry, m=self._m, dtype=dtype, name=self.name)
-        device = prepared.selection.request.device
-        return Content(WeightSpec.of(weight), origin, config, prepared.plan.dtype, device, prepared.buffers, prepared)
+            return Content(spec, labels, config, wanted, weight.device, None, tensors)
+        prepared = prepare_layer(weight, config, self._plugins(), m=self._m, dtype=dtype, name=self.name)
+        return Content(spec, labels, config, prepared.plan.dtype, prepared.selection.request.device, prepared)
+
+    def _plugins(self) -> Registry:
+        return self._registry or default_registry()
 
     def _take(self, content: Content) -> None:
         """Make what was prepared the layer's own; nothing here can fail."""
         self._let_go()
-        self._spec, self._origin, self._config = content.spec, content.origin, content.config
-        self._dtype, self._device = content.dtype, content.device
-        self._ready = prepared = content.prepared
-        if prepared is None:
-            self._add_buffers(list(content.buffers))
-            return
-        with outside_inference():
-            tag = torch.zeros(1, dtype=torch.uint8, device=content.device)
-        if all(buffer.is_shared() for buffer in content.buffers):
-            tag.share_memory_()  # so that all of a shared layer is shared
-        self._add_buffers([*content.buffers, tag])
-        self._counts = [0] * len(prepared.plan.segments)
-        self._plan_key = prepared.plan.key
-        self._tag_address = tag.data_ptr()
-        self._live = registration.LiveLayer(prepared.plan, prepared.prepared, (*prepared.buffers, tag), self._counts)
-        registration.register_layer(tag, self._live)
-        self._managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
-        self._fast = None if self._managed else make_fast_path(self, prepared)
-
-    def _add_buffers(self, tensors: list[torch.Tensor]) -> None:
-        self._buffer_names = tuple(f"{_BUFFER}{index}" for index in range(len(tensors)))
-        for key, tensor in zip(self._buffer_names, tensors, strict=True):
-            self.register_buffer(key, tensor, persistent=False)
+        self._content, self._dtype = content, content.dtype
+        self._live = live = content.prepared
+        buffers = content.empty if live is None else live.buffers
+        self._buffer_names = tuple(f"packed_{index}" for index in range(len(buffers)))
+        for key, buffer in zip(self._buffer_names, buffers, strict=True):
+            self.register_buffer(key, buffer, persistent=False)
+        if live is not None:
+            self._plan_key = live.plan.key
+            register_layer(live)
+            self._is_managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
+            self._fast = None if self._is_managed else make_fast_path(self, live)
 
     def _let_go(self) -> None:
         """Keep nothing of what was prepared; what a user put on the layer stays."""
-        self._forget_tag()
+        live = self.__dict__.get("_live")
+        if live is not None:
+            forget_layer(live)
         for key in self.__dict__.get("_buffer_names", ()):
-            del self._buffers[key]
-        self._buffer_names = ()
-        self._ready = None
-        self._fast = None
-        self._live = None
-        self._tag_address = 0
-        self._plan_key = ""
-        self._managed = False
-        self._counts = []
-        self._input_memory = {}
+            self._buffers.pop(key, None)
+        self.__dict__.update(NOTHING)
+
+    def __del__(self) -> None:
+        """Let the op forget the layer."""
+        self._let_go()
 
     def close(self) -> None:
         """Give every byte back; later use is a ``LifecycleError``. Closing twice is allowed."""
-        if self._closed:
-            return
         self._closed = True
         self._let_go()
+        self._content = attrs.evolve(self._content, prepared=None, empty=())
 
     def __enter__(self) -> Self:
         """Return the layer.
@@ -178,7 +169,7 @@ class WeightOwner(nn.Module):
             LifecycleError: It is closed.
         """
         if self._closed:
-            self._require_ready()
+            self._require_live()
         return self
 
     def __exit__(
@@ -187,52 +178,12 @@ class WeightOwner(nn.Module):
         """Close the layer."""
         self.close()
 
-    def _forget_tag(self) -> None:
-        live = self.__dict__.get("_live")
-        if live is not None:
-            registration.forget_layer(self._tag_address, live)
-            self._live = None
-
-    def __del__(self) -> None:
-        """Let the counters forget the layer."""
-        self._forget_tag()
-
-    def _as_bias(self, bias: torch.Tensor) -> nn.Parameter:
-        """Return a Parameter for a bias: the very same one where it is one that fits."""
-        if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-            refuse_bias(self, bias)
-        if tuple(bias.shape) != (self.out_features,):
-            refuse_bias(self, bias)
-        if isinstance(bias, nn.Parameter) and fits_as_bias(self, bias) and not bias.is_inference():
-            return bias
-        with outside_inference():
-            data = bias.detach().to(self.device, self._dtype).contiguous()
-            return nn.Parameter(data.clone() if data.is_inference() else data, requires_grad=bias.requires_grad)
-
-    def _own_bias(self) -> nn.Parameter | None:
-        """Return the bias where it is the layer's own parameter: neither parametrized, pruned nor deleted."""
-        return self._parameters.get("bias")
-
-    def _kept(self) -> dict[str, Any]:
-        """Return the attributes that a copy keeps, in dicts of its own: all but what is prepared for each layer."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's; leaves out what compile() made for this layer
-        own = set(self._buffer_names)
-        state = {key: value for key, value in state.items() if key not in _PREPARED}
-        state["_parameters"] = dict(self._parameters)
-        state["_buffers"] = {key: value for key, value in self._buffers.items() if key not in own}
-        state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - own
-        return state
-
-    def _content(self, buffers: tuple[torch.Tensor, ...], prepared: PreparedLayer | None) -> Content:
-        """Return the layer's own weight as content for a copy."""
-        return Content(self._spec, self._origin, self._config, self._dtype, self._device, buffers, prepared)
-
     # -- what it is
 
     @property
     def device(self) -> torch.device:
         """Where the layer runs."""
-        return self._device
+        return self._content.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,24 +193,38 @@ class WeightOwner(nn.Module):
     @property
     def is_prepared(self) -> bool:
         """Whether the layer can run."""
-        return self._ready is not None
+        return self._live is not None
+
+    def packed_weight(self) -> PackedWeight:
+        """Return the canonical weight: exported by the backend, or the source that was kept."""
+        plan = self._require_live().plan
+        with torch.no_grad():
+            weight = plan.weight(self._own_buffers())
+        return weight.relabelled(**self._content.labels, dtype=self._content.spec.dtype)
 
     def _own_buffers(self) -> list[torch.Tensor]:
         buffers = self._buffers
         return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
 
-    def _require_ready(self) -> PreparedLayer:
-        if self._ready is None:
+    def _require_live(self) -> PreparedLayer:
+        if self._live is None:
             if self._closed:
                 raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")
             what = f"layer {self.name!r} is on the meta device and has no weight yet"
             raise LifecycleError(what, hint="Load a state dict first (assign=True).")
-        return self._ready
+        return self._live
 
-    def packed_weight(self) -> PackedWeight:
-        """Return the canonical weight: exported by the backend, or the source that was kept."""
-        ready = self._require_ready()
-        name, dialect, notes = self._origin
-        with torch.no_grad():
-            weight = ready.plan.weight(self._own_buffers())
-        return weight.relabelled(name=name, dialect=dialect, notes=notes, dtype=self._spec.dtype)
+    def _own_bias(self) -> nn.Parameter | None:
+        """Return the bias where it is the layer's own parameter: neither parametrized, pruned nor deleted."""
+        return self._parameters.get("bias")
+
+    def _as_bias(self, bias: torch.Tensor) -> nn.Parameter:
+        """Return a Parameter for a bias: the very same one where it is one that fits."""
+        device, dtype, shape = self.device, self._dtype, (self.out_features,)
+        if not isinstance(bias, torch.Tensor) or not bias.is_floating_point() or bias.shape != shape:
+            refuse_bias(f"layer {self.name!r}", bias, dtype, self.out_features, device)
+        if isinstance(bias, nn.Parameter) and bias.dtype is dtype and bias.device == device and not bias.is_inference():
+            return bias
+        with outside_inference():
+            data = bias.detach().to(device, dtype).contiguous()
+            return nn.Parameter(data.clone() if data.is_inference() else data, requires_grad=bias.requires_grad)

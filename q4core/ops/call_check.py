@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from q4core.ops.plan import Plan
 
-__all__ = ["check_buffers", "check_linear_call", "check_operand"]
+__all__ = ["check_buffers", "check_linear_call", "check_operand", "refuse_bias"]
 
 _OP = "q4core::linear"
 _STRIDED = torch.strided
@@ -64,19 +64,25 @@ def check_linear_call(  # noqa: PLR0913  # the arguments of one call
         or bias.shape != (plan.out_features,)
         or bias.device != device
     ):
-        raise InputError(
-            label or _OP,
-            name="bias",
-            rule=f"None or {plan.out_dtype} [{plan.out_features}] on {device}",
-            value=f"{bias.dtype} {list(bias.shape)} on {bias.device}",
-            hint=f"Give a vector of {plan.out_features} numbers, one for each out-feature.",
-        )
+        refuse_bias(label or _OP, bias, plan.out_dtype, plan.out_features, device)
     if out is not None:
         _check_out(plan, x, out, out_dtype or plan.out_dtype, label or _OP)
         if not is_fake and _overlap(x, out):
             hint = "Give out= memory of its own, or leave it away."
             rule = "apart from x in memory"
             raise InputError(label or _OP, name="out", rule=rule, value="overlapping memory", hint=hint)
+
+
+def refuse_bias(label: str, bias: object, dtype: torch.dtype, out_features: int, device: torch.device) -> NoReturn:
+    """Say what is wrong with a bias; called only for one that does not fit."""
+    got = f"{bias.dtype} {list(bias.shape)} on {bias.device}" if isinstance(bias, torch.Tensor) else type(bias).__name__
+    raise InputError(
+        label,
+        name="bias",
+        rule=f"None or {dtype} [{out_features}] on {device}",
+        value=got,
+        hint=f"Give a vector of {out_features} numbers, one for each out-feature.",
+    )
 
 
 def _refuse_x(plan: Plan, device: torch.device, x: torch.Tensor, label: str) -> NoReturn:

@@ -7,6 +7,7 @@ compiled graph that carries the name means the same in another process, and laye
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Segment
     from q4core.selection.result import Selection
 
-__all__ = ["UNTRACEABLE_PLAN", "Plan", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
+__all__ = ["Plan", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
 def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,14 +84,8 @@ class Plan:
 
     def gradient_path(self, rows: int) -> str | None:
         """Return which of the backend's input gradients serves ``rows`` rows; None where the core computes it."""
-        for segment in self.gradients:
-            if segment.low <= rows and (segment.high is None or rows <= segment.high):
-                return segment.path.name
-        return None
-
-    def typed(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the buffers (without the tag) in their own dtypes."""
-        return [_from_bytes(tensor, dtype) for tensor, dtype in zip(buffers, self.dtypes, strict=False)]
+        serving = (item.path.name for item in self.gradients if item.low <= rows <= (item.high or rows))
+        return next(serving, None)
 
     def prepared(self, buffers: Sequence[torch.Tensor]) -> Prepared:
         """Return the backend's own view of the buffers."""
@@ -146,8 +141,6 @@ def raise_broken_call(error: BaseException, backend: Backend, path: str, method:
     ) from error
 
 
-UNTRACEABLE_PLAN = "require_unified"
-"""Named by a layer that can't be traced, because an error of our own can be raised below a trace and not in it."""
 _plans: dict[str, Plan] = {}
 """Every plan made so far, one per kind of layer; kept, because a compiled graph or a pending backward may name it."""
 _lock = threading.Lock()
@@ -162,59 +155,31 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
         prepared: What it prepared.
         source: The source weight, for a backend without ``export``; else None.
     """
-    spec = WeightSpec.of(source) if source is not None else None
-    tensors = [*prepared.tensors, *([tensor for _, tensor in source.tensors()] if source is not None else [])]
-    dtypes = (*(tensor.dtype for tensor in tensors), torch.uint8)
-    as_kept = [as_bytes(tensor.detach()) for tensor in tensors]
-    layouts = (*((tuple(tensor.shape), tensor.stride()) for tensor in as_kept), ((1,), (1,)))
-    request = selection.backend_request
-    kind = type(backend)
-    facts = repr(
-        (
-            f"{kind.__module__}.{kind.__qualname__}",
-            backend.api_version,
-            prepared.meta,
-            dtypes,
-            layouts,
-            len(prepared.tensors),
-            spec,
-            selection.segments,
-            selection.gradients,
-            request.format.name,
-            request.out_features,
-            request.in_features,
-            request.dtype,
-            request.out_dtype,
-        )
-    )
-    stem = f"{backend.name}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    tensors = [*prepared.tensors, *([] if source is None else (tensor for _, tensor in source.tensors()))]
+    kept = [as_bytes(tensor.detach()) for tensor in tensors]
+    request, kind = selection.backend_request, type(backend)
+    facts: dict[str, Any] = {
+        "meta": prepared.meta,
+        "dtypes": (*(tensor.dtype for tensor in tensors), torch.uint8),
+        "layouts": (*((tuple(tensor.shape), tensor.stride()) for tensor in kept), ((1,), (1,))),
+        "prepared_count": len(prepared.tensors),
+        "source": None if source is None else WeightSpec.of(source),
+        "segments": selection.segments,
+        "gradients": selection.gradients,
+        "out_features": request.out_features,
+        "in_features": request.in_features,
+        "dtype": request.dtype,
+        "out_dtype": request.out_dtype,
+    }
+    told = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
+    stem = f"{backend.name}/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     with _lock:
-        number = 1
-        while True:
+        for number in itertools.count(1):  # above 1 over other instances of the backend (other registries')
             key = stem if number == 1 else f"{stem}#{number}"
-            known = _plans.get(key)
-            if known is None:
+            plan = _plans.setdefault(key, Plan(key=key, backend=backend, **facts))
+            if plan.backend is backend and plan.meta == prepared.meta:
                 break
-            if known.backend is backend and known.meta == prepared.meta:
-                return known
-            number += 1  # an equal plan over another instance of the backend (another registry)
-        plan = Plan(
-            key=key,
-            backend=backend,
-            meta=prepared.meta,
-            dtypes=dtypes,
-            layouts=layouts,
-            prepared_count=len(prepared.tensors),
-            source=spec,
-            segments=selection.segments,
-            gradients=selection.gradients,
-            out_features=request.out_features,
-            in_features=request.in_features,
-            dtype=request.dtype,
-            out_dtype=request.out_dtype,
-        )
-        _plans[key] = plan
-        return plan
+    return plan
 
 
 def plan_by_key(key: str) -> Plan:
@@ -223,11 +188,6 @@ def plan_by_key(key: str) -> Plan:
     Raises:
         LifecycleError: No layer of this process was prepared under that plan.
     """
-    if key == UNTRACEABLE_PLAN:
-        raise LifecycleError(
-            "a compiled graph can't place activations, as REQUIRE_UNIFIED asks",
-            hint="Ask for PREFER_UNIFIED, and give the graph activations in managed memory.",
-        )
     try:
         return _plans[key]
     except KeyError:

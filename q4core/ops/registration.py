@@ -16,7 +16,7 @@ import torch
 
 from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
-from q4core.machine import on_device, without_casts
+from q4core.machine import on_device, outside_inference, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
 from q4core.ops.plan import raise_broken_call
 
@@ -31,51 +31,52 @@ __all__ = ["LIBRARY", "LiveLayer", "forget_layer", "input_gradient", "register_l
 _GRADIENT_ROWS_BYTES = 16 << 20
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, kw_only=True)
 class LiveLayer:
-    """What the op finds by the address of a layer's tag: its counters, and its own view of its buffers.
+    """What the op finds by the address of a layer's tag: its view of its buffers, and what is counted.
 
     Args:
         plan: The layer's plan.
-        prepared: The backend's view of the layer's buffers.
-        buffers: Its buffers with the tag; others are somebody else's (a functional call's).
-        counts: Calls by segment of M.
+        tensors: Its buffers without the tag, uint8; ``buffers`` are these and the tag, others are somebody else's (a
+            functional call's).
     """
 
     plan: Plan
-    prepared: Prepared
-    buffers: tuple[torch.Tensor, ...]
-    counts: list[int]
+    tensors: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...] = attrs.field(init=False)
+    address: int = attrs.field(init=False)
     device: torch.device = attrs.field(init=False)
+    prepared: Prepared = attrs.field(init=False)
+    """The backend's own view of the buffers."""
+    counts: list[int] = attrs.field(init=False)
+    """Calls by segment of M."""
+    input_memory: dict[str, int] = attrs.field(init=False, factory=dict)
+    """Calls by what became of x under the unified-memory policy."""
 
     def __attrs_post_init__(self) -> None:
-        """Ask the buffers once where they are."""
-        self.device = self.buffers[-1].device
+        """Make the tag, and ask the buffers once for what a call needs to know."""
+        self.device = self.tensors[0].device
+        with outside_inference():
+            tag = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if all(tensor.is_shared() for tensor in self.tensors):
+            tag.share_memory_()  # so that all of a shared layer is shared
+        self.buffers, self.address = (*self.tensors, tag), tag.data_ptr()
+        self.prepared = self.plan.prepared(self.tensors)
+        self.counts = [0] * len(self.plan.segments)
 
 
 _LIVE: dict[int, LiveLayer] = {}
 
 
-def register_layer(tag: torch.Tensor, layer: LiveLayer) -> None:
+def register_layer(layer: LiveLayer) -> None:
     """Let the op find a layer by its tag."""
-    _LIVE[tag.data_ptr()] = layer
+    _LIVE[layer.address] = layer
 
 
-def forget_layer(address: int, layer: LiveLayer) -> None:
+def forget_layer(layer: LiveLayer) -> None:
     """Undo ``register_layer``, unless the address has a new owner."""
-    if _LIVE.get(address) is layer:
-        del _LIVE[address]
-
-
-def _range_error(plan: Plan, rows: int) -> InputError:
-    first, last = plan.segments[0].low, plan.segments[-1].high
-    return InputError(
-        "q4.linear",
-        name="rows of x",
-        rule=f"between {first} and {'∞' if last is None else last}, the range that was asked for",
-        value=rows,
-        hint="Ask for a wider range of M when the layer is made.",
-    )
+    if _LIVE.get(layer.address) is layer:
+        del _LIVE[layer.address]
 
 
 def run_plan(
@@ -94,7 +95,14 @@ def run_plan(
         return None
     index = plan.segment_index(rows)
     if index is None:
-        raise _range_error(plan, rows)
+        first, last = plan.segments[0].low, plan.segments[-1].high
+        raise InputError(
+            "q4.linear",
+            name="rows of x",
+            rule=f"between {first} and {'∞' if last is None else last}, the range that was asked for",
+            value=rows,
+            hint="Ask for a wider range of M when the layer is made.",
+        )
     path = plan.segments[index].path.name
     flat = x if x.dim() == 2 else x.reshape(rows, plan.in_features)  # noqa: PLR2004  # [M, K] as it is
     if flat.is_neg():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 import torch
 
 import q4core as q4
-from q4core.ops.plan import UNTRACEABLE_PLAN
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -52,9 +52,13 @@ def _unknown_plan() -> None:
 
 
 def _placed_in_a_graph() -> None:
-    torch.ops.q4core.linear(torch.zeros(1, K), [torch.zeros(1, dtype=torch.uint8)], None, UNTRACEABLE_PLAN)
+    layer = _session().linear(_weight())
+    config = q4.SessionConfig(unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
+    layer._content = attrs.evolve(layer._content, config=config)
+    torch.jit.trace(layer, torch.zeros(1, K))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("provoke", "begins"),
     [

@@ -153,8 +153,8 @@ def test_a_layer_on_the_meta_device_forgets_what_it_was() -> None:
     layer = q4.Session(config, registry=registry()).linear(_weight())
     layer(X)
     layer.to("meta")
-    assert (layer._ready, layer._fast, layer._live, layer._plan_key) == (None, None, None, "")
-    assert (layer._counts, layer._input_memory, layer._managed) == ([], {}, False)
+    assert (layer._fast, layer._live, layer._plan_key, layer._is_managed) == (None, None, "", False)
+    assert layer._content.prepared is None
 
 
 def test_a_closed_layer_is_not_pickled() -> None:

@@ -310,9 +310,11 @@ def test_a_layer_under_prefer_unified_compiles() -> None:
     """A graph leaves activations where they are, as PREFER_UNIFIED says; REQUIRE_UNIFIED is refused by name."""
     layer = _layer(unified_memory=q4.UnifiedMemoryPolicy.PREFER_UNIFIED)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(X), layer(X))
-    layer._config = attrs.evolve(layer._config, unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
-    with pytest.raises(Exception, match="REQUIRE_UNIFIED"):
-        torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(5, K))
+    config = attrs.evolve(layer._content.config, unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
+    layer._content = attrs.evolve(layer._content, config=config)
+    for fullgraph in (True, False):
+        with pytest.raises(Exception, match="can't place activations, as REQUIRE_UNIFIED asks"):
+            torch.compile(layer, fullgraph=fullgraph, backend="eager")(torch.ones(5, K))
 
 
 def test_events_carry_the_layers_name() -> None:

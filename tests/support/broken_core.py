@@ -22,7 +22,7 @@ from q4_conformance.checks import endurance
 from q4_conformance_faults.mutables import MUTABLE_FAULTS, Unguarded
 from q4_nn.training import straight_through
 from q4core import memory
-from q4core.layers import diagnosis, preparation
+from q4core.layers import preparation
 from q4core.memory import decision
 from q4core.ops import registration
 from q4core.plugins import registry
@@ -112,12 +112,8 @@ def _first_of_namesakes(backends: Any) -> Any:
     return first
 
 
-def _counted_backwards(diagnose: Any) -> Any:
-    def told(*args: Any, calls: Any, **facts: Any) -> diagnosis.Diagnostics:
-        record: diagnosis.Diagnostics = diagnose(*args, calls=calls[::-1], **facts)
-        return record
-
-    return told
+def _counted_backwards(kind: Any) -> Any:
+    return lambda *, calls, **facts: kind(calls=calls[::-1], **facts)
 
 
 def _event_without(field: str, event: str = "q4.select") -> Callable[[Any], Any]:
@@ -147,13 +143,12 @@ def _one_row_more(check_buffers: Any) -> Any:
     return checked
 
 
-def _breaks_graph(traced_plan: Any) -> Any:
-    def named(self: q4.Q4Linear) -> str:
+def _breaks_graph(call: Any) -> Any:
+    def called(*args: Any, **facts: Any) -> Any:
         torch._dynamo.graph_break()
-        plan: str = traced_plan(self)
-        return plan
+        return call(*args, **facts)
 
-    return named
+    return called
 
 
 def _by_chance(quantize: Any) -> Any:
@@ -344,7 +339,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "counts-the-wrong-path",
-            _replaced(_LINEAR, "diagnose", _counted_backwards),
+            _replaced(_LINEAR, "Diagnostics", _counted_backwards),
             f"EX-14/record/{_NF4}",
             "^calls are recorded as ",
         ),
@@ -368,7 +363,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "breaks-the-graph",
-            _replaced(q4.Q4Linear, "_traced_plan", _breaks_graph),
+            _replaced(q4.Q4Linear, "_call", _breaks_graph),
             f"EX-07/compile/{_NF4}",
             r"^torch\.compile\(fullgraph=True\): ",
         ),
