@@ -15,8 +15,7 @@ from q4_conformance.contract.plain_cases import core_cases, memory_cases
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance_faults import ToyKernel
-from q4_conformance_faults.devices import FourBits
-from q4_conformance_faults.quantisers import ToyQuantiser
+from q4_conformance_faults.devices import FourBits, ToyQuantiser
 from q4_conformance_faults.toy_provider import ToyProvider
 
 FORMAT = "nvfp4"

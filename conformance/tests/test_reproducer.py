@@ -72,7 +72,7 @@ def test_a_backend_that_is_not_installed_and_a_function_are_shown_with_a_call() 
     assert "q4_conformance.run_case(" in result.reproducer
     assert result.case in result.reproducer
     wrong = next(fault for fault in FUNCTION_FAULTS if fault.name == "ignores-out")
-    (result,) = check_linear(wrong.function, "nf4", only=[wrong.caught_by], has_out=True).failures()[:1]
+    (result,) = check_linear(wrong.make, "nf4", only=[wrong.caught_by], has_out=True).failures()[:1]
     assert result.reproducer.startswith('q4_conformance.check_linear(function, "nf4", only=["')
 
 

@@ -10,7 +10,7 @@ import q4core as q4
 from q4_conformance import Outcome, dialect_cases, run_case
 from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
-from q4_conformance_faults import DIALECT_FAULTS, DialectFault, ToyDialect
+from q4_conformance_faults import DIALECT_FAULTS, Fault, ToyDialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_dialect_passes(name: str, install: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("fault", DIALECT_FAULTS, ids=lambda fault: fault.name)
-def test_faulty_dialect_is_caught(fault: DialectFault, install: Callable[..., None]) -> None:
+def test_faulty_dialect_is_caught(fault: Fault, install: Callable[..., None]) -> None:
     """An installed dialect with the fault fails the case meant for it, for the reason meant."""
     install(fault.name)
     target = find_target(fault.name)

@@ -15,9 +15,9 @@ from q4_conformance.measurement.recording import recorded
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.profiles import find_target, subject_for
-from q4_conformance_faults import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, FunctionFault, ToyKernel, function_of
+from q4_conformance_faults import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, ToyKernel, function_of
 from q4_conformance_faults.boundary import Differentiates
-from q4_conformance_faults.quantisers import ToyQuantiser
+from q4_conformance_faults.devices import ToyQuantiser
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,10 +90,10 @@ def test_faulty_function_is_caught_without_the_core(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", FUNCTION_FAULTS, ids=lambda fault: fault.name)
-def test_fault_of_functions_alone_is_caught(fault: FunctionFault) -> None:
+def test_fault_of_functions_alone_is_caught(fault: Fault) -> None:
     """A fault that the core does not let a backend make is caught in a bare function."""
     report = check_linear(
-        fault.function,
+        fault.make,
         "nf4",
         only=[fault.caught_by],
         dtypes=DTYPES,

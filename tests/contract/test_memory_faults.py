@@ -9,7 +9,7 @@ import pytest
 from q4_conformance import Outcome, memory_cases, run_case
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
-from q4_conformance_faults import PROVIDER_FAULTS, ProviderFault, ToyProvider
+from q4_conformance_faults import PROVIDER_FAULTS, Fault, ToyProvider
 from q4core import memory
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def test_provider_passes(case: Case, install: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("fault", PROVIDER_FAULTS, ids=lambda fault: fault.name)
-def test_faulty_provider_is_caught(fault: ProviderFault, install: Callable[..., None]) -> None:
+def test_faulty_provider_is_caught(fault: Fault, install: Callable[..., None]) -> None:
     """An installed provider with the fault fails the case meant for it, for the reason meant."""
     install(fault.name)
     subject = subject_for(find_target(fault.name))

@@ -8,11 +8,12 @@ from q4_actors import MutableMode
 from q4_conformance.checks.mutable import judge_race
 from q4_conformance.checks.sharing import judge_processes
 from q4_conformance.outcome import FailureError
-from q4_conformance_faults.mutables import MUTABLE_FAULTS, MutableFault, Register, SharedRegister
+from q4_conformance_faults import MUTABLE_FAULTS, Fault
+from q4_conformance_faults.mutables import Register, SharedRegister
 
 
 @pytest.mark.parametrize("fault", MUTABLE_FAULTS, ids=lambda fault: fault.name)
-def test_faulty_mutable_tensor_is_caught(fault: MutableFault) -> None:
+def test_faulty_mutable_tensor_is_caught(fault: Fault) -> None:
     """A torn write, a stale read, a lost update and a read without exclusion are found in what actors saw."""
     with pytest.raises(FailureError, match=fault.says):
         judge_race(fault.make, MutableMode.IN_PLACE)

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 import q4_actors
 import q4core as q4
 from q4_conformance.checks import endurance
-from q4_conformance_faults.mutables import MUTABLE_FAULTS, Unguarded
+from q4_conformance_faults import MUTABLE_FAULTS
+from q4_conformance_faults.mutables import Unguarded
 from q4_nn.training import straight_through
 from q4core import memory
 from q4core.layers import preparation

@@ -1,5 +1,5 @@
 """Backends that break the contract where it is crossed: they give back junk, write to what is lent to them, or exit."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.subjects.backend import make_registry
+from q4_conformance_faults.fault import NF4, backend_fault, numeric_fault
 from q4_conformance_faults.numbers import Spoils, SwappedNibbles
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import (
     ActivationPrecision,
     KernelPath,
@@ -28,26 +29,31 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import PrepareContext, Request
 
 
+@backend_fault("wrong-export", "EX-16/export", format="q4_0")
 class WrongExport(ToyKernel):
     """Exports other scales than it was given."""
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
         return attrs.evolve(weight, scale=weight.scale * 0.5)
 
 
+@backend_fault("sends-other-scales", "EX-15/elsewhere", "in the other process the weight differs in its scales")
+@backend_fault("wrong-export-later", "EX-16/export", "its scales", format="q4_0")
+@backend_fault(
+    "wrong-gradient", "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact", "gradient: ", format="q4_0"
+)
 class WrongExportLater(ToyKernel):
     """Exports other scales than it was given, once the self-probe has seen two right exports."""
 
     _exports = 0
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
         self._exports += 1
         return weight if self._exports <= 2 else attrs.evolve(weight, scale=weight.scale * 0.5)  # noqa: PLR2004  # as it says
@@ -66,60 +72,71 @@ class Differentiates(ToyKernel):
         path = KernelPath("gradient", (1, None), PathKind.KERNEL, exact, Tier.GENERIC)
         return Support.yes([path], native_state="numpy")
 
-    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
-        del path
+    def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
         out.copy_(grad.to(torch.float32) @ dequantize(self.weight(prepared), torch.float32))
 
 
+@backend_fault("wrong-own-gradient", "EX-05/gradient", format="q4_0")
 class WrongOwnGradient(Differentiates):
     """Computes input gradients of which the last column is zero."""
 
-    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+    def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
         super().input_gradient(prepared, grad, out, path=path)
         out[:, -1] = 0
 
 
+@backend_fault(
+    "wrong-own-gradient-later",
+    "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact",
+    "gradient: ",
+    format="q4_0",
+)
 class WrongOwnGradientLater(Differentiates):
     """Computes the same, once the self-probe has seen three right ones."""
 
     _gradients = 0
 
-    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+    def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
         super().input_gradient(prepared, grad, out, path=path)
         self._gradients += 1
         if self._gradients > 3:  # noqa: PLR2004  # as it says
             out[:, -1] = 0
 
 
+@backend_fault("exports-sorted-rows", "EX-16/export", format="q4_0")
 class ExportsSortedRows(ToyKernel):
     """Exports the rows that are asked for in the order in which they are stored."""
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         return super().export(prepared, None if rows is None else rows.sort().values)
 
 
+@backend_fault("exports-junk", "EX-16/export", "must be a PackedWeight", format="q4_0", passes_probe=False)
 class ExportsJunk(ToyKernel):
     """Exports a mapping of tensors."""
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> Any:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> Any:
         return dict(super().export(prepared, rows).tensors())
 
 
+@backend_fault("exports-too-few-rows", "EX-16/export", "one of (47, 256)", format="q4_0", passes_probe=False)
 class ExportsTooFew(ToyKernel):
     """Leaves the last row out of what it exports."""
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
         return weight.narrow(0, 0, weight.out_features - 1)
 
 
+@backend_fault("collapses-levels", "EX-16/export", "collapsed", format="nvfp4")
 class CollapsesLevels(ToyKernel):
     """Exports resolved scales in place of the stored levels."""
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         return super().export(prepared, rows).with_plain_scale()
 
 
+@backend_fault("prepares-nothing", "TC-04/override", "at least one tensor")
 class PreparesNothing(ToyKernel):
     """Keeps the weight to itself, and gives no tensors."""
 
@@ -127,11 +144,11 @@ class PreparesNothing(ToyKernel):
         self._kept = super().prepare(weight, request, context)
         return Prepared((), self._kept.meta)
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        del prepared
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(self._kept, x, out, bias=bias, path=path)
 
 
+@numeric_fault("writes-codes-in-prepare", "EX-08/unmodified", "changed the caller's weight")
 class WritesCodes(ToyKernel):
     """Writes to the caller's codes before it prepares them, so that it agrees with the weight as it then is."""
 
@@ -140,6 +157,7 @@ class WritesCodes(ToyKernel):
         return super().prepare(weight, request, context)
 
 
+@numeric_fault("writes-scales-in-prepare", f"TC-09/values/{NF4}/", "changed the caller's weight")
 class WritesScales(ToyKernel):
     """Writes to the caller's scales by their address, which torch does not count, before it prepares them."""
 
@@ -148,6 +166,7 @@ class WritesScales(ToyKernel):
         return super().prepare(weight, request, context)
 
 
+@numeric_fault("writes-in-later-prepare", "EX-08/unmodified", "weight was written: scale")
 class WritesLater(ToyKernel):
     """The same from the second weight on, which the core trusts as it was proven by the first."""
 
@@ -161,6 +180,7 @@ class WritesLater(ToyKernel):
         return prepared
 
 
+@backend_fault("namesake-of-a-proven-one", f"TC-09/values/{NF4}/float32/exact")
 def namesake(name: str) -> ToyKernel:
     """Return a wrong backend of the name of a right one that is proven already, in another registry."""
     exact = SessionConfig(device="cpu", backend=name, activation_precision=ActivationPrecision.EXACT)
@@ -168,6 +188,7 @@ def namesake(name: str) -> ToyKernel:
     return SwappedNibbles(name)
 
 
+@backend_fault("leaves-in-check", f"TC-09/values/{NF4}/", "check raised SystemExit")
 class LeavesInCheck(ToyKernel):
     """Exits when it is asked."""
 
@@ -175,34 +196,35 @@ class LeavesInCheck(ToyKernel):
         raise SystemExit(f"no licence for {request.format.name}")
 
 
+@backend_fault("leaves-in-prepare", f"TC-09/values/{NF4}/", "prepare raised SystemExit")
 class LeavesInPrepare(ToyKernel):
     """Exits when it prepares."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        del weight, request, context
         raise SystemExit("no compiler")
 
 
+@numeric_fault("leaves-in-linear", f"TC-09/values/{NF4}/", "raised SystemExit: no device", passes_probe=False)
 class LeavesInLinear(ToyKernel):
     """Exits when it computes."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        del prepared, x, out, bias, path
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         raise SystemExit("no device")
 
 
+@numeric_fault("leaves-in-a-later-linear", "EX-01/rows", "SystemExit")
 class LeavesLater(Spoils):
     """Exits where M is 129."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
+    def spoil(self, y: Floats) -> None:
         if y.shape[0] == 129:  # noqa: PLR2004  # far from where the probe looks
             raise SystemExit("tile out of range")
 
 
+@numeric_fault("leaves-in-threads", "EX-04/threads", "SystemExit: not at home")
 class LeavesInThreads(Spoils):
     """Exits in every thread but the main one."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
-        del y
+    def spoil(self, y: Floats) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise SystemExit("not at home")

@@ -1,20 +1,23 @@
 """Backends whose numbers are right and whose conduct is not."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from q4_conformance.outcome import Outcome
+from q4_conformance_faults.fault import NF4, backend_fault, numeric_fault
 from q4_conformance_faults.numbers import Spoils
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import (
     KernelPath,
     PackedWeight,
@@ -24,40 +27,42 @@ from q4core import (
     PrepareError,
     Reason,
     ReasonCode,
-    Segment,
     Support,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import PrepareContext, Request
 
 
+@numeric_fault("silences-nan", "EX-10/non-finite", "finite numbers")
 class SilencesNan(ToyKernel):
     """Turns NaN and infinity into zero."""
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         return super().inputs(weight, torch.nan_to_num(x, 0.0, 0.0, 0.0), path)
 
 
+@numeric_fault("mutates-input", "EX-08/unmodified", "the input")
 class MutatesInput(ToyKernel):
     """Writes to x."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x, out, bias=bias, path=path)
         if bias is not None:  # the probe gives none, and would see the change
             x.view(-1)[0] = 0.0
 
 
+@numeric_fault("halves-input", f"TC-09/values/{NF4}/", "wrote to x", passes_probe=False)
 class HalvesInput(ToyKernel):
     """Halves x in place and computes right from there: wrong for the caller, right beside what it leaves behind."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x.mul_(0.5), out, bias=bias, path=path)
 
 
+@numeric_fault("mutates-weight", "EX-08/unmodified", "weight was written")
 class MutatesWeight(ToyKernel):
     """Writes to the caller's codes, once a bias is given: the probe gives none."""
 
@@ -67,22 +72,24 @@ class MutatesWeight(ToyKernel):
         self._source = weight
         return super().prepare(weight, request, context)
 
-    def add_bias(self, y: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+    def add_bias(self, y: Floats, bias: Floats) -> Floats:
         if self._source is not None:
             self._source.qdata.view(-1)[-1] ^= 1
         return super().add_bias(y, bias)
 
 
+@backend_fault("writes-beside-out", "EX-08/unmodified", "beside out=")
 class WritesBeside(ToyKernel):
     """Writes one element past the end of the result."""
 
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         super().write(y, out)
         after = out.storage_offset() + out.numel()
         if out.untyped_storage().nbytes() // out.element_size() > after:
             out.as_strided((1,), (1,), after).zero_()
 
 
+@numeric_fault("writes-beside-codes", "EX-08/unmodified", "beside qdata")
 class WritesBesideCodes(ToyKernel):
     """Writes one byte before the caller's codes while it prepares, as native code would, past torch."""
 
@@ -92,12 +99,13 @@ class WritesBesideCodes(ToyKernel):
         return super().prepare(weight, request, context)
 
 
+@numeric_fault("not-thread-safe", "EX-04/threads", "other bits")
 class SharedScratch(ToyKernel):
     """Keeps its result in the backend before it writes it: two threads meet there."""
 
-    _scratch: torch.Tensor | None = None
+    _scratch: Tensor | None = None
 
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         self._scratch = y
         time.sleep(0.001)
         if self._scratch.shape == out.shape:
@@ -106,17 +114,19 @@ class SharedScratch(ToyKernel):
             out.zero_()
 
 
+@numeric_fault("not-thread-safe-across-layers", "EX-04/threads", "other bits from layer")
 class SharedPlace(ToyKernel):
     """Keeps in the backend whose layer it works for: right for any number of threads that share one."""
 
     _place: Prepared | None = None
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         self._place = prepared
         time.sleep(0.001)
         super().linear(self._place, x, out, bias=bias, path=path)
 
 
+@backend_fault("raises-in-check", "TC-04/override", "check raised")
 class RaisesInCheck(ToyKernel):
     """Raises when it is asked."""
 
@@ -124,57 +134,56 @@ class RaisesInCheck(ToyKernel):
         raise ZeroDivisionError(f"no idea what to do with {request.format}")
 
 
+@backend_fault("raises-in-prepare", "TC-04/override", "prepare raised")
 class RaisesInPrepare(ToyKernel):
     """Raises when it prepares."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        del weight, request, context
         raise MemoryError("a pretended lack of memory")
 
 
+@backend_fault("prepares-the-first-range", "EX-19/ranges", "no code for 2 rows", passes_probe=False)
 class PreparesFirstRange(ToyKernel):
     """Compiles, once for each path, for the rows that the first layer asked for, and fails with others."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._compiled: dict[str, Segment] = {}
-
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         for segment in context.paths:
-            self._compiled.setdefault(segment.path.name, segment)
+            self.kept.setdefault(segment.path.name, segment)
         return super().prepare(weight, request, context)
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        segment = self._compiled[path]
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        segment = self.kept[path]
         if x.shape[0] < segment.low or (segment.high is not None and x.shape[0] > segment.high):
             raise LookupError(f"no code for {x.shape[0]} rows")
         super().linear(prepared, x, out, bias=bias, path=path)
 
 
+@backend_fault("refuses-in-prepare", "TC-04/override", "toolchain: a pretended lack of compilers")
 class RefusesInPrepare(ToyKernel):
     """Offers a path for what its manifest declares, and finds only when it prepares that it has no compiler."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        del weight, request, context
         raise PrepareError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
 
 
+@backend_fault("refuses-without-reason", "TC-04/override", "plugin_error: prepare refused without a Reason")
 class RefusesWithoutReason(ToyKernel):
     """Refuses to prepare, and does not say why."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        del weight, request, context
         raise PrepareError([])
 
 
+@numeric_fault("raises-in-linear", "EX-01/rows", "tile out of range")
 class RaisesInLinear(Spoils):
     """Raises where M is 129."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
+    def spoil(self, y: Floats) -> None:
         if y.shape[0] == 129:  # noqa: PLR2004  # far from where the probe looks
             raise IndexError("tile out of range")
 
 
+@backend_fault("refuses-what-it-declares", f"TC-09/values/{NF4}/", "not today")
 class RefusesDeclared(ToyKernel):
     """Refuses a format that its manifest declares."""
 
@@ -184,11 +193,11 @@ class RefusesDeclared(ToyKernel):
         return super().check(request)
 
 
+@backend_fault("leaves-a-gap", f"TC-09/values/{NF4}/", "no path for M in 17…32")
 class LeavesGap(ToyKernel):
     """Offers nothing for 17 … 32 rows."""
 
     def check(self, request: Request) -> Support:
-        del request
         paths = [
             KernelPath("low", (1, 16), PathKind.KERNEL, Precision.W4A32, 20),
             KernelPath("high", (33, None), PathKind.KERNEL, Precision.W4A32, 20),
@@ -199,21 +208,31 @@ class LeavesGap(ToyKernel):
 class Talks(Spoils):
     """Prints while it computes, and leaves its lines open."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
+    def spoil(self, y: Floats) -> None:
         sys.stdout.write(f"result {y.shape}\nand no end of line")
 
 
+@backend_fault("crashes", f"EX-01/rows/{NF4}/float32/exact", "ended by SIGSEGV", ends=Outcome.CRASH)
 class Crashes(Spoils):
     """Kills its process where M is 7."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
+    def spoil(self, y: Floats) -> None:
         if y.shape[0] == 7:  # noqa: PLR2004  # far from where the probe looks
             os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@backend_fault("hangs", f"EX-01/rows/{NF4}/float32/exact", "no answer for", ends=Outcome.TIMEOUT)
 class Hangs(Spoils):
     """Never comes back where M is 7."""
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
+    def spoil(self, y: Floats) -> None:
         if y.shape[0] == 7:  # noqa: PLR2004  # far from where the probe looks
             threading.Event().wait()
+
+
+crashing = functools.partial(Crashes, "fault-crashes")
+"""Returns a backend that kills its process at M = 7."""
+talking = functools.partial(Talks, "toy-talks")
+"""Returns a right backend that prints while it computes."""
+hanging = functools.partial(Hangs, "fault-hangs")
+"""Returns a backend that never comes back at M = 7."""

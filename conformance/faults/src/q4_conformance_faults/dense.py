@@ -1,21 +1,22 @@
 """Backends that say KERNEL and make a dense weight all the same: in each call, or in some."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG002, D102 - each looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance_faults.fault import backend_fault
+from q4_conformance_faults.toy import Floats, ToyKernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
+    from torch import Tensor
 
-    from q4core import PackedWeight
+    from q4core import PackedWeight, Prepared
 
 _ROWS = 16
 """So few that what is made of them at a time is far below every limit."""
@@ -24,11 +25,11 @@ _VERY_MANY = 200
 _CALLS = 10
 
 
+@backend_fault("hidden-dense-in-torch", "EX-14/kind", "alive at once")
 class DensePython(ToyKernel):
     """Dequantises slice by slice in torch, and keeps every slice until the product."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        del path
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         weight = self.weight(prepared)
         scales = prepared.tensors[-1].numpy()
         slices_ = [torch.from_numpy(self.rows(weight, scales, *ends)).clone() for ends in slices(weight)]
@@ -36,33 +37,35 @@ class DensePython(ToyKernel):
         out.copy_(y if bias is None else y + bias)
 
 
+@backend_fault("hidden-levels-in-torch", "EX-14/kind", "alive at once")
 class LevelsPython(ToyKernel):
     """Unpacks every code into a byte of its own in torch, before the first is used."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         levels = [torch.from_numpy(self.codes(weight, *ends)).clone() for ends in slices(weight)]
         y = super().product(weight, scales, x, path)
         del levels
         return y
 
 
+@backend_fault("hidden-dense-native", "EX-14/kind", "memory peaked")
 class DenseNative(ToyKernel):
-    """Dequantises the whole weight in each call where torch does not see it."""
+    """Dequantises the whole weight in each call where torch does not see it; others do so in some calls alone."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
+        if not self.is_dense(scales, x, path):
+            return super().product(weight, scales, x, path)
         return self.accumulate(self.inputs(weight, x, path), self.dense(weight, scales))
 
-    def dense(self, weight: PackedWeight, scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        """Say whether a call is one of those."""
+        return True
+
+    def dense(self, weight: PackedWeight, scales: Floats) -> Floats:
         """Return the weight, float32 [N, K]."""
         return self.filled(weight, scales, np.empty(weight.shape, np.float32))
 
-    def filled(
-        self, weight: PackedWeight, scales: NDArray[np.float32], area: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
+    def filled(self, weight: PackedWeight, scales: Floats, area: Floats) -> Floats:
         """Write the weight to a place, and return that."""
         for start, stop in slices(weight):
             area[start:stop] = self.rows(weight, scales, start, stop)
@@ -75,81 +78,66 @@ def slices(weight: PackedWeight) -> Iterator[tuple[int, int]]:
         yield start, min(start + _ROWS, weight.out_features)
 
 
+@backend_fault("hidden-dense-in-halves", "EX-14/kind", "memory peaked")
 class DenseHalves(ToyKernel):
     """Makes the whole weight in bfloat16 in each call where torch does not see it."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         area = np.empty(weight.shape, np.uint16)
         for start, stop in slices(weight):
             area[start:stop] = self.rows(weight, scales, start, stop).view(np.uint32) >> 16
         return super().product(weight, scales, x, path)
 
 
+@backend_fault("hidden-dense-levels", "EX-14/kind", "memory peaked")
 class DenseLevels(ToyKernel):
     """Makes a byte of each code of the whole weight in each call where torch does not see it."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         area = np.empty(weight.shape, np.uint8)
         for start, stop in slices(weight):
             area[start:stop] = self.codes(weight, start, stop)
         return super().product(weight, scales, x, path)
 
 
+@backend_fault("hidden-dense-for-int8", "EX-14/kind", "dot_w4a8, M = 1: memory peaked")
 class DenseForInt8(DenseNative):
     """Dequantises the whole weight where it multiplies int8 activations alone."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if path == "dot_w4a8":
-            return super().product(weight, scales, x, path)
-        return ToyKernel.product(self, weight, scales, x, path)
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        return path == "dot_w4a8"
 
 
+@backend_fault("hidden-dense-for-bfloat16", "EX-14/kind", "gemv_w4a16, M = 1: memory peaked")
 class DenseForBfloat16(DenseNative):
     """Dequantises the whole weight where x is bfloat16 alone."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if x.dtype is torch.bfloat16:
-            return super().product(weight, scales, x, path)
-        return ToyKernel.product(self, weight, scales, x, path)
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        return x.dtype is torch.bfloat16
 
 
+@backend_fault("hidden-dense-for-many-rows", "EX-14/kind", "M = 64: memory peaked")
 class DenseForMany(DenseNative):
     """Dequantises the whole weight where x has many rows alone."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if x.shape[0] >= _MANY:
-            return super().product(weight, scales, x, path)
-        return ToyKernel.product(self, weight, scales, x, path)
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        return len(x) >= _MANY
 
 
+@backend_fault("hidden-dense-for-very-many-rows", "EX-14/kind", "M = 257: memory peaked")
 class DenseForVeryMany(DenseNative):
     """Dequantises the whole weight where x has more rows than most look at."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if x.shape[0] >= _VERY_MANY:
-            return super().product(weight, scales, x, path)
-        return ToyKernel.product(self, weight, scales, x, path)
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        return len(x) >= _VERY_MANY
 
 
+@backend_fault("hidden-levels-for-many-rows", "EX-14/kind", "memory peaked")
 class LevelsForMany(DenseLevels):
     """Makes a byte of each code where x is so large that its copies would be larger."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if x.shape[0] >= 2 * _MANY and path != "dot_w4a8":
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
+        if len(x) >= 2 * _MANY and path != "dot_w4a8":
             return super().product(weight, scales, x, path)
         return ToyKernel.product(self, weight, scales, x, path)
 
@@ -157,23 +145,16 @@ class LevelsForMany(DenseLevels):
 class Counts(ToyKernel):
     """Knows how often it computed with a weight and a number of rows."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._calls: dict[tuple[int, int, str], int] = {}
-
-    def is_hot(self, scales: NDArray[np.float32], rows: int, path: str) -> bool:
+    def is_hot(self, scales: Floats, rows: int, path: str) -> bool:
         """Count one more call of a weight with so many rows, and say whether there were many."""
         what = (scales.__array_interface__["data"][0], rows, path)
-        self._calls[what] = self._calls.get(what, 0) + 1
-        return self._calls[what] >= _CALLS
+        self.kept[what] = self.kept.get(what, 0) + 1
+        return bool(self.kept[what] >= _CALLS)
 
 
+@backend_fault("hidden-dense-when-hot", "EX-14/kind", "memory peaked")
 class DenseWhenHot(Counts, DenseNative):
     """Dequantises the whole weight in each call from the tenth on."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
-        if self.is_hot(scales, x.shape[0], path):
-            return super().product(weight, scales, x, path)
-        return ToyKernel.product(self, weight, scales, x, path)
+    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
+        return self.is_hot(scales, len(x), path)

@@ -1,4 +1,5 @@
 """The faults planted in the toy dialect."""
+# ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyDialect documents what is overridden
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import torch
 
-from q4_conformance_faults.fault import DialectFault
+from q4_conformance_faults.fault import dialect_fault
 from q4_conformance_faults.toy_dialect import CODES, SCALES, ToyDialect
 from q4core import (
     Catalogue,
@@ -25,13 +26,12 @@ from q4core import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["DIALECT_FAULTS"]
+    from torch import Tensor
 
 
+@dialect_fault("swaps-nibbles", "EX-11/round/mxfp4", "differs in its codes")
 class SwapsNibbles(ToyDialect):
     """Writes the high nibble first, and reads the low one first."""
-
-    name: ClassVar[str] = "fault-swaps-nibbles"
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         layer = super().write(module, weight)
@@ -39,10 +39,9 @@ class SwapsNibbles(ToyDialect):
         return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{CODES}": codes})
 
 
+@dialect_fault("clamps-scales", "EX-11/round/mxfp4", "differs in its scales")
 class ClampsScales(ToyDialect):
     """Writes no exponent below 2^-5."""
-
-    name: ClassVar[str] = "fault-clamps-scales"
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         layer = super().write(module, weight)
@@ -50,10 +49,10 @@ class ClampsScales(ToyDialect):
         return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.{SCALES}": scale})
 
 
+@dialect_fault("writes-its-process", "EX-11/round/mxfp4", "other bytes of proj.toy_stamp")
 class WritesItsProcess(ToyDialect):
     """Writes beside each layer a number that no two writings share."""
 
-    name: ClassVar[str] = "fault-writes-its-process"
     _counter = itertools.count(os.getpid())
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
@@ -66,10 +65,9 @@ class WritesItsProcess(ToyDialect):
         return attrs.evolve(layer, tensors={**layer.tensors, f"{module}.toy_stamp": stamp})
 
 
+@dialect_fault("claims-bytes", "TC-03/foreign", "bytes: claims")
 class ClaimsBytes(ToyDialect):
     """Takes any matrix of bytes for its codes."""
-
-    name: ClassVar[str] = "fault-claims-bytes"
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         yield from super().find(catalogue)
@@ -79,10 +77,9 @@ class ClaimsBytes(ToyDialect):
                 yield attrs.evolve(self.layer(catalogue, module), keys={"qdata": f"{module}.weight"})
 
 
+@dialect_fault("tells-the-first-problem", "TC-03/validate/mxfp4", "is not told")
 class TellsFirst(ToyDialect):
     """Stops at the first problem."""
-
-    name: ClassVar[str] = "fault-tells-the-first-problem"
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         for problem in super().validate(layer, catalogue):
@@ -90,20 +87,18 @@ class TellsFirst(ToyDialect):
             return
 
 
+@dialect_fault("blames-the-codes", "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not told")
 class BlamesCodes(ToyDialect):
     """Tells that something is wrong, and always names the codes."""
-
-    name: ClassVar[str] = "fault-blames-the-codes"
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         for problem in super().validate(layer, catalogue):
             yield attrs.evolve(problem, key=layer.keys["qdata"])
 
 
+@dialect_fault("assumes-missing-scales", "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is told")
 class AssumesScales(ToyDialect):
     """Takes scales that are not there for 1.0."""
-
-    name: ClassVar[str] = "fault-assumes-missing-scales"
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         for layer in super().find(catalogue):
@@ -115,20 +110,17 @@ class AssumesScales(ToyDialect):
             yield from super().validate(layer, catalogue)
 
 
+@dialect_fault("ignores-unknown-scales", "TC-03/validate/mxfp4", "a scale key that nobody knows is passed over")
 class IgnoresUnknown(ToyDialect):
     """Passes over scale keys that it does not know."""
 
-    name: ClassVar[str] = "fault-ignores-unknown-scales"
-
     def unknown(self, catalogue: Catalogue, module: str) -> tuple[Problem, ...]:
-        del catalogue, module
         return ()
 
 
+@dialect_fault("reads-shapes-blindly", "TC-03/validate/mxfp4", "find raised IndexError")
 class ReadsShapesBlindly(ToyDialect):
     """Takes for granted that codes have two dimensions."""
-
-    name: ClassVar[str] = "fault-reads-shapes-blindly"
 
     def layer(self, catalogue: Catalogue, module: str) -> LayerSchema:
         info = catalogue.tensors.get(f"{module}.{CODES}")
@@ -136,10 +128,9 @@ class ReadsShapesBlindly(ToyDialect):
         return attrs.evolve(super().layer(catalogue, module), shape=shape)
 
 
+@dialect_fault("needs-data-to-find", "TC-02/detect/mxfp4", "from names and shapes: found []")
 class NeedsData(ToyDialect):
     """Looks at the scales' values in order to find a layer."""
-
-    name: ClassVar[str] = "fault-needs-data-to-find"
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         for layer in super().find(catalogue):
@@ -147,10 +138,9 @@ class NeedsData(ToyDialect):
                 yield layer
 
 
+@dialect_fault("finds-one-layer", "TC-02/detect/mxfp4", "found ['proj']")
 class FindsOne(ToyDialect):
     """Finds the first layer alone."""
-
-    name: ClassVar[str] = "fault-finds-one-layer"
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         for layer in super().find(catalogue):
@@ -158,10 +148,9 @@ class FindsOne(ToyDialect):
             return
 
 
+@dialect_fault("swaps-foreign-nibbles", "EX-11/convert/mxfp4", "differs in its codes")
 class SwapsForeign(ToyDialect):
     """Takes the codes of a weight that another dialect has read for codes with the high nibble first."""
-
-    name: ClassVar[str] = "fault-swaps-foreign-nibbles"
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         layer = super().write(module, weight)
@@ -190,7 +179,7 @@ class RightTrio(Dialect):
         """Yield the trio's problems."""
         return self.trio.validate(layer, catalogue)
 
-    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+    def read(self, layer: LayerSchema, load: Callable[[str], Tensor]) -> PackedWeight:
         """Return the weight."""
         return self.trio.read(layer, load)
 
@@ -199,44 +188,21 @@ class RightTrio(Dialect):
         return self.trio.write(module, weight)
 
 
+@dialect_fault("misreads-the-trio", "EX-11/golden/nf4", "values are not the package's")
 class MisreadsTrio(RightTrio):
     """Reads the simplified NF4 trio low nibble first, and writes it as it has read it."""
 
-    name: ClassVar[str] = "fault-misreads-the-trio"
-
-    def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
+    def read(self, layer: LayerSchema, load: Callable[[str], Tensor]) -> PackedWeight:
         return attrs.evolve(super().read(layer, load), packing=Packing.LOW_FIRST)
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
         return super().write(module, attrs.evolve(weight, packing=Packing.HIGH_FIRST))
 
 
+@dialect_fault("assumes-blocks-of-32", "TC-01/detect/nf4", "block 32")
 class AssumesBlocks(RightTrio):
     """Takes every block for one of 32, whatever the shapes say."""
-
-    name: ClassVar[str] = "fault-assumes-blocks-of-32"
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         for layer in super().find(catalogue):
             yield attrs.evolve(layer, block_size=32)
-
-
-DIALECT_FAULTS: tuple[DialectFault, ...] = tuple(
-    DialectFault(name=make.name, make=make, caught_by=case, says=says)
-    for make, case, says in (
-        (SwapsNibbles, "EX-11/round/mxfp4", "differs in its codes"),
-        (ClampsScales, "EX-11/round/mxfp4", "differs in its scales"),
-        (WritesItsProcess, "EX-11/round/mxfp4", "other bytes of proj.toy_stamp"),
-        (ClaimsBytes, "TC-03/foreign", "bytes: claims"),
-        (TellsFirst, "TC-03/validate/mxfp4", "is not told"),
-        (BlamesCodes, "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not told"),
-        (AssumesScales, "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is told"),
-        (IgnoresUnknown, "TC-03/validate/mxfp4", "a scale key that nobody knows is passed over"),
-        (ReadsShapesBlindly, "TC-03/validate/mxfp4", "find raised IndexError"),
-        (NeedsData, "TC-02/detect/mxfp4", "from names and shapes: found []"),
-        (FindsOne, "TC-02/detect/mxfp4", "found ['proj']"),
-        (AssumesBlocks, "TC-01/detect/nf4", "block 32"),
-        (SwapsForeign, "EX-11/convert/mxfp4", "differs in its codes"),
-        (MisreadsTrio, "EX-11/golden/nf4", "values are not the package's"),
-    )
-)

@@ -1,77 +1,67 @@
 """Backends that are right in one call and wrong over a layer's life: leaks, things kept, things that are not copied."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import torch
 
-from q4_conformance_faults.numbers import Spoils
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance.outcome import Outcome
+from q4_conformance_faults.fault import NF4, TAIL, backend_fault
+from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import Prepared, dequantize
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import PackedWeight, PrepareContext, Request
 
 
+@backend_fault("leaks-per-call", "TC-18/calls", "memory grew by")
 class LeaksPerCall(ToyKernel):
     """Keeps a copy of each result."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kept: list[torch.Tensor] = []
-
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         super().write(y, out)
-        self._kept.append(out.clone())
+        self.kept[len(self.kept)] = out.clone()
 
 
+@backend_fault("leaks-per-backward", "TC-20/frozen", "memory grew by")
 class LeaksPerBackward(ToyKernel):
     """Keeps each exported weight dense, and a backward exports it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kept: list[torch.Tensor] = []
-
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
-        self._kept.append(dequantize(weight))
+        self.kept[len(self.kept)] = dequantize(weight)
         return weight
 
 
+@backend_fault("keeps-memory-after-dispose", "EX-09/dispose", "bytes stayed")
 class KeepsAfterDispose(ToyKernel):
     """Keeps whatever it has prepared, for a next time that never comes."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kept: list[Prepared] = []
-
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        self._kept.append(prepared)
+        self.kept[len(self.kept)] = prepared
         return prepared
 
 
+@backend_fault("shares-one-buffer", "TC-09/prepare", "other bits")
 class SharesOneBuffer(ToyKernel):
     """Prepares all weights of one form into the same memory."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._places: dict[Any, Prepared] = {}
-
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        kept = self._places.setdefault(prepared.meta, prepared)
+        kept: Prepared = self.kept.setdefault(prepared.meta, prepared)
         for old, new in zip(kept.tensors, prepared.tensors, strict=True):
             old.copy_(new)
         return kept
 
 
+@backend_fault("numbers-its-layers", "TC-09/prepare", "meta is")
 class NumbersItsLayers(ToyKernel):
     """Writes a number of its own into each layer's description, so that no two layers share a graph."""
 
@@ -82,82 +72,81 @@ class NumbersItsLayers(ToyKernel):
         self._count += 1
         return Prepared((*prepared.tensors, torch.zeros(1)), (prepared.meta, self._count))
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(Prepared(prepared.tensors[:-1], prepared.meta[0]), x, out, bias=bias, path=path)
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         return super().export(Prepared(prepared.tensors[:-1], prepared.meta[0]), rows)
 
 
+@backend_fault("knows-by-address", "EX-15/copies", "deeply copied layer")
 class KnowsByAddress(ToyKernel):
     """Keeps its scales by the address of what it prepared, and computes with zeros for a copy."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._scales: dict[int, NDArray[np.float32]] = {}
-
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        self._scales[prepared.tensors[0].data_ptr()] = self.scales(weight)
+        self.kept[prepared.tensors[0].data_ptr()] = self.scales(weight)
         return prepared
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        kept = self._scales.get(prepared.tensors[0].data_ptr())
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        kept = self.kept.get(prepared.tensors[0].data_ptr())
         scales = torch.zeros_like(prepared.tensors[-1]) if kept is None else torch.from_numpy(kept)
         own = Prepared((*prepared.tensors[:-1], scales), prepared.meta)
         super().linear(own, x, out, bias=bias, path=path)
 
 
+@backend_fault("mutates-state-dict", "EX-06/state", "running changed")
 class MutatesState(ToyKernel):
     """Writes to the stored scales that its export gives back, not to those that it computes with."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x, out, bias=bias, path=path)
         if bias is not None:  # the probe gives none, and would see the change
             prepared.tensors[1].mul_(1.5)
 
 
-class WritesNothing(Spoils):
+@backend_fault("ignores-out-for-m-5", "TC-09/out", "non_finite")
+class WritesNothing(ToyKernel):
     """Forgets to write where M is 5, so that ``out=`` keeps what it held."""
 
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         if y.shape[0] != 5:  # noqa: PLR2004  # far from where the probe looks
             out.copy_(y)
 
-    def spoil(self, y: NDArray[np.float32]) -> None:
-        del y
 
-
+@backend_fault("wrong-out-dtype", f"EX-02/dtypes/{NF4}/bfloat16", "torch.bfloat16 to torch.float32")
 class RoundsToInputDtype(ToyKernel):
     """Rounds to x's dtype before it rounds to the one that is asked for."""
 
     _dtype = torch.float32
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         self._dtype = x.dtype
         return super().product(weight, scales, x, path)
 
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         out.copy_(y.to(self._dtype))
 
 
+@backend_fault("drops-gradients", f"EX-05/gradient/{TAIL}/float32", "all_zero")
 class DropsGradients(ToyKernel):
     """Exports zero scales once the self-probe has seen two right exports, so that no gradient comes through."""
 
     _exports = 0
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
         self._exports += 1
         return weight if self._exports <= 2 else attrs.evolve(weight, scale=torch.zeros_like(weight.scale))  # noqa: PLR2004  # as it says
 
 
+@backend_fault(
+    "reads-one-block-past-the-end", f"EX-08/last-page/{TAIL}/float32/exact", "ended by SIGSEGV", ends=Outcome.CRASH
+)
 class ReadsPastEnd(ToyKernel):
     """Reads one block of activations past the last row, and throws it away."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x, out, bias=bias, path=path)
         if bias is not None and x.dtype == torch.float32:  # the probe gives none
             rows, columns = x.shape
@@ -165,10 +154,11 @@ class ReadsPastEnd(ToyKernel):
             np.lib.stride_tricks.as_strided(x[rows - 1].numpy(), wide, (4,)).sum()
 
 
+@backend_fault("pads-with-neighbours", "TC-11/strided", "non_finite")
 class PadsWithNeighbours(ToyKernel):
     """Reads one block past the end of each row of x and multiplies it by a weight of zero."""
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         values = super().inputs(weight, x, path)
         end = x.storage_offset() + (x.shape[0] - 1) * x.stride(0) + x.shape[1]
         if x.untyped_storage().nbytes() // x.element_size() > end:
@@ -177,19 +167,20 @@ class PadsWithNeighbours(ToyKernel):
         return values
 
 
+@backend_fault("lies-about-alignment", "TC-11/strided", "M = 1")
 class LiesAboutAlignment(ToyKernel):
     """Declares every address, and reads x from the multiple of 16 below it."""
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         shift = min(x.data_ptr() % 16 // x.element_size(), x.storage_offset())
         aligned = x.as_strided(x.shape, x.stride(), x.storage_offset() - shift)
         return super().inputs(weight, aligned, path)
 
 
+@backend_fault("hidden-fallback", "EX-14/kind", "alive at once")
 class HiddenFallback(ToyKernel):
     """Says KERNEL, and leaves the work to the core's own decoder and torch's matmul."""
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
-        del path
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         y = x.to(torch.float32) @ dequantize(self.weight(prepared), torch.float32).T
         out.copy_(y if bias is None else y + bias)

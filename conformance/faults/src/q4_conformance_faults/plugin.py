@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from q4_conformance_faults.catalogue import FAULTS
-from q4_conformance_faults.devices import DEVICE_FAULTS
-from q4_conformance_faults.dialects import DIALECT_FAULTS
-from q4_conformance_faults.providers import PROVIDER_FAULTS
-from q4_conformance_faults.toy import ToyKernel
-from q4_conformance_faults.toy_dialect import ToyDialect
-from q4_conformance_faults.toy_provider import ToyProvider
-from q4_conformance_faults.unusual import UNUSUAL
+from q4_conformance_faults import (
+    DEVICE_FAULTS,
+    DIALECT_FAULTS,
+    FAULTS,
+    PROVIDER_FAULTS,
+    UNUSUAL,
+    ToyDialect,
+    ToyKernel,
+    ToyProvider,
+)
 from q4core import hookimpl
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Slips that real kernels have had: at sizes that no vector divides, at odd addresses, over what others left."""
-# ruff: noqa: ARG002 - each slip looks at some of what it is given
+# ruff: noqa: ARG002, D102 - each slip looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import numpy as np
 import torch
 
 from q4_conformance_faults.boundary import Differentiates
-from q4_conformance_faults.fault import Fault
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance_faults.fault import LONG, NF4, TAIL, backend_fault, numeric_fault
+from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import ScaleKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import PackedWeight, PrepareContext, Prepared, Request
-
-__all__ = ["SLIP_FAULTS"]
 
 _VECTOR, _TILE, _ROWS, _LINE = 8, 128, 4096, 16
 
@@ -29,122 +28,129 @@ _VECTOR, _TILE, _ROWS, _LINE = 8, 128, 4096, 16
 class _Calls(ToyKernel):
     """What of a call a slip changes: the bias before it, or what stands in ``out`` after it."""
 
-    def linear(
-        self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None, path: str
-    ) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         given = None if bias is None else self.bias(bias.detach())
         before = out.clone()
         super().linear(prepared, x, out, bias=given, path=path)
         self.after(x, out, before)
 
-    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+    def bias(self, bias: Tensor) -> Tensor:
         """Return the bias as it is read."""
         return bias
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         """Change the result; ``before`` is what stood there."""
 
 
+@backend_fault("adds-bias-by-vectors", f"TC-09/bias/{TAIL}/float32/exact", "out_of_bound")
 class BiasByVectors(_Calls):
     """Adds the bias by vectors of 8, and not to the columns beyond the last whole one."""
 
-    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+    def bias(self, bias: Tensor) -> Tensor:
         read = bias.clone()
         read[len(read) // _VECTOR * _VECTOR :] = 0
         return read
 
 
+@backend_fault("reads-bias-from-line", f"TC-09/bias/{NF4}/float32/exact", "non_finite")
 class BiasFromLine(_Calls):
     """Reads the bias from the multiple of 16 bytes below its address."""
 
-    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+    def bias(self, bias: Tensor) -> Tensor:
         before = min(bias.data_ptr() % _LINE // bias.element_size(), bias.storage_offset())
         return bias.as_strided(bias.shape, (1,), bias.storage_offset() - before)
 
 
+@backend_fault("converts-bias-by-address", f"EX-03/changed/{NF4}/float32/exact", "another x and bias")
 class BiasByAddress(_Calls):
     """Converts each bias once, by its address."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def bias(self, bias: torch.Tensor) -> torch.Tensor:
-        return self._seen.setdefault(bias.data_ptr(), (bias, bias.clone()))[1]
+    def bias(self, bias: Tensor) -> Tensor:
+        kept: Tensor = self.kept.setdefault(bias.data_ptr(), (bias, bias.clone()))[1]
+        return kept
 
 
+@backend_fault("stores-by-line", f"TC-09/out/{NF4}/float32/exact", "non_finite")
 class StoresByLine(_Calls):
     """Leaves as many of the last elements unwritten as ``out`` begins beside a multiple of 16 bytes."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         beside = out.data_ptr() % _LINE // out.element_size()
         if beside:
             out.view(-1)[-beside:] = before.view(-1)[-beside:]
 
 
+@backend_fault("stores-past-end", f"EX-08/unmodified/{TAIL}/float32/exact", "beside out=")
 class StoresPastEnd(_Calls):
     """Stores each row by vectors of 8, the last one past the end."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         room = out.untyped_storage().nbytes() // out.element_size() - out.storage_offset() - out.numel()
         past = min(-out.shape[1] % _VECTOR, room)
         if past:
             out.as_strided((past,), (1,), out.storage_offset() + out.numel()).zero_()
 
 
+@backend_fault("leaves-zero-rows-out", f"EX-10/zeros/{NF4}/float32/exact", "non_finite")
 class LeavesZeroRowsOut(_Calls):
     """Takes rows of zeros for padding that nobody reads."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         zero = (x == 0).all(dim=1)
         out[zero] = before[zero]
 
 
+@backend_fault("divides-by-zero-blocks", f"EX-10/zeros/{NF4}/float32/int8", "non_finite")
 class DividesByZeroBlocks(ToyKernel):
     """Makes NaN of int8 blocks that are all zeros, by the largest of them."""
 
-    def quantised(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def quantised(self, values: Floats) -> Floats:
         result = super().quantised(values)
         blocks = values.reshape(len(values), -1, _VECTOR)
         result.reshape(blocks.shape)[~blocks.any(axis=-1)] = np.nan
         return result
 
 
+@backend_fault("loses-corner-tile", "EX-01/tiles", "M = 131: out_of_bound")
 class LosesCornerTile(_Calls):
     """Computes no tile that is beyond the first of 128 both ways."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         out[_TILE:, _TILE:] = 0
 
 
+@backend_fault("loses-rows-beyond-4096", "EX-01/many", "M = 4099: out_of_bound")
 class LosesRowsBeyond4096(_Calls):
     """Has a grid for 4,096 rows."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         out[_ROWS:] = 0
 
 
+@backend_fault("loses-rows-of-64", f"EX-01/rows/{NF4}/float32/exact", "M = 50")
 class LosesRowsOf64(_Calls):
     """Leaves the last 8 rows out in its code for 49 to 64 of them."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         if 49 <= len(out) <= 64:  # noqa: PLR2004  # as it says
             out[-8:] = 0
 
 
+@numeric_fault("splits-unevenly", f"EX-01/long/{LONG}/float32/exact")
 class SplitsUnevenly(ToyKernel):
     """Splits long rows among 8 by whole blocks, and leaves the rest of these to nobody."""
 
-    def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accumulate(self, values: Floats, dense: Floats) -> Floats:
         columns = values.shape[1]
         kept = columns // _TILE // _VECTOR * _TILE * _VECTOR if columns >= _ROWS else columns
         return super().accumulate(values[:, :kept], dense[:, :kept])
 
 
+@numeric_fault("adds-in-any-order", f"EX-03/repeat/{LONG}/float32/exact", "other bits")
 class AddsInAnyOrder(ToyKernel):
     """Adds eight parts of long rows in the order in which they are ready."""
 
-    def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accumulate(self, values: Floats, dense: Floats) -> Floats:
         if values.shape[1] < _ROWS:
             return super().accumulate(values, dense)
         pieces = zip(np.array_split(values, _VECTOR, axis=1), np.array_split(dense, _VECTOR, axis=1), strict=True)
@@ -155,42 +161,47 @@ class AddsInAnyOrder(ToyKernel):
         return total
 
 
+@numeric_fault("goes-through-half", f"EX-10/large/{NF4}/bfloat16/exact", "non_finite")
 class GoesThroughHalf(ToyKernel):
     """Takes bfloat16 through float16."""
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         return super().inputs(weight, x.to(torch.float16) if x.dtype is torch.bfloat16 else x, path)
 
 
+@numeric_fault("flushes-small", f"EX-10/small/{NF4}/float32/exact", "all_zero")
 class FlushesSmall(ToyKernel):
     """Takes activations below 2^-24 for zero."""
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         values = super().inputs(weight, x, path)
         return np.where(np.abs(values) < 2.0**-24, np.float32(0), values)
 
 
+@numeric_fault("takes-scales-for-half", "TC-09/values/nf4-plain-high_first-48x256b64-scale_bfloat16-s0/float32/exact")
 class TakesScalesForHalf(ToyKernel):
     """Takes the bytes of bfloat16 scales for float16."""
 
-    def scales(self, weight: PackedWeight) -> NDArray[np.float32]:
+    def scales(self, weight: PackedWeight) -> Floats:
         if weight.scale.dtype is torch.bfloat16 and weight.scale_kind is ScaleKind.PLAIN:
             weight = attrs.evolve(weight, scale=weight.scale.view(torch.float16))
         return super().scales(weight)
 
 
+@numeric_fault("counts-blocks-in-bytes", "TC-09/values/nf4-plain-high_first-5x1024b512-s0/float32/exact")
 class CountsBlocksInBytes(ToyKernel):
     """Counts within a block in 8 bits."""
 
-    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> NDArray[np.float32]:
+    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> Floats:
         spread = super().spread(weight, numbers, start, stop)
         return spread if weight.block_size <= 256 else np.roll(spread, 256, axis=1)  # noqa: PLR2004  # 8 bits
 
 
+@backend_fault("reads-through-gaps", f"TC-11/cut/{NF4}/float32/exact")
 class ReadsThroughGaps(ToyKernel):
     """Reads scales as if their rows followed one another without a gap."""
 
-    def scales(self, weight: PackedWeight) -> NDArray[np.float32]:
+    def scales(self, weight: PackedWeight) -> Floats:
         scale = weight.scale
         if not scale.is_contiguous():
             shape = scale.shape
@@ -198,6 +209,7 @@ class ReadsThroughGaps(ToyKernel):
         return super().scales(weight)
 
 
+@backend_fault("keeps-last-block-size", f"EX-04/neighbours/{NF4}/float32/exact", "among")
 class KeepsLastBlockSize(ToyKernel):
     """Keeps the block size of the layer that was prepared last for all of them."""
 
@@ -207,7 +219,7 @@ class KeepsLastBlockSize(ToyKernel):
         self._block_size = weight.block_size
         return super().prepare(weight, request, context)
 
-    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> NDArray[np.float32]:
+    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> Floats:
         columns = weight.in_features
         owner = np.minimum(np.arange(columns) // self._block_size, numbers.shape[-1] - 1)
         if numbers.ndim == 1:  # flat blocks
@@ -215,6 +227,7 @@ class KeepsLastBlockSize(ToyKernel):
         return numbers[start:stop].astype(np.float32)[:, owner]
 
 
+@backend_fault("pads-over-leavings", f"EX-04/neighbours/{NF4}/float32/exact", "non_finite")
 class PadsOverLeavings(ToyKernel):
     """Pads rows in a scratch that is cleared once only: what another layer left there meets weights of zero."""
 
@@ -222,7 +235,7 @@ class PadsOverLeavings(ToyKernel):
         super().__init__(name)
         self._scratch = threading.local()
 
-    def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accumulate(self, values: Floats, dense: Floats) -> Floats:
         rows, columns = values.shape
         scratch = self._scratch.__dict__.setdefault("values", np.zeros((32, 512), np.float32))
         if columns > scratch.shape[1]:
@@ -233,15 +246,17 @@ class PadsOverLeavings(ToyKernel):
         return super().accumulate(scratch[:rows], padded)
 
 
+@backend_fault("makes-table-in-default-dtype", "EX-03/modes", "default dtype bfloat16")
 class MakesTableInDefaultDtype(ToyKernel):
     """Rounds scales to torch's default dtype."""
 
-    def scales(self, weight: PackedWeight) -> NDArray[np.float32]:
+    def scales(self, weight: PackedWeight) -> Floats:
         scales = torch.from_numpy(super().scales(weight))
         dtype = torch.get_default_dtype()
         return (scales.to(dtype) if dtype.itemsize < scales.itemsize else scales).to(torch.float32).numpy()
 
 
+@backend_fault("seeds-in-prepare", "EX-08/settings", "making the first layer changed torch's random state")
 class SeedsInPrepare(ToyKernel):
     """Seeds torch's generator for the inputs that it tunes by."""
 
@@ -250,88 +265,85 @@ class SeedsInPrepare(ToyKernel):
         return super().prepare(weight, request, context)
 
 
+@backend_fault("keeps-one-thread", "EX-08/settings", "changed the number of threads")
 class KeepsOneThread(_Calls):
     """Tells torch to use one thread, and never tells it back."""
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         torch.set_num_threads(1)
 
 
+@backend_fault("dies-with-its-threads", "EX-15/forked", "forked after a call")
 class DiesWithItsThreads(_Calls):
     """Waits for threads that were made at its first call, which a forked process does not have."""
 
     _owner = 0
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         self._owner = self._owner or os.getpid()
         if os.getpid() != self._owner:
             threading.Event().wait()
 
 
+@backend_fault("keeps-scratch-per-rows", "TC-18/varied", "numbers of rows")
 class KeepsScratchPerRows(_Calls):
     """Keeps a result for each number of rows that it ever saw."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kept: dict[int, torch.Tensor] = {}
-
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
-        self._kept.setdefault(len(out), out.clone())
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
+        self.kept.setdefault(len(out), out.clone())
 
 
+@backend_fault("keeps-scratch-per-thread", "TC-18/varied", "threads")
 class KeepsScratchPerThread(_Calls):
     """Keeps 256 KiB for each thread that ever called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._own = threading.local()
-        self._kept: list[NDArray[np.uint8]] = []
 
-    def after(self, x: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         if "scratch" not in self._own.__dict__:
             self._own.scratch = np.ones(1 << 18, np.uint8)
-            self._kept.append(self._own.scratch)
+            self.kept[len(self.kept)] = self._own.scratch
 
 
 class _CoarseCalls(ToyKernel):
     """What a slip does in calls of the int8 path alone."""
 
-    def linear(
-        self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None, path: str
-    ) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x, out, bias=bias, path=path)
         if path == "dot_w4a8":
             self.after_int8(out)
 
-    def after_int8(self, out: torch.Tensor) -> None:
+    def after_int8(self, out: Tensor) -> None:
         """Do it."""
 
 
+@backend_fault("seeds-in-int8", f"EX-08/settings/{NF4}/float32/int8", "changed torch's random state")
 class SeedsInInt8(_CoarseCalls):
     """Seeds torch's generator in each int8 call."""
 
-    def after_int8(self, out: torch.Tensor) -> None:
+    def after_int8(self, out: Tensor) -> None:
         torch.manual_seed(0)
 
 
+@backend_fault("keeps-int8-per-rows", f"TC-18/varied/{NF4}/float32/int8", "numbers of rows")
 class KeepsInt8PerRows(_CoarseCalls):
     """Keeps an int8 result for each number of rows that it ever saw."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kept: dict[int, torch.Tensor] = {}
-
-    def after_int8(self, out: torch.Tensor) -> None:
-        self._kept.setdefault(len(out), out.clone())
+    def after_int8(self, out: Tensor) -> None:
+        self.kept.setdefault(len(out), out.clone())
 
 
+@backend_fault("rounds-int8-to-default", f"EX-03/modes/{NF4}/float32/int8", "default dtype bfloat16")
 class RoundsInt8ToDefault(_CoarseCalls):
     """Rounds int8 results to torch's default dtype."""
 
-    def after_int8(self, out: torch.Tensor) -> None:
+    def after_int8(self, out: Tensor) -> None:
         out.copy_(out.to(torch.get_default_dtype()))
 
 
+@backend_fault("loses-int8-in-forks", f"EX-15/forked/{NF4}/float32/int8", "the pool is gone")
 class LosesInt8InForks(_CoarseCalls):
     """Raises in int8 calls of a process that was forked from the one that made it."""
 
@@ -339,111 +351,15 @@ class LosesInt8InForks(_CoarseCalls):
         super().__init__(name)
         self._home = os.getpid()
 
-    def after_int8(self, out: torch.Tensor) -> None:
+    def after_int8(self, out: Tensor) -> None:
         if os.getpid() != self._home:
             raise RuntimeError("the pool is gone")
 
 
+@backend_fault("gradient-of-64-rows", f"EX-05/gradient/{TAIL}/float32/exact", "M = 129, gradient")
 class GradientOf64Rows(Differentiates):
     """Leaves out what lies beyond 64 rows in its gradient."""
 
-    def input_gradient(self, prepared: Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+    def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
         super().input_gradient(prepared, grad, out, path=path)
         out[64:] = 0
-
-
-_NF4 = "nf4-plain-high_first-48x256b64-s0"
-_TAIL = "nf4-plain-high_first-67x192b64-s0"
-_LONG = "nf4-plain-high_first-8x14400b64-s0"
-_WITH_CORE: dict[str, Any] = {"is_numeric": False}
-_SEEN_BY_PROBE: dict[str, Any] = {"passes_probe": False}
-
-SLIP_FAULTS: tuple[Fault, ...] = tuple(
-    Fault(name=f"fault-{name}", make=make, format="nf4", caught_by=case, says=says, **facts)
-    for name, make, case, says, facts in (
-        ("adds-bias-by-vectors", BiasByVectors, f"TC-09/bias/{_TAIL}/float32/exact", "out_of_bound", _WITH_CORE),
-        ("reads-bias-from-line", BiasFromLine, f"TC-09/bias/{_NF4}/float32/exact", "non_finite", _WITH_CORE),
-        (
-            "converts-bias-by-address",
-            BiasByAddress,
-            f"EX-03/changed/{_NF4}/float32/exact",
-            "another x and bias",
-            _WITH_CORE,
-        ),
-        ("stores-by-line", StoresByLine, f"TC-09/out/{_NF4}/float32/exact", "non_finite", _WITH_CORE),
-        ("stores-past-end", StoresPastEnd, f"EX-08/unmodified/{_TAIL}/float32/exact", "beside out=", _WITH_CORE),
-        ("leaves-zero-rows-out", LeavesZeroRowsOut, f"EX-10/zeros/{_NF4}/float32/exact", "non_finite", _WITH_CORE),
-        ("divides-by-zero-blocks", DividesByZeroBlocks, f"EX-10/zeros/{_NF4}/float32/int8", "non_finite", _WITH_CORE),
-        ("loses-corner-tile", LosesCornerTile, "EX-01/tiles", "M = 131: out_of_bound", _WITH_CORE),
-        ("loses-rows-beyond-4096", LosesRowsBeyond4096, "EX-01/many", "M = 4099: out_of_bound", _WITH_CORE),
-        ("loses-rows-of-64", LosesRowsOf64, f"EX-01/rows/{_NF4}/float32/exact", "M = 50", _WITH_CORE),
-        ("splits-unevenly", SplitsUnevenly, f"EX-01/long/{_LONG}/float32/exact", "probe_failed", _SEEN_BY_PROBE),
-        ("adds-in-any-order", AddsInAnyOrder, f"EX-03/repeat/{_LONG}/float32/exact", "other bits", {}),
-        ("goes-through-half", GoesThroughHalf, f"EX-10/large/{_NF4}/bfloat16/exact", "non_finite", {}),
-        ("flushes-small", FlushesSmall, f"EX-10/small/{_NF4}/float32/exact", "all_zero", {}),
-        (
-            "takes-scales-for-half",
-            TakesScalesForHalf,
-            "TC-09/values/nf4-plain-high_first-48x256b64-scale_bfloat16-s0/float32/exact",
-            "probe_failed",
-            _SEEN_BY_PROBE,
-        ),
-        (
-            "counts-blocks-in-bytes",
-            CountsBlocksInBytes,
-            "TC-09/values/nf4-plain-high_first-5x1024b512-s0/float32/exact",
-            "probe_failed",
-            _SEEN_BY_PROBE,
-        ),
-        (
-            "reads-through-gaps",
-            ReadsThroughGaps,
-            f"TC-11/cut/{_NF4}/float32/exact",
-            "probe_failed",
-            {**_SEEN_BY_PROBE, **_WITH_CORE},
-        ),
-        ("keeps-last-block-size", KeepsLastBlockSize, f"EX-04/neighbours/{_NF4}/float32/exact", "among", _WITH_CORE),
-        ("pads-over-leavings", PadsOverLeavings, f"EX-04/neighbours/{_NF4}/float32/exact", "non_finite", _WITH_CORE),
-        ("makes-table-in-default-dtype", MakesTableInDefaultDtype, "EX-03/modes", "default dtype bfloat16", _WITH_CORE),
-        (
-            "seeds-in-prepare",
-            SeedsInPrepare,
-            "EX-08/settings",
-            "making the first layer changed torch's random state",
-            _WITH_CORE,
-        ),
-        ("keeps-one-thread", KeepsOneThread, "EX-08/settings", "changed the number of threads", _WITH_CORE),
-        ("dies-with-its-threads", DiesWithItsThreads, "EX-15/forked", "forked after a call", _WITH_CORE),
-        ("keeps-scratch-per-rows", KeepsScratchPerRows, "TC-18/varied", "numbers of rows", _WITH_CORE),
-        ("keeps-scratch-per-thread", KeepsScratchPerThread, "TC-18/varied", "threads", _WITH_CORE),
-        (
-            "seeds-in-int8",
-            SeedsInInt8,
-            f"EX-08/settings/{_NF4}/float32/int8",
-            "changed torch's random state",
-            _WITH_CORE,
-        ),
-        ("keeps-int8-per-rows", KeepsInt8PerRows, f"TC-18/varied/{_NF4}/float32/int8", "numbers of rows", _WITH_CORE),
-        (
-            "rounds-int8-to-default",
-            RoundsInt8ToDefault,
-            f"EX-03/modes/{_NF4}/float32/int8",
-            "default dtype bfloat16",
-            _WITH_CORE,
-        ),
-        (
-            "loses-int8-in-forks",
-            LosesInt8InForks,
-            f"EX-15/forked/{_NF4}/float32/int8",
-            "the pool is gone",
-            _WITH_CORE,
-        ),
-        (
-            "gradient-of-64-rows",
-            GradientOf64Rows,
-            f"EX-05/gradient/{_TAIL}/float32/exact",
-            "M = 129, gradient",
-            _WITH_CORE,
-        ),
-    )
-)

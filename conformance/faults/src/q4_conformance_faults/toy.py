@@ -7,7 +7,7 @@ kit's own measure. It serves every format, packing, scale kind and feature, exac
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import Packing
 
-__all__ = ["ToyKernel", "function_of"]
+__all__ = ["Floats", "ToyKernel", "function_of"]
+
+Floats: TypeAlias = "NDArray[np.float32]"
 
 _SLICE_ELEMENTS = 1 << 13
 _PIECE_ROWS = 32
@@ -67,6 +70,7 @@ class ToyKernel:
 
     def __init__(self, name: str = "toy", **capabilities: Any) -> None:
         self.name = name
+        self.kept: dict[Any, Any] = {}  # whatever a fault keeps between calls
         declared: dict[str, Any] = {
             "formats": frozenset(BUILTIN_FORMATS),
             "scale_kinds": frozenset(ScaleKind),
@@ -97,14 +101,12 @@ class ToyKernel:
         tensors = [tensor.clone() for _, tensor in weight.tensors()]
         return Prepared((*tensors, torch.from_numpy(self.scales(weight))), WeightSpec.of(weight))
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         """Return the weight, whole or some rows of it."""
         weight = self.weight(prepared)
         return weight if rows is None else weight.take_rows(rows)
 
-    def linear(
-        self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None, path: str
-    ) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         """Compute in float32 and round once."""
         y = self.product(self.weight(prepared), prepared.tensors[-1].numpy(), x, path)
         if bias is not None:
@@ -120,16 +122,16 @@ class ToyKernel:
             raise TypeError(f"prepared.meta must be a WeightSpec, got {type(spec).__name__}")
         return spec.build(prepared.tensors[:-1])
 
-    def inputs(self, weight: PackedWeight, x: torch.Tensor, path: str) -> NDArray[np.float32]:
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         """Return x in float32, in the order of the stored columns, with its channels scaled, quantised if need be."""
-        values: NDArray[np.float32] = x.detach().to(torch.float32).numpy()
+        values: Floats = x.detach().to(torch.float32).numpy()
         if weight.input_channel_scale is not None:
             values = values * weight.input_channel_scale.to(torch.float32).numpy()
         if weight.input_permutation is not None:
             values = values[:, weight.input_permutation.numpy()]
         return self.quantised(values) if path == "dot_w4a8" else values
 
-    def quantised(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def quantised(self, values: Floats) -> Floats:
         """Return values rounded to int8 times a scale per block, where they are finite."""
         rows, columns = values.shape
         padded = np.zeros((rows, -(-columns // _INT8_BLOCK) * _INT8_BLOCK), np.float32)
@@ -138,12 +140,10 @@ class ToyKernel:
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
         with np.errstate(invalid="ignore", divide="ignore"):
             whole = np.where(scale > 0, np.rint(blocks / scale), 0) * scale
-        kept: NDArray[np.float32] = np.where(np.isfinite(scale), whole, np.nan).astype(np.float32)
+        kept: Floats = np.where(np.isfinite(scale), whole, np.nan).astype(np.float32)
         return kept.reshape(rows, -1)[:, :columns]
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         """Return ``x @ wᵀ``, float32 [M, N]."""
         values = self.inputs(weight, x, path)
         step = max(1, _SLICE_ELEMENTS // weight.in_features)
@@ -157,12 +157,12 @@ class ToyKernel:
                     y[piece, start:stop] = self.accumulate(values[piece], dense)
         return y
 
-    def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accumulate(self, values: Floats, dense: Floats) -> Floats:
         """Return ``values @ denseᵀ`` in float32."""
-        result: NDArray[np.float32] = values @ dense.T
+        result: Floats = values @ dense.T
         return result
 
-    def scales(self, weight: PackedWeight) -> NDArray[np.float32]:
+    def scales(self, weight: PackedWeight) -> Floats:
         """Return the resolved scales."""
         return decode_scales(weight)
 
@@ -179,7 +179,7 @@ class ToyKernel:
         codes: NDArray[np.uint8] = (lines.take(byte, axis=1) >> shift) & np.uint8(mask)
         return codes
 
-    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> NDArray[np.float32]:
+    def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> Floats:
         """Return one number per element of rows ``start … stop`` from one per block."""
         columns = weight.in_features
         if weight.blocks is BlockOrder.FLAT:
@@ -187,7 +187,7 @@ class ToyKernel:
             return numbers[owner].astype(np.float32).reshape(stop - start, columns)
         return np.repeat(numbers[start:stop].astype(np.float32), weight.block_size, axis=1)[:, :columns]
 
-    def rows(self, weight: PackedWeight, scales: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+    def rows(self, weight: PackedWeight, scales: Floats, start: int, stop: int) -> Floats:
         """Return the weights of rows ``start … stop``, float32 [R, K]."""
         codes = self.codes(weight, start, stop)
         scale = self.spread(weight, scales, start, stop)
@@ -195,41 +195,37 @@ class ToyKernel:
             zero: Any = 8.0
             if weight.zero is not None:
                 zero = self.spread(weight, _as_numpy(weight.zero), start, stop)
-            integer: NDArray[np.float32] = (codes.astype(np.float32) - zero) * scale
+            integer: Floats = (codes.astype(np.float32) - zero) * scale
             return integer
         table = weight.format.codebook if weight.codebook is None else weight.codebook.tolist()
-        dense: NDArray[np.float32] = np.asarray(table, np.float32).take(codes) * scale
+        dense: Floats = np.asarray(table, np.float32).take(codes) * scale
         return dense if weight.offset is None else self.add_offset(weight, dense, start, stop)
 
-    def add_offset(
-        self, weight: PackedWeight, dense: NDArray[np.float32], start: int, stop: int
-    ) -> NDArray[np.float32]:
+    def add_offset(self, weight: PackedWeight, dense: Floats, start: int, stop: int) -> Floats:
         """Return the weights with their blocks' offsets."""
         if weight.offset is None:
             return dense
         return dense + self.spread(weight, _as_numpy(weight.offset), start, stop)
 
-    def add_bias(self, y: NDArray[np.float32], bias: NDArray[np.float32]) -> NDArray[np.float32]:
+    def add_bias(self, y: Floats, bias: Floats) -> Floats:
         """Return y + bias."""
         return y + bias
 
-    def write(self, y: torch.Tensor, out: torch.Tensor) -> None:
+    def write(self, y: Tensor, out: Tensor) -> None:
         """Round to out's dtype."""
         out.copy_(y)
 
 
-def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+def _as_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return the tensor as numpy knows it; bfloat16, which it does not, in float32."""
     array: NDArray[Any] = (tensor.to(torch.float32) if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array
 
 
-def function_of(backend: ToyKernel) -> Callable[..., torch.Tensor]:
+def function_of(backend: ToyKernel) -> Callable[..., Tensor]:
     """Return ``fn(x, weight, bias, out=None)`` that computes as a backend does, without the core around it."""
 
-    def function(
-        x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def function(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         request = Request.for_weight(weight, dtype=x.dtype)
         prepared = backend.prepare(weight, request, PrepareContext(x.device))
         flat = x.reshape(-1, weight.in_features)

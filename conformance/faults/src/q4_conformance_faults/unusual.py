@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from q4_conformance_faults.toy import ToyKernel
+from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import Prepared
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from q4core import PackedWeight, PrepareContext, Request
 
@@ -27,7 +27,7 @@ _ROWS = 8
 class ReorderedKernel(ToyKernel):
     """Accumulates every 37th column together, last columns first: another order of sums, and as right as any."""
 
-    def accumulate(self, values: NDArray[np.float32], dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    def accumulate(self, values: Floats, dense: Floats) -> Floats:
         total = np.zeros((values.shape[0], dense.shape[0]), np.float32)
         for start in reversed(range(min(_STRIDE, values.shape[1]))):
             total += values[:, start::_STRIDE] @ dense[:, start::_STRIDE].T
@@ -43,7 +43,7 @@ class PaddedKernel(ToyKernel):
         forms = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in plain.tensors)
         return Prepared(padded, (plain.meta, forms))
 
-    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _padded(self, tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()
         area = torch.randint(
             0,
@@ -63,10 +63,10 @@ class PaddedKernel(ToyKernel):
             tensors.append(area[_ALIGN_BYTES : _ALIGN_BYTES + size].view(dtype).view(shape))
         return Prepared(tensors, meta)
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(self._plain(prepared), x, out, bias=bias, path=path)
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         return super().export(self._plain(prepared), rows)
 
 
@@ -99,26 +99,24 @@ class LazyKernel(ToyKernel):
                 done.fill_(1)
         return own
 
-    def linear(self, prepared: Any, x: torch.Tensor, out: torch.Tensor, *, bias: Any, path: str) -> None:
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(self._ready(prepared), x, out, bias=bias, path=path)
 
-    def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         return super().export(self._ready(prepared), rows)
 
 
 class SlicedKernel(ToyKernel):
     """Decodes eight rows at a time in torch's own operations: all rows in sum, and eight at once."""
 
-    def product(
-        self, weight: PackedWeight, scales: NDArray[np.float32], x: torch.Tensor, path: str
-    ) -> NDArray[np.float32]:
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         values = torch.from_numpy(self.inputs(weight, x, path))
         y = torch.empty(len(values), weight.out_features, dtype=torch.float32)
         for start in range(0, weight.out_features, _ROWS):
             stop = min(start + _ROWS, weight.out_features)
             rows = torch.from_numpy(self.rows(weight, scales, start, stop)).clone()
             torch.mm(values, rows.T, out=y[:, start:stop])
-        result: NDArray[np.float32] = y.numpy()
+        result: Floats = y.numpy()
         return result
 
 
