@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from q4_conformance import CaseResult, ConformanceTarget, Run
 
-__all__ = ["CaseFailed", "CaseOfTarget"]
-
 MARK = "q4_conformance"
 FIXTURE = "q4_case"
 _RUNS = pytest.StashKey["dict[ConformanceTarget, _Run]"]()

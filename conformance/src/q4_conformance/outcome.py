@@ -11,8 +11,6 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["BAD", "CaseResult", "FailureError", "NotDeclaredError", "NotTestableError", "Outcome", "Report", "said"]
-
 
 _MOST_NAMED = 4
 

@@ -22,8 +22,6 @@ from q4core import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MOST_BOUND", "Override", "bound_factor", "declared_by", "judged_in", "overrides_of", "overriding"]
-
 _JUDGED = ("backend", "provider", "dialect")
 """What a subject calls whom it stands for."""
 MOST_BOUND = 8.0

@@ -1,53 +1,7 @@
-"""The checks that cases name. Importing this package enters all of them into ``table.CHECKS``."""
+"""The checks that cases name. Importing this package enters all of them into ``contract.case.CHECKS``."""
 
-from q4_conformance.checks import (
-    calls,
-    core,
-    damages,
-    device,
-    dialect,
-    dtypes,
-    endurance,
-    kind,
-    layer,
-    lifetime,
-    managed,
-    mixes,
-    mutable,
-    plugins,
-    policy,
-    refusals,
-    rounding,
-    shapes,
-    sharing,
-    steady,
-    surroundings,
-    tracing,
-    values,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "calls",
-    "core",
-    "damages",
-    "device",
-    "dialect",
-    "dtypes",
-    "endurance",
-    "kind",
-    "layer",
-    "lifetime",
-    "managed",
-    "mixes",
-    "mutable",
-    "plugins",
-    "policy",
-    "refusals",
-    "rounding",
-    "shapes",
-    "sharing",
-    "steady",
-    "surroundings",
-    "tracing",
-    "values",
-]
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")

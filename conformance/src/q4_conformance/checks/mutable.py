@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
 
-__all__ = ["actors", "content_of", "judge_race"]
-
 _WRITERS, _READERS, _UPDATES = 3, 4, 200
 _SHAPE = (4096,)
 _SHOWN = 3

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4core import KernelPath, PackedWeight
 
-__all__ = ["require_kernels", "serves_kernels"]
-
 _SAMPLE_ROWS = (1, 2, 15, 16, 17, 64, 127, 128, 129, 4096)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
 
-__all__ = ["judge_processes"]
-
 _WRITERS, _READERS, _UPDATES = 2, 2, 150
 _TOTAL = _WRITERS * _UPDATES
 _SHAPE = (4096,)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from q4_conformance.subjects.backend import Layer, Subject
     from q4core import PackedWeight
 
-__all__ = ["draw", "judge_call", "make_bias", "rows_of"]
-
 _MOST_DRAWS = 16
 _ABOVE = 17
 """How far above the first M of a path it is met again: past any whole tile of 16 rows, by one."""

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.outcome import CaseResult
 
-__all__ = ["add_conform"]
-
 _WHAT = "q4 conform"
 _PERF_SECONDS = 1.0
 _MOST_SECONDS = 86_400.0

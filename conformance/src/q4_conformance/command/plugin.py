@@ -9,8 +9,6 @@ from q4core import hookimpl
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["q4_commands"]
-
 
 @hookimpl
 def q4_commands(app: typer.Typer) -> None:

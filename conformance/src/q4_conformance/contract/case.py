@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from q4_conformance.oracle.weights import WeightRecipe
     from q4core import PackedWeight
 
-__all__ = ["CHECKS", "Case", "check", "expect", "part_order"]
-
 CHECKS: dict[str, Callable[[Case, Any], str]] = {}
 """Name → function of (case, subject) that returns what was measured, or raises."""
 

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
     from q4core import Format
 
-__all__ = [
-    "backend_cases",
-    "cases_of",
-    "device_cases",
-    "linear_cases",
-    "select_cases",
-    "weight_recipes",
-]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 33, 50, 65, 82, 100, 127, 128, 129, 200, 257, 400, 515, 0)
 """Both sides of usual tiles, each number of 16 rows that kernels have code for, and rows that no tile divides."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from q4core import Format
 
-__all__ = ["core_cases", "dialect_cases", "memory_cases"]
-
 
 def core_cases() -> tuple[Case, ...]:
     """Return the cases that concern the core and its reference path."""

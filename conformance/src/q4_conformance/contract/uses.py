@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["USES", "USE_CASES", "uses_of"]
-
 USE_CASES = {
     "UC-01": "Load a 4-bit checkpoint of whatever dialect",
     "UC-02": "Choose who computes, and be obeyed or refused",

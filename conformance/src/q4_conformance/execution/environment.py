@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.subjects.profiles import ConformanceTarget
 
-__all__ = ["device_facts", "manifest_of", "source_of", "survey", "versions"]
-
 _GROUP = "q4core.plugins"
 _IGNORED = {".pyc", ".pyo"}
 _DRIVER = Path("/proc/driver/nvidia/version")

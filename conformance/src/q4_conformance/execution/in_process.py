@@ -6,7 +6,6 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance import checks
 from q4_conformance.contract.case import CHECKS
 from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
 from q4_conformance.contract.plain_cases import core_cases
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
     from q4_conformance.overrides import Override
     from q4core import Backend, Format
 
-__all__ = ["check_core", "check_linear", "run_case", "run_cases"]
-
-_HELD = checks
-"""Importing it fills ``CHECKS``."""
 _FRAMES = 3
 _clock = time.perf_counter
 """Taken before a subject may put another in its place."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
 
-__all__ = ["due_cases", "group_of", "run_isolated", "run_target"]
-
 
 def group_of(case: Case) -> str:
     """Return the name of the cases that share a process with this one."""

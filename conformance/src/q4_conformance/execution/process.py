@@ -26,8 +26,6 @@ from q4_conformance.outcome import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Child", "Ended", "Limits", "resident_bytes"]
-
 _START = (
     "import gc, importlib; gc.disable(); module = importlib.import_module({module!r}); gc.freeze(); gc.enable(); "
     "module.main()"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from q4_conformance.outcome import Report
     from q4_conformance.subjects.profiles import ConformanceTarget
 
-__all__ = ["Query", "Run"]
-
 
 @attrs.frozen(kw_only=True)
 class Query:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from q4core import Backend, PackedWeight, Q4Linear
 
-__all__ = ["call_elsewhere"]
-
 _SECONDS = 120
 _START = (
     "import gc; gc.disable(); from q4_conformance.execution.remote_call import serve; gc.freeze(); gc.enable(); serve()"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4_conformance.outcome import CaseResult
 
-__all__ = ["command_of", "with_command"]
-
 _PROFILES = {"dialect": "dialect", "provider": "memory"}
 """What a subject calls whom it stands for → the profile, where a backend may have the same name."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4_conformance.execution.query import Query
 
-__all__ = ["Judging"]
-
 _MODULE = "q4_conformance.execution.child"
 _THREADS = 2
 """Of each process: enough to let kernels share their work, and the same on every machine."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["steps"]
-
 _GROUP = "q4core.plugins"
 _MODULES = "Q4_PLUGIN_MODULES"
 

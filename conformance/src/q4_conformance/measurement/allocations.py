@@ -27,8 +27,6 @@ from q4_conformance.measurement.heap import own_mappings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Allocations", "taken_bytes", "trim", "watch"]
-
 _PEAKS = 4
 """Calls, of which the least peak counts: other threads of the process allocate at times, a call each time."""
 _KIB = 1024

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from q4core import Backend, KernelPath, PackedWeight, Prepared
 
-__all__ = ["CALLS", "Bench", "Point", "weigh"]
-
 DENSE_ELEMENTS = 1 / 2
 """The share of a weight's elements of torch's tensors, of any dtype, that may be alive at once in one call."""
 DENSE_BYTES = 1 / 2

@@ -14,8 +14,6 @@ from q4_conformance.outcome import NotTestableError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["on_last_page"]
-
 _FORBIDDEN = 0
 _ALLOWED = 3  # reading and writing
 

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LARGE_BYTES", "own_mappings"]
-
 LARGE_BYTES = 1 << 17
 """glibc's own threshold when a process starts; each large block that is freed raises it."""
 _HIGHEST_BYTES = 1 << 25

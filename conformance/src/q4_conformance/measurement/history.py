@@ -17,8 +17,6 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-__all__ = ["Operation", "Recorder", "violations"]
-
 
 @attrs.frozen
 class Operation:

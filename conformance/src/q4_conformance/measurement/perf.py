@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-__all__ = ["POINTS", "figures", "measure", "rounds"]
-
 POINTS = (("decode", 1), ("prefill", 128))
 """Name and rows of x of each point."""
 _SIZE = 4096

@@ -15,8 +15,6 @@ from q4core import Q4FallbackWarning, Q4ProbeWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Recording", "muted", "recorded", "unique"]
-
 _LOGGER = "q4core"
 _RECORDED = (Q4FallbackWarning, Q4ProbeWarning)
 _counter = itertools.count(1)

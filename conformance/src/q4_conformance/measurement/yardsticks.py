@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Memory", "cache_bytes", "synchronise"]
-
 _CACHES = 4
 """A buffer is so many last-level caches large: what is left of it in one when its turn comes again is a small part."""
 _UNKNOWN_CACHE = 64 << 20

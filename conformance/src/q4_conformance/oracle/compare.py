@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from q4_conformance.oracle.exact import Reference
     from q4core import PackedWeight
 
-__all__ = ["Comparison", "Element", "Fault", "error_bound", "judge", "judge_noise"]
-
 _UNIT_ROUNDOFF = 2.0**-24
 _UNDERFLOW = 2.0**-149
 _NOISE_ALLOWANCE = 4.0

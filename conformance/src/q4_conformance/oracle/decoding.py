@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight, Packing
 
-__all__ = ["as_float64", "code_positions", "decode_codes", "decode_scales"]
-
 
 def as_float64(tensor: torch.Tensor) -> NDArray[np.float64]:
     """Return the tensor's values."""

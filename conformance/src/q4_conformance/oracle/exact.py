@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-__all__ = [
-    "Reference",
-    "as_given",
-    "exact_input_gradient",
-    "exact_linear",
-    "exact_weight",
-    "judge_by",
-    "term_sizes",
-]
-
 _SYMMETRIC_ZERO = 8
 _EXTRA_STEPS = 8
 """Roundings beside the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""

@@ -11,8 +11,6 @@ import attrs
 import numpy as np
 import torch
 
-__all__ = ["FOLDER", "Vector", "golden_vectors", "read_safetensors"]
-
 FOLDER = Path(__file__).parents[1] / "golden"
 _MODULE = "proj."
 _DTYPES = {

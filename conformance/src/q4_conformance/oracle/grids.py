@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-__all__ = ["draw_free", "draw_on_grid"]
-
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EXPONENTS = (-9, -5)
 """Powers of two that rows may have, both included: with values up to 255 and weights near 1, sums fit float16."""

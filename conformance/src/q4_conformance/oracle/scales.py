@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.oracle.weights import WeightRecipe
 
-__all__ = ["draw_scales"]
-
 _SIGNED = frozenset({"q4_0", "q4_1", "q8_0"})
 """ggml's formats, whose block scales may be negative."""
 _LARGE = 2.0**10

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["WeightRecipe"]
-
 _GGML_HEADER_BYTES = {"q4_0": 2, "q4_1": 4, "q8_0": 2, "mxfp4": 1, "nvfp4": 4}
 """Bytes before the codes of a block in ggml's layout, which grouped codes are laid out like."""
 _SCALE_DTYPES = {"q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16, "int4": torch.bfloat16}

@@ -35,19 +35,6 @@ if TYPE_CHECKING:
     from q4_conformance.execution.query import Run
     from q4_conformance.outcome import CaseResult
 
-__all__ = [
-    "SCHEMA",
-    "SCHEMA_VERSION",
-    "STATEMENT",
-    "canonical",
-    "conclusions",
-    "content_hash",
-    "make_certificate",
-    "not_tested",
-    "to_text",
-    "verdict_hash",
-]
-
 SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."

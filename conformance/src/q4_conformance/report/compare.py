@@ -10,8 +10,6 @@ from q4_conformance.report.status import ORDER
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["compare"]
-
 _BAD = {outcome.value for outcome in BAD}
 
 

@@ -11,19 +11,6 @@ from q4_conformance.report.tally import undeclared_cases
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "command_line",
-    "counted",
-    "facts_of",
-    "maker_of",
-    "not_meant",
-    "path_verdict",
-    "required_of",
-    "said_of",
-    "subject_of",
-    "title_of",
-]
-
 _CORE = "q4core"
 _KINDS = {"dialect": "dialect ", "memory": "memory provider "}
 """What stands before a name: dialects are called as the libraries are whose files they read."""

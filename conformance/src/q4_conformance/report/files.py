@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["write_files"]
-
 _SUFFIXES = ("json", "xml", "html", "md")
 _PERFORMANCE = "performance.json"
 

@@ -26,8 +26,6 @@ from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["NAMES", "SIGNS", "to_html"]
-
 SIGNS = {
     "pass": "✓",
     "fail": "✗",

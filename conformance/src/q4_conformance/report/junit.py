@@ -11,8 +11,6 @@ from q4_conformance.report.tally import format_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["to_junit"]
-
 _ELEMENTS = {"fail": "failure", "crash": "error", "timeout": "error"}
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 has no place for, and the carriage return, of which every parser makes an end of line."""

@@ -13,18 +13,6 @@ from q4core import BUILTIN_FORMATS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "ORDER",
-    "SEALS",
-    "Seal",
-    "kind_of",
-    "line_of",
-    "seal_of",
-    "sentence_of",
-    "standing_of",
-    "widened_of",
-]
-
 ORDER = ("failed", "partial", "interpreted", "certified")
 """Every standing, the least first."""
 _SENTENCES = {

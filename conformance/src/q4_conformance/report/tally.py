@@ -15,23 +15,6 @@ from q4core import BUILTIN_FORMATS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "NO_FORMAT",
-    "NO_PATH",
-    "by_part",
-    "by_path",
-    "count",
-    "format_of",
-    "format_order",
-    "formats_of",
-    "matrix_of",
-    "part_of",
-    "path_label",
-    "paths_of",
-    "undeclared_cases",
-    "verdict_of",
-]
-
 _BAD = {outcome.value for outcome in BAD}
 _PASS = Outcome.PASS.value
 NO_FORMAT = "any"

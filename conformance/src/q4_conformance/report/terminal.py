@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.execution.query import Run
 
-__all__ = ["STYLES", "console_of", "show_changes", "show_run"]
-
 _PIPE_WIDTH = 1 << 14
 _MOST_SHOWN = 20
 """Messages of failures; each may be of many cases."""

@@ -13,8 +13,6 @@ from q4_conformance.execution.limited_read import NotRegularError, TooLargeError
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
 from q4core import Q4Error
 
-__all__ = ["CertificateError", "committed_hash", "installed_source", "read_certificate", "schema"]
-
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
 _HASH = re.compile(r"^\| Hash of the verdicts \| (sha256:[0-9a-f]{64}) \|$", re.MULTILINE)

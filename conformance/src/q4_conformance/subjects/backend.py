@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason, Selection
 
-__all__ = ["BackendSubject", "Layer", "Subject", "make_registry", "plugin_of"]
-
 WISHES = {
     ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
     ActivationPrecision.INT8: frozenset({Precision.W4A8}),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.subjects.profiles import ConformanceTarget
 
-__all__ = ["declared_in", "narrowed", "undeclared", "with_cases"]
-
 
 def with_cases(declared: Iterable[str]) -> tuple[str, ...]:
     """Return the formats that the kit has cases of, among those declared."""

@@ -6,8 +6,6 @@ import torch
 
 from q4_conformance.outcome import NotTestableError
 
-__all__ = ["require_device"]
-
 
 def require_device(device: torch.device) -> None:
     """Raise ``NotTestableError`` where torch sees no such device: what is declared for it can't be judged here."""

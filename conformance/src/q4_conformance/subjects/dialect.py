@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from q4core import Dialect, PackedWeight
 
-__all__ = ["DialectSubject", "samples"]
-
 _SHAPE = (16, 512)
 
 

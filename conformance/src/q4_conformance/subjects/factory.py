@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["make", "maker_of"]
-
 _MADE: list[tuple[Any, str]] = []
 """What was made and by which name: one subject for each process, so that it may stay."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-__all__ = ["FunctionSubject"]
-
 
 @attrs.frozen(eq=False)
 class FunctionLayer:

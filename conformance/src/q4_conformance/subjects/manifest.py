@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from q4_conformance.oracle.weights import WeightRecipe
     from q4core import Capabilities, PackedWeight
 
-__all__ = ["request_of", "split", "undeclared_reason"]
-
 _QUANTISERS = {"native_quantiser", "quantise_calls", "ste_native", "stochastic"}
 _GRADIENTS = {"gradient", "train_through"}
 

@@ -16,8 +16,6 @@ from q4core import memory as contract
 if TYPE_CHECKING:
     from q4core import MemoryProvider
 
-__all__ = ["CountedProvider", "MemorySubject", "UnableProvider", "driver_says_managed"]
-
 _IS_MANAGED = 8
 """CU_POINTER_ATTRIBUTE_IS_MANAGED."""
 

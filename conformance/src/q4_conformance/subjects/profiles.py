@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4core import Backend, PluginRecord
 
-__all__ = [
-    "PROFILES",
-    "ConformanceTarget",
-    "UnknownTargetError",
-    "cases_for",
-    "find_target",
-    "formats_of",
-    "subject_for",
-    "target_names",
-]
-
 PROFILES = ("kernel", "memory", "dialect", "core")
 CORE = "q4core"
 _WHAT = "q4 conform"

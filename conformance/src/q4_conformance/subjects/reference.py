@@ -9,8 +9,6 @@ from q4core import Q4Error, default_registry
 if TYPE_CHECKING:
     from q4core import Backend
 
-__all__ = ["REFERENCE", "MissingReferenceError", "reference_backend"]
-
 REFERENCE = "dequant-fallback"
 
 

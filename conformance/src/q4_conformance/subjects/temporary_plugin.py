@@ -15,8 +15,6 @@ from q4core import Backend, default_registry, hookimpl, reset_registry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_installed", "lent", "q4_backends"]
-
 _VARIABLE = "Q4_PLUGIN_MODULES"
 _MODULE = "q4_conformance.subjects.temporary_plugin"
 _lent: list[Backend] = []

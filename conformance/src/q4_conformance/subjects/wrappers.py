@@ -9,8 +9,6 @@ from q4core import Reason, ReasonCode, Support
 if TYPE_CHECKING:
     from q4core import Backend, Capabilities, Request
 
-__all__ = ["Proxy", "broken", "leaving", "unavailable"]
-
 
 class Proxy:
     """A backend of the same name that differs in its manifest, or in what it answers to a request.
