@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import torch
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from q4_conformance.oracle.weights import WeightRecipe
     from q4core import PackedWeight
 
+_Error = TypeVar("_Error", bound=Exception)
 CHECKS: dict[str, Callable[[Case, Any], str]] = {}
 """Name → function of (case, subject) that returns what was measured, or raises."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Case:
     """One case.
 
@@ -110,6 +111,19 @@ def check(name: str) -> Callable[[Callable[[Case, Any], str]], Callable[[Case, A
         return function
 
     return enter
+
+
+def raised(kind: type[_Error] | tuple[type[_Error], ...], call: Callable[[], object], otherwise: str) -> _Error:
+    """Return the error of a kind that a call raises.
+
+    Raises:
+        FailureError: It raises none; the message is ``otherwise``.
+    """
+    try:
+        call()
+    except kind as error:
+        return error
+    raise FailureError(otherwise)
 
 
 def expect(condition: object, message: str) -> None:

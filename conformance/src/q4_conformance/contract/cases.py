@@ -5,6 +5,7 @@ Ids are stable: ``<contract>/<part>/<weight>/<dtype>/<precision>``, or ``<contra
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
@@ -140,6 +141,11 @@ def _and_coarse(*cases: Case) -> Iterator[Case]:
         yield attrs.evolve(case, precision=wish)
 
 
+def _all_ways(case: Case) -> Iterator[Case]:
+    """Yield a case in each dtype, in each precision of the activations."""
+    yield from _and_coarse(*_in_each_dtype(case))
+
+
 def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
     """Return the cases that concern whatever computes ``x @ wᵀ + bias``: functions and backends."""
     return tuple(case for item in formats for case in _linear_cases(find_format(item)))
@@ -149,17 +155,15 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
     base = _base(kind)
     text = "every element of every draw lies within the float32 bound"
     for recipe in weight_recipes(kind):
-        yield from _in_each_dtype(Case(contract="TC-09", part="values", text=text, check="values", recipe=recipe))
-    for wish in _COARSE:
-        for recipe in weight_recipes(kind):
-            coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
-            case = Case(contract="TC-09", part="values", text=text, check="values", recipe=coarse, precision=wish)
-            yield from _in_each_dtype(case)
+        yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=recipe))
+    for wish, recipe in itertools.product(_COARSE, weight_recipes(kind)):
+        coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
+        yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=coarse, precision=wish))
     if kind.name in {"nvfp4", "mxfp4"}:
         text = "a static activation scale holds for FP4 activations, and changes no other path"
         for scale, wish in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
             static = attrs.evolve(base, activation_scale=scale)
-            case = Case(contract="TC-09", part="static", text=text, check="values", recipe=static, precision=wish)
+            case = Case("TC-09", "static", text, "values", recipe=static, precision=wish)
             yield attrs.evolve(case, rows=(1, 20))
             yield attrs.evolve(case, dtype=torch.bfloat16)
     for contract, part, text in (
@@ -168,17 +172,15 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
         ("TC-09", "out", "out= is written completely and returned"),
         ("TC-11", "strided", "inputs that are not contiguous are refused by a typed error or computed right"),
     ):
-        case = Case(contract=contract, part=part, text=text, check=part, recipe=base)
-        yield from _and_coarse(*_in_each_dtype(case))
+        case = Case(contract, part, text, part, recipe=base)
+        yield from _all_ways(case)
         if part == "bias":
-            yield from _and_coarse(*_in_each_dtype(attrs.evolve(case, recipe=_tailed(base))))
+            yield from _all_ways(attrs.evolve(case, recipe=_tailed(base)))
+    text = "odd sizes and places are refused with a reason or computed right"
     for recipe in _awkward(kind):
-        text = "odd sizes and places are refused with a reason or computed right"
-        case = Case(contract="TC-11", part="awkward", text=text, check="awkward", recipe=recipe, rows=(1, 5, 131))
-        yield from _and_coarse(*_in_each_dtype(case))
+        yield from _all_ways(Case("TC-11", "awkward", text, "awkward", recipe=recipe, rows=(1, 5, 131)))
     text = "a part of a larger weight, cut out as a view, is computed right"
-    case = Case(contract="TC-11", part="cut", text=text, check="cut", recipe=base)
-    yield from _and_coarse(*_in_each_dtype(case))
+    yield from _all_ways(Case("TC-11", "cut", text, "cut", recipe=base))
     yield from _sized_cases(base, kind)
     yield from _called_cases(base)
     yield from _content_cases(base, kind)
@@ -188,8 +190,8 @@ def _sized_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     """Yield the cases of how many rows, out-features and in-features there are."""
     text = "right where rows are as long as in large models"
     long = attrs.evolve(base, n=8, k=_LONG)
-    case = Case(contract="EX-01", part="long", text=text, check="values", recipe=long, rows=(1, 17, 129), seeds=(11,))
-    yield from _and_coarse(*_in_each_dtype(case))
+    case = Case("EX-01", "long", text, "values", recipe=long, rows=(1, 17, 129), seeds=(11,))
+    yield from _all_ways(case)
     longest = attrs.evolve(base, n=2, k=_LONGEST)
     yield from _and_coarse(attrs.evolve(case, recipe=longest, rows=(1, 17)))
     sizes: tuple[tuple[str, int, int, tuple[int, ...], str], ...] = (
@@ -199,24 +201,14 @@ def _sized_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     )
     for part, n, k, rows, text in sizes:
         sized = attrs.evolve(base, n=n, k=k)
-        case = Case(contract="EX-01", part=part, text=text, check="values", recipe=sized, rows=rows, seeds=(11,))
-        yield from _and_coarse(*_in_each_dtype(case))
-    sweep = Case(
-        contract="EX-01",
-        part="rows",
-        text="right for few rows and many, each sixteen up to 128",
-        check="values",
-        recipe=base,
-        rows=_SWEEP,
-    )
-    yield from _and_coarse(*_in_each_dtype(sweep))
+        yield from _all_ways(Case("EX-01", part, text, "values", recipe=sized, rows=rows, seeds=(11,)))
+    text = "right for few rows and many, each sixteen up to 128"
+    yield from _all_ways(Case("EX-01", "rows", text, "values", recipe=base, rows=_SWEEP))
     text = "the error of free-range activations is what the precision's quantiser makes"
-    noise = Case(contract="EX-01", part="noise", text=text, check="noise", recipe=base, rows=(1, 40))
-    yield from _and_coarse(noise)
+    yield from _and_coarse(Case("EX-01", "noise", text, "noise", recipe=base, rows=(1, 40)))
     drawn = attrs.evolve(base, n=67, k=max(256, 3 * kind.block_size))
     text = "shapes drawn by chance are refused with a reason or computed right"
-    shapes = Case(contract="EX-01", part="shapes", text=text, check="shapes", recipe=drawn, rows=(30,), seeds=(1,))
-    yield from _and_coarse(*_in_each_dtype(shapes))
+    yield from _all_ways(Case("EX-01", "shapes", text, "shapes", recipe=drawn, rows=(30,), seeds=(1,)))
 
 
 def _called_cases(base: WeightRecipe) -> Iterator[Case]:
@@ -236,31 +228,27 @@ def _called_cases(base: WeightRecipe) -> Iterator[Case]:
         usual: tuple[int, ...] = (1, 3, 17)
         rows = {"non_finite": (3, 40), "gradient": (*usual, 129)}.get(name, usual)
         recipe = _tailed(base) if name in {"gradient", "unmodified", "last_page"} else base
-        case = Case(contract=contract, part=part, text=text, check=name, recipe=recipe, rows=rows)
-        yield from _and_coarse(*_in_each_dtype(case))
-    for part, name, text in (
-        ("repeat", "repeat", "the same input gives the same bits"),
-        ("non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
+        yield from _all_ways(Case(contract, part, text, name, recipe=recipe, rows=rows))
+    long = attrs.evolve(base, n=8, k=_LONG)
+    for contract, part, name, text in (
+        ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
+        ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
     ):
-        contract = "EX-03" if name == "repeat" else "EX-10"
-        long = attrs.evolve(base, n=8, k=_LONG)
-        yield from _and_coarse(Case(contract=contract, part=part, text=text, check=name, recipe=long, rows=(2, 129)))
-    counted = attrs.evolve(base, n=67)
-    text = "right for every number of threads that torch is told to use"
-    case = Case(contract="EX-04", part="counts", text=text, check="thread_counts", recipe=counted, rows=(1, 3, 67))
-    yield from _and_coarse(*_in_each_dtype(case))
+        yield from _and_coarse(Case(contract, part, text, name, recipe=long, rows=(2, 129)))
+    counted, text = attrs.evolve(base, n=67), "right for every number of threads that torch is told to use"
+    yield from _all_ways(Case("EX-04", "counts", text, "thread_counts", recipe=counted, rows=(1, 3, 67)))
 
 
 def _content_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
     """Yield the cases of activations and scales that are unusually large, small or zero."""
     for part, shift, text in (("large", 20, "activations far above 65,504"), ("small", -30, "activations near 2^-40")):
-        case = Case(contract="EX-10", part=part, text=text, check="values", recipe=base, shift=shift)
+        case = Case("EX-10", part, text, "values", recipe=base, shift=shift)
         yield from _and_coarse(case, attrs.evolve(case, dtype=torch.bfloat16))
     for scale_kind in _kinds(kind):
         edges = attrs.evolve(base, scale_kind=scale_kind, has_edges=True)
-        text = "zero blocks, negative zero, tiny and large scales"
-        case = Case(contract="EX-10", part="edges", text=text, check="values", recipe=edges)
-        yield from _and_coarse(*_in_each_dtype(case))
+        yield from _all_ways(
+            Case("EX-10", "edges", "zero blocks, negative zero, tiny and large scales", "values", recipe=edges)
+        )
 
 
 def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
@@ -269,7 +257,7 @@ def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
 
 
 def _backend_cases(kind: Format) -> Iterator[Case]:
-    base = _base(kind)
+    base, of_backend = _base(kind), functools.partial(Case, profile="backend")
     for contract, part, name, text in (
         ("TC-04", "override", "override", "the backend asked for serves each legal compute path, and is recorded"),
         ("TC-05", "unavailable", "unavailable", "KERNEL_ONLY is an error with reasons, KERNEL_OR_FALLBACK falls back"),
@@ -298,32 +286,22 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("EX-15", "elsewhere", "elsewhere", "a layer pickled to a new process gives the same bits there"),
     ):
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
-        case = Case(
-            contract=contract, part=part, text=text, check=name, recipe=base, profile="backend", rows=rows,
-            is_slow=name in _SLOW,
-        )  # fmt: skip
+        case = of_backend(contract, part, text, name, recipe=base, rows=rows, is_slow=name in _SLOW)
         yield from _and_coarse(case) if name in _ABOUT_CALLS else (case,)
-    for dtype in _DTYPES:
-        text = "every dtype of x and y that is declared is served rightly"
-        yield Case(
-            contract="EX-02", part="dtypes", text=text, check="dtypes", recipe=base, profile="backend", dtype=dtype
-        )
+    text = "every dtype of x and y that is declared is served rightly"
+    yield from _in_each_dtype(of_backend("EX-02", "dtypes", text, "dtypes", recipe=base))
     text = "closing gives every byte back, and later use is an error"
     held = attrs.evolve(base, n=1024, k=1024)
-    yield Case(
-        contract="EX-09", part="dispose", text=text, check="dispose", recipe=held, profile="backend", is_slow=True
-    )
+    yield of_backend("EX-09", "dispose", text, "dispose", recipe=held, is_slow=True)
     large = attrs.evolve(base, n=2048, k=2048)
-    text = "a path that says KERNEL makes no dense weight"
-    yield Case(contract="EX-14", part="kind", text=text, check="kind", recipe=large, profile="backend", is_slow=True)
-    text = "the exported weight is the weight, bit for bit"
+    yield of_backend(
+        "EX-14", "kind", "a path that says KERNEL makes no dense weight", "kind", recipe=large, is_slow=True
+    )
     for recipe in weight_recipes(kind):
-        yield Case(contract="EX-16", part="export", text=text, check="export", recipe=recipe, profile="backend")
+        yield of_backend("EX-16", "export", "the exported weight is the weight, bit for bit", "export", recipe=recipe)
         if recipe.features:
-            text_17 = "what is not declared is refused by the core"
-            yield Case(
-                contract="EX-17", part="undeclared", text=text_17, check="undeclared", recipe=recipe, profile="backend"
-            )
+            text = "what is not declared is refused by the core"
+            yield of_backend("EX-17", "undeclared", text, "undeclared", recipe=recipe)
 
 
 def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
@@ -336,33 +314,24 @@ def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tu
 
 
 def _device_cases(kind: Format) -> Iterator[Case]:
-    base = _base(kind)
-    yield Case(
-        contract="TC-14", part="quantiser", text="the native quantiser gives the reference's bytes",
-        check="native_quantiser", recipe=base, profile="backend",
-    )  # fmt: skip
+    base, of_backend = _base(kind), functools.partial(Case, profile="backend")
+    text = "the native quantiser gives the reference's bytes"
+    yield of_backend("TC-14", "quantiser", text, "native_quantiser", recipe=base)
     wide = attrs.evolve(base, n=136, k=max(512, 4 * kind.block_size))
     text = "the product of 4-bit activations is finite, right on their grid and as noisy as they are"
-    for dtype in (torch.float32, torch.bfloat16):
-        yield Case(
-            contract="TC-15", part="product", text=text, check="native_product", recipe=wide, profile="backend",
-            dtype=dtype, precision=_P.FP4, rows=(1, 8, 33, 129),
-        )  # fmt: skip
-    for dtype in _DTYPES:
-        text = "unasked, the kernel backend serves, and the record says which path"
-        yield Case(
-            contract="TC-16", part="picked", text=text, check="picked", recipe=base, profile="backend", dtype=dtype
-        )
+    product = of_backend(
+        "TC-15", "product", text, "native_product", recipe=wide, precision=_P.FP4, rows=(1, 8, 33, 129)
+    )
+    yield from (product, attrs.evolve(product, dtype=torch.bfloat16))
+    text = "unasked, the kernel backend serves, and the record says which path"
+    yield from _in_each_dtype(of_backend("TC-16", "picked", text, "picked", recipe=base))
     for part, text in (
         ("graph", "a replayed CUDA graph gives the bits of plain calls"),
         ("quiet", "a call neither waits for the device nor asks it for memory, and leaves none taken"),
         ("stream", "a call runs on the caller's stream"),
     ):
-        for wish in (_P.EXACT, _P.FP4):
-            yield Case(
-                contract="EX-18", part=part, text=text, check=part, recipe=wide, profile="backend",
-                dtype=torch.bfloat16, precision=wish, rows=(1, 8, 17, 600),
-            )  # fmt: skip
+        case = of_backend("EX-18", part, text, part, recipe=wide, dtype=torch.bfloat16, rows=(1, 8, 17, 600))
+        yield from (case, attrs.evolve(case, precision=_P.FP4))
 
 
 def cases_of(formats: Iterable[str | Format], device: str) -> tuple[Case, ...]:

@@ -31,7 +31,7 @@ def core_cases() -> tuple[Case, ...]:
         ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and told, and stops nobody", False),
     )
     return tuple(
-        Case(contract=contract, part=part, text=text, check=name, profile="core", is_slow=is_slow)
+        Case(contract, part, text, name, profile="core", is_slow=is_slow)
         for contract, part, name, text, is_slow in rows
     )
 
@@ -46,20 +46,13 @@ def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
         ("EX-11", "convert", "dialect_convert", "to other dialects of the format and back: the same bytes, or refused"),
     )
     text = "nothing foreign is claimed, and what is claimed is read right"
-    foreign = Case(contract="TC-03", part="foreign", text=text, check="dialect_foreign", profile="dialect")
+    foreign = Case("TC-03", "foreign", text, "dialect_foreign", profile="dialect")
     cases = [foreign]
     for item in formats:
         kind = find_format(item)
         detect = "TC-01" if kind.form is Form.CODEBOOK and kind.name in {"nf4", "fp4"} else "TC-02"
         cases += [
-            Case(
-                contract=contract.format(detect=detect),
-                part=part,
-                text=text,
-                check=name,
-                profile="dialect",
-                format=kind.name,
-            )
+            Case(contract.format(detect=detect), part, text, name, profile="dialect", format=kind.name)
             for contract, part, name, text in rows
         ]
     return tuple(cases)
@@ -76,7 +69,4 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
         ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
     )
-    return tuple(
-        Case(contract=contract, part=part, text=text, check=name, profile="memory")
-        for contract, part, name, text in rows
-    )
+    return tuple(Case(contract, part, text, name, profile="memory") for contract, part, name, text in rows)
