@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.allocations import watch
 from q4_conformance.oracle.compare import judge
 from q4_conformance.oracle.exact import exact_linear
@@ -74,16 +74,14 @@ def _check_detected(tensors: dict[str, torch.Tensor], kind: str, shape: tuple[in
 
 
 @check("detect_nf4")
-def check_detect_nf4(case: Case, subject: object) -> str:
+def check_detect_nf4(_case: Case, _subject: object) -> str:
     """``.weight/.absmax/.quant_map`` is NF4, with these keys."""
-    del case, subject
     return _check_detected(_checkpoint(_trio()), "nf4", (8, 128), 64)
 
 
 @check("detect_nvfp4")
-def check_detect_nvfp4(case: Case, subject: object) -> str:
+def check_detect_nvfp4(_case: Case, _subject: object) -> str:
     """``.qdata/.scale`` is NVFP4, with these keys."""
-    del case, subject
     return _check_detected(_checkpoint(_pair()), "nvfp4", (8, 64), 16)
 
 
@@ -108,9 +106,8 @@ def _planted() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 @check("validate")
-def check_validate(case: Case, subject: object) -> str:
+def check_validate(_case: Case, _subject: object) -> str:
     """Every fault of a checkpoint is told at once, by ``validate`` and by ``detect_or_fail``."""
-    del case, subject
     tensors, planted = _planted()
     schema = detect(tensors)
     if schema is None:
@@ -118,15 +115,11 @@ def check_validate(case: Case, subject: object) -> str:
     found = {problem.key: problem.code for problem in validate(schema, tensors)}
     untold = {key: code for key, code in planted.items() if found.get(key) != code}
     expect(not untold, f"not told, or told otherwise: {untold}; told: {found}")
-    try:
-        detect_or_fail(tensors)
-    except SchemaError as error:
-        raised = {problem.key: problem.code for problem in error.problems}
-        expect(raised == found, f"detect_or_fail tells {raised}, validate {found}")
-        missing = [key for key in planted if key not in str(error)]
-        expect(not missing, f"the message does not name {missing}")
-    else:
-        raise FailureError("detect_or_fail accepted a damaged checkpoint")
+    error = raised(SchemaError, lambda: detect_or_fail(tensors), "detect_or_fail accepted a damaged checkpoint")
+    told = {problem.key: problem.code for problem in error.problems}
+    expect(told == found, f"detect_or_fail tells {told}, validate {found}")
+    missing = [key for key in planted if key not in str(error)]
+    expect(not missing, f"the message does not name {missing}")
     return f"{len(planted)} faults at once"
 
 
@@ -172,9 +165,8 @@ print(json.dumps({
 
 
 @check("bare")
-def check_bare(case: Case, subject: object) -> str:
+def check_bare(_case: Case, _subject: object) -> str:
     """With the reference alone a session is made and runs, and no compiled code of ours is in the process."""
-    del case, subject
     environment = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
     environment["Q4_PLUGINS"] = "dequant-fallback"
     if "q4_dequant_fallback" in os.environ.get("Q4_PLUGIN_MODULES", ""):
@@ -208,9 +200,8 @@ def _x() -> torch.Tensor:
 
 
 @check("prefer_unified")
-def check_prefer_unified(case: Case, subject: object) -> str:
+def check_prefer_unified(_case: Case, _subject: object) -> str:
     """PREFER_UNIFIED without a provider: a recorded reason, and the same numbers."""
-    del case, subject
     _, plain = _layer(UnifiedMemoryPolicy.DISABLED)
     _, preferred = _layer(UnifiedMemoryPolicy.PREFER_UNIFIED)
     x = _x()
@@ -228,22 +219,17 @@ def check_prefer_unified(case: Case, subject: object) -> str:
 
 
 @check("require_unified")
-def check_require_unified(case: Case, subject: object) -> str:
+def check_require_unified(_case: Case, _subject: object) -> str:
     """REQUIRE_UNIFIED that can't be met fails at once, and names the device attributes that decided."""
-    del case, subject
     for name, call in (
         ("a session's layer", lambda: _layer(UnifiedMemoryPolicy.REQUIRE_UNIFIED)),
         ("a weight", lambda: _apply(memory.apply_policy)),
         ("a mutable tensor", lambda: _apply(memory.apply_mutable_policy)),
         ("an activation", lambda: _apply(memory.apply_input_policy)),
     ):
-        try:
-            call()
-        except UnifiedMemoryError as error:
-            expect(error.attributes, f"{name}: the error names no device attribute")
-            expect(all(key in str(error) for key in error.attributes), f"{name}: the message does not name them")
-        else:
-            raise FailureError(f"{name} was served without unified memory")
+        error = raised(UnifiedMemoryError, call, f"{name} was served without unified memory")
+        expect(error.attributes, f"{name}: the error names no device attribute")
+        expect(all(key in str(error) for key in error.attributes), f"{name}: the message does not name them")
     return "layer, weight, mutable tensor, activation"
 
 
@@ -252,9 +238,8 @@ def _apply(function: Any) -> None:
 
 
 @check("prefer_activation")
-def check_prefer_activation(case: Case, subject: object) -> str:
+def check_prefer_activation(_case: Case, _subject: object) -> str:
     """PREFER_UNIFIED never copies an activation: the very same tensor comes back, and no more is allocated."""
-    del case, subject
     x = _x()
     same, decision = memory.apply_input_policy(x, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
     expect(same is x, "another tensor came back")

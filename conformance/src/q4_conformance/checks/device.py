@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import numpy as np
 import torch
 
-from q4_conformance.checks.policy import serves_kernels
+from q4_conformance.checks.policy import require_kernels
 from q4_conformance.checks.values import check_noise, check_values, draw, judge_call
 from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4_conformance.subjects.backend import make_registry
 from q4core import ComputePath, PackedWeight, PathKind, Precision, Request, Session, SessionConfig, WeightSpec
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendLayer, BackendSubject
@@ -44,32 +44,32 @@ def _masters(kind: Format, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "one row", plain[:1]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def quantiser_of(subject: BackendSubject, wanted: PackedWeight, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the backend's quantiser, as asked to make such a weight of that dtype.
+
+    Raises:
+        NotDeclaredError, NotTestableError: It has none for it, or not here.
+    """
+    if "quantize" not in subject.backend.capabilities.ops:
+        raise NotDeclaredError("the op 'quantize' is not declared")
+    plain = Request.for_weight(wanted, device=subject.device, dtype=dtype)
+    request = attrs.evolve(plain, op="quantize", out_features=wanted.out_features, in_features=wanted.in_features)
+    subject.require_declared(request)
+    subject.require_hardware(request)
+    quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+    return lambda dense, **how: quantize(dense.to(subject.device), request, **how)
 
 
 @check("native_quantiser")
 def check_native_quantiser(case: Case, subject: BackendSubject) -> str:
     """The backend's quantiser gives the reference's layout and exactly its bytes."""
-    if "quantize" not in subject.backend.capabilities.ops:
-        raise NotDeclaredError("the op 'quantize' is not declared")
     kind = case.weight_recipe.format
     count = 0
     for dtype in _MASTERS:
         for name, dense in _masters(kind, case.seeds[0]):
             master = dense.to(dtype)
             wanted = quantize_ref(master, kind.name)
-            request = attrs.evolve(
-                Request.for_weight(wanted, device=subject.device, dtype=dtype),
-                op="quantize",
-                out_features=dense.shape[0],
-                in_features=dense.shape[1],
-            )
-            subject.require_declared(request)
-            subject.require_hardware(request)
-            quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
-            got = quantize(master.to(subject.device), request)
-            expect_same_bytes(got, wanted, f"{name}, {dtype}")
+            expect_same_bytes(quantiser_of(subject, wanted, dtype)(master), wanted, f"{name}, {dtype}")
             count += 1
     return f"{count} weights"
 
@@ -82,7 +82,8 @@ def expect_same_bytes(got: object, wanted: PackedWeight, what: str) -> None:
     for (field, expected), (_, given) in zip(wanted.tensors(), got.tensors(), strict=True):
         same = given.dtype == expected.dtype and given.shape == expected.shape
         expect(same, f"{what}: {field} is {given.dtype} {list(given.shape)}")
-        wrong = int(np.count_nonzero(_bytes(given).numpy() != _bytes(expected).numpy()))
+        theirs, ours = stored_bytes(expected), stored_bytes(given)
+        wrong = 0 if ours == theirs else sum(one != other for one, other in zip(ours, theirs, strict=True))
         expect(not wrong, f"{what}: {wrong} bytes of {field} differ from the reference's")
 
 
@@ -101,8 +102,7 @@ def check_picked(case: Case, subject: BackendSubject) -> str:
     request = subject.request(weight, dtype=case.dtype)
     subject.require_declared(request)
     subject.require_hardware(request)
-    if not serves_kernels(subject, case, weight):
-        raise NotDeclaredError("no kernel path for every M is offered")
+    require_kernels(subject, case, weight)
     config = SessionConfig(
         device=str(subject.device), compute_path=ComputePath.AUTO, activation_precision=case.precision,
         compute_dtype=case.dtype,

@@ -8,6 +8,7 @@ import torch
 
 from q4_conformance.checks.layer import same_weight
 from q4_conformance.contract.case import check, expect
+from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import exact_weight
 from q4_conformance.oracle.golden_vectors import Vector, golden_vectors
 from q4_conformance.outcome import FailureError, NotDeclaredError
@@ -24,11 +25,6 @@ _MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
 _DENSE = {"model.norm.weight": torch.ones(16), "model.embed.weight": torch.zeros(4, 16)}
 
 
-def _bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
 def _same_layer(got: WrittenLayer, wanted: Mapping[str, torch.Tensor]) -> str | None:
     """Return in what the tensors of a written layer differ from those that are wanted, or None."""
     if set(got.tensors) != set(wanted):
@@ -37,7 +33,7 @@ def _same_layer(got: WrittenLayer, wanted: Mapping[str, torch.Tensor]) -> str | 
         ours = got.tensors[key]
         if (ours.dtype, ours.shape) != (tensor.dtype, tensor.shape):
             return f"{key}: {ours.dtype} {list(ours.shape)}, not {tensor.dtype} {list(tensor.shape)}"
-        if _bits(ours) != _bits(tensor):
+        if stored_bytes(ours) != stored_bytes(tensor):
             return f"bytes of {key}"
     return None
 
@@ -84,9 +80,8 @@ _HOSTILE: dict[str, Any] = {
 
 
 @check("dialect_foreign")
-def check_foreign(case: Case, subject: DialectSubject) -> str:
+def check_foreign(_case: Case, subject: DialectSubject) -> str:
     """Nothing is claimed of dense models, other layers' tensors and rubbish; what is claimed is read right."""
-    del case
     dense = {"a.weight": torch.zeros(8, 8), "a.bias": torch.zeros(8), "b.running_mean": torch.zeros(8), **_DENSE}
     for name, tensors in {"a dense model": dense, "bytes": {"a.weight": torch.zeros(8, 8, dtype=torch.uint8)}}.items():
         claimed = [layer.module for layer in subject.find(Catalogue(tensors))]

@@ -15,12 +15,13 @@ import torch
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.allocations import trim
 from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import Reference, exact_weight
 from q4_conformance.outcome import FailureError, NotTestableError
 from q4core import BUILTIN_FORMATS, dequantize, quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 CALLS = 10_000
 STEPS = 1_000
 _CPU = torch.device("cpu")
-_DECAYS, _TINY = (0.9, 0.999), 1e-8
+_RATE = 1e-3
 _STATM = Path("/proc/self/statm")
 
 
@@ -42,38 +43,6 @@ def held_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     trim()
     return resident_bytes()
-
-
-class Adam:
-    """Adam (Kingma & Ba, 2015). That of torch loads torch's compiler first, which takes seconds and is not judged.
-
-    Args:
-        parameters: What to train.
-        rate: The step size.
-    """
-
-    def __init__(self, parameters: list[torch.nn.Parameter], rate: float) -> None:
-        self._parameters = parameters
-        self._rate = rate
-        self._means = [(torch.zeros_like(item), torch.zeros_like(item)) for item in parameters]
-        self._steps = 0
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Move each parameter against its gradient."""
-        self._steps += 1
-        bias, bias_of_square = (1 - decay**self._steps for decay in _DECAYS)
-        for parameter, (mean, square) in zip(self._parameters, self._means, strict=True):
-            gradient = parameter.grad
-            if gradient is not None:
-                mean.lerp_(gradient, 1 - _DECAYS[0])
-                square.lerp_(gradient * gradient, 1 - _DECAYS[1])
-                parameter.sub_(self._rate / bias * mean / ((square / bias_of_square).sqrt() + _TINY))
 
 
 class Growth:
@@ -90,6 +59,25 @@ class Growth:
     def look(self) -> None:
         """Note what is held now."""
         self._held.append(held_bytes(self._device))
+
+    def over(self, turns: int) -> Iterator[int]:
+        """Yield the number of each turn; memory is looked at between three stretches, after a tenth of warming up."""
+        looks = range(turns // 10, turns, 3 * turns // 10)
+        for turn in range(turns):
+            if turn in looks:
+                self.look()
+            yield turn
+        self.look()
+
+    def expect_flat(self, turns: int, lost_bytes: float) -> str:
+        """Return by how much memory grew over the turns; ``lost_bytes`` for each after the first tenth are too many.
+
+        Raises:
+            FailureError: It grew by more.
+        """
+        limit = int(lost_bytes * (turns - turns // 10))
+        expect(self.bytes < limit, f"memory grew by {self.bytes} bytes in {turns} turns, {limit} at most")
+        return f"memory grew by {self.bytes} bytes"
 
     @property
     def bytes(self) -> int:
@@ -122,14 +110,13 @@ def one_thread() -> Iterator[None]:
 
 
 def _bits(weight: PackedWeight) -> bytes:
-    return b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for _, tensor in weight.tensors())
+    return b"".join(stored_bytes(tensor) for _, tensor in weight.tensors())
 
 
 @check("quantise_often")
 @one_thread()
-def check_quantise_often(case: Case, subject: object) -> str:
+def check_quantise_often(_case: Case, _subject: object) -> str:
     """10,000 quantise and dequantise calls: finite, the same bits each time, and memory stays where it was."""
-    del case, subject
     names = sorted(BUILTIN_FORMATS)
     dense = torch.randn(4, 256, generator=torch.Generator().manual_seed(18)) * 0.1
     expected = {}
@@ -140,20 +127,15 @@ def check_quantise_often(case: Case, subject: object) -> str:
         exact = torch.from_numpy(exact_weight(weight)).to(torch.float32)
         expect(torch.equal(values, exact), f"{name}: dequantised to other numbers than its bytes mean")
         expected[name] = (_bits(weight), values)
-    size = max(len(bits) for bits, _ in expected.values())
-    start = 0
-    for call in range(CALLS):
-        if call == CALLS // 10:
-            start = held_bytes(_CPU)
+    growth = Growth(_CPU)
+    for call in growth.over(CALLS):
         name = names[call % len(names)]
         bits, values = expected[name]
         weight = quantize(dense, name)
         expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
         expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
-    grown = held_bytes(_CPU) - start
-    limit = size * (CALLS - CALLS // 10) // 10  # a tenth of one lost packed weight per call
-    expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
-    return f"{CALLS} calls over {len(names)} formats, memory grew by {grown} bytes"
+    told = growth.expect_flat(CALLS, max(len(bits) for bits, _ in expected.values()) / 10)  # of a packed weight
+    return f"{CALLS} calls over {len(names)} formats, {told}"
 
 
 def _product(
@@ -179,9 +161,8 @@ def straight_through() -> Any:
 
 
 @check("ste_gradients")
-def check_ste_gradients(case: Case, subject: object) -> str:
+def check_ste_gradients(_case: Case, _subject: object) -> str:
     """``linear_ste``: forward is the quantised weight's, gradients are finite, not zero, and the analytic ones."""
-    del case, subject
     for name in sorted(BUILTIN_FORMATS):
         judge_ste(name, torch.device("cpu"))
     return f"{len(BUILTIN_FORMATS)} formats: y, x, master, bias"
@@ -220,34 +201,50 @@ def judge_ste(name: str, device: torch.device) -> None:
 
 @check("train_long")
 @one_thread()
-def check_train_long(case: Case, subject: object) -> str:
+def check_train_long(_case: Case, _subject: object) -> str:
     """1,000 steps of a plain training loop: no crash, finite gradients, a falling loss, flat memory."""
-    del case, subject
     generator = torch.Generator().manual_seed(20)
     x = torch.randn(64, 64, generator=generator)
     target = torch.tanh(x @ torch.randn(64, 16, generator=generator) / 8)
     first = torch.nn.Parameter(torch.randn(64, 64, generator=generator) / 8)
     second = torch.nn.Parameter(torch.randn(16, 64, generator=generator) / 8)
     bias = torch.nn.Parameter(torch.zeros(16))
-    optimiser = Adam([first, second, bias], 3e-3)
-    losses, start = [], 0
     training = straight_through()
-    for step in range(STEPS):
-        if step == STEPS // 10:
-            start = held_bytes(_CPU)
+
+    def loss_of() -> torch.Tensor:
         hidden = torch.relu(training.linear_ste(x, first, format="nvfp4"))
-        loss = torch.nn.functional.mse_loss(training.linear_ste(hidden, second, bias, format="nf4"), target)
-        optimiser.zero_grad()
+        return torch.nn.functional.mse_loss(training.linear_ste(hidden, second, bias, format="nf4"), target)
+
+    return train({"first": first, "second": second, "bias": bias}, loss_of, _CPU, first.nbytes / 10)
+
+
+def train(
+    parameters: dict[str, torch.nn.Parameter],
+    loss_of: Callable[[], torch.Tensor],
+    device: torch.device,
+    lost_bytes: float,
+) -> str:
+    """Take 1,000 steps against the signs of the gradients, and return how loss and memory went.
+
+    Torch's own optimisers load its compiler first, which takes seconds and is not judged.
+
+    Raises:
+        FailureError: A gradient is not there, not finite or zero; the loss does not fall; or memory grows.
+    """
+    losses, growth = [], Growth(device)
+    for step in growth.over(STEPS):
+        loss = loss_of()
         loss.backward()
-        for name, parameter in (("first", first), ("second", second), ("bias", bias)):
-            grad = parameter.grad
-            expect(grad is not None and bool(torch.isfinite(grad).all()), f"step {step}: gradient of {name}")
-        optimiser.step()
         losses.append(float(loss.detach()))
-    grown = held_bytes(_CPU) - start
-    dense = first.numel() * first.element_size()
-    limit = dense * (STEPS - STEPS // 10) // 10  # a tenth of one lost dense weight per step
-    expect(grown < limit, f"resident memory grew by {grown} bytes, {limit} at most")
+        for name, parameter in parameters.items():
+            grad = parameter.grad
+            if grad is None or not bool(torch.isfinite(grad).all()):
+                raise FailureError(f"step {step}: the gradient of {name} is not finite")
+            expect(bool(grad.any()), f"step {step}: the gradient of {name} is zero")
+            with torch.no_grad():
+                parameter.sub_(_RATE * grad.sign())
+            parameter.grad = None
+    told = growth.expect_flat(STEPS, lost_bytes)
     head, tail = sum(losses[:50]) / 50, sum(losses[-50:]) / 50
     expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
-    return f"loss {head:.4g} to {tail:.4g}, memory grew by {grown} bytes"
+    return f"loss {head:.4g} to {tail:.4g}, {told}"

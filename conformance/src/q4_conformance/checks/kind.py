@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4_conformance.checks.policy import serves_kernels
+from q4_conformance.checks.policy import require_kernels
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.dense_check import Bench, Benches, Point, weigh
@@ -80,15 +80,10 @@ def _points(segment: Segment, many: tuple[int, ...]) -> list[Point]:
     The least is called often.
     """
     low, high = segment.low, segment.high
-    if _is_interpreted(segment):
+    if segment.path.interpreted:  # takes seconds a call and stands for no device: it is watched once
         return [Point(segment.path, low)]
     rows = sorted({low, *(max(low, item if high is None else min(item, high)) for item in many)})
     return [Point(segment.path, item, is_often=item == low) for item in rows]
-
-
-def _is_interpreted(segment: Segment) -> bool:
-    """Say whether a path is interpreted, which takes seconds a call and stands for no device: it is watched once."""
-    return segment.path.interpreted
 
 
 def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> Iterator[tuple[Case, Selection]]:
@@ -115,15 +110,14 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
     Each path is watched in the first dtype and activation precision in which it serves.
     """
     weight = case.weight()
-    if not serves_kernels(subject, case, weight):
-        raise NotDeclaredError("no kernel path for every M is offered")
+    require_kernels(subject, case, weight)
     gc.collect()
     seen: list[str] = []
     known: set[tuple[str, Precision]] = set()
     for here, selection in _selections(case, subject, weight):
         is_own = here.dtype == case.dtype
         segments = [item for item in selection.segments if (item.path.name, item.path.precision) not in known]
-        segments = [item for item in segments if is_own or not _is_interpreted(item)]
+        segments = [item for item in segments if is_own or not item.path.interpreted]
         known |= {(item.path.name, item.path.precision) for item in segments}
         if segments:
             many = _MANY_ROWS if is_own else _MANY_ROWS[:1]

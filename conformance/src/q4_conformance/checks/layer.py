@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,11 @@ import numpy as np
 import torch
 
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.contract.cases import linear_cases
-from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales
+from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales, stored_bytes
 from q4_conformance.oracle.exact import as_given, exact_weight
-from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.outcome import NotDeclaredError
 from q4_conformance.subjects.backend import WISHES, make_registry
 from q4_conformance.subjects.manifest import request_of, undeclared_reason
 from q4_conformance.subjects.wrappers import Proxy
@@ -54,13 +55,9 @@ def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
             ours, theirs = getattr(weight, field), getattr(got, field)
             if ours is None:
                 continue
-            if theirs is None or ours.dtype != theirs.dtype or _bytes(ours) != _bytes(theirs):
+            if theirs is None or ours.dtype != theirs.dtype or stored_bytes(ours) != stored_bytes(theirs):
                 return f"stored level {field}"
     return None
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @check("export")
@@ -103,7 +100,7 @@ def check_state(case: Case, subject: BackendSubject) -> str:
     after = layer.module.state_dict()
     expect(list(after) == list(state), f"running changed the keys of the state: {sorted(set(after) ^ set(state))}")
     for key, value in state.items():
-        expect(_bytes(value) == _bytes(after[key]), f"running changed {key!r}")
+        expect(stored_bytes(value) == stored_bytes(after[key]), f"running changed {key!r}")
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -129,13 +126,11 @@ def check_undeclared(case: Case, subject: BackendSubject) -> str:
         manifest = subject.backend.capabilities
         proxy = Proxy(subject.backend, capabilities=attrs.evolve(manifest, features=manifest.features - {feature}))
         config = subject.config(gradients=feature is Feature.GRADIENTS, compute_dtype=case.dtype)
-        try:
-            Session(config, registry=make_registry(proxy)).linear(weight)
-        except BackendUnavailableError as error:
-            codes = [reason.code for item in error.rejections for reason in item.reasons]
-            expect(codes == [ReasonCode.FEATURE], f"{feature.value}: refused for {codes}")
-        else:
-            raise FailureError(f"a weight that needs {feature.value!r} was served without its being declared")
+        session = Session(config, registry=make_registry(proxy))
+        served = f"a weight that needs {feature.value!r} was served without its being declared"
+        error = raised(BackendUnavailableError, functools.partial(session.linear, weight), served)
+        codes = [reason.code for item in error.rejections for reason in item.reasons]
+        expect(codes == [ReasonCode.FEATURE], f"{feature.value}: refused for {codes}")
         expect(proxy.checks == 0, f"{feature.value}: the backend was asked")
     return ", ".join(feature.value for feature in needed)
 
@@ -160,12 +155,9 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
             continue  # what is lacking is another op, or gradients, which a layer need not ask for
         proxy = Proxy(subject.backend)
         config = subject.config(compute_dtype=request.dtype, activation_precision=request.precision)
-        try:
-            select(request, config, registry=make_registry(proxy))
-        except (BackendUnavailableError, PolicyConflictError):
-            refused += 1
-        else:
-            raise FailureError(f"a request was served that is not declared: {request}")
+        call = functools.partial(select, request, config, registry=make_registry(proxy))
+        raised((BackendUnavailableError, PolicyConflictError), call, f"{request} is served, and not declared")
+        refused += 1
         expect(not reasons or proxy.checks == 0, f"the backend was asked, although its manifest refuses {request}")
     if not refused:
         raise NotDeclaredError("the manifest declares every request of the table")

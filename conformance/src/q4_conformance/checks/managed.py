@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from q4_conformance.checks.endurance import resident_bytes
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.allocations import trim, watch
 from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.oracle.weights import WeightRecipe
-from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.devices import require_device
 from q4_conformance.subjects.memory import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
 from q4core import Precision, ScaleKind, Session, SessionConfig, UnifiedMemoryError, UnifiedMemoryPolicy, memory
@@ -50,15 +51,9 @@ def _bytes_at(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
 @check("capability")
-def check_capability(case: Case, subject: MemorySubject) -> str:
+def check_capability(_case: Case, subject: MemorySubject) -> str:
     """The provider says of every device whether it can, why, and by which device attributes; twice the same."""
-    del case
     for device in (subject.device, torch.device("cpu"), *_ABSENT):
         own = MemorySubject(subject.provider, device=str(device))
         answer = own.availability()
@@ -70,9 +65,8 @@ def check_capability(case: Case, subject: MemorySubject) -> str:
 
 
 @check("prefer_provider")
-def check_prefer_provider(case: Case, subject: MemorySubject) -> str:
+def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED promotes a layer where the provider can, else falls back with its reason; the numbers stay."""
-    del case
     require_device(subject.device)
     x = _x(subject)
     plain = _layer(subject, UnifiedMemoryPolicy.DISABLED)
@@ -97,9 +91,8 @@ def check_prefer_provider(case: Case, subject: MemorySubject) -> str:
 
 
 @check("require_provider")
-def check_require_provider(case: Case, subject: MemorySubject) -> str:
+def check_require_provider(_case: Case, subject: MemorySubject) -> str:
     """REQUIRE_UNIFIED that the provider can't meet fails at once, naming the attributes that it gave."""
-    del case
     require_device(subject.device)
     provider: Any = subject.provider
     answer = subject.availability()
@@ -108,32 +101,21 @@ def check_require_provider(case: Case, subject: MemorySubject) -> str:
         provider = UnableProvider(provider, "told so by the kit", attributes)
         answer = provider.is_available(subject.device)
     for name, call in _required(subject, provider):
-        try:
-            call()
-        except UnifiedMemoryError as error:
-            for key in answer.attributes:
-                expect(key in error.attributes, f"{name}: the error does not carry {key!r}: {error.attributes}")
-                expect(key in str(error), f"{name}: the message does not name {key!r}: {error}")
-            expect(answer.reason in str(error), f"{name}: the message has no reason: {error}")
-        else:
-            raise FailureError(f"{name} was served without managed memory")
+        error = raised(UnifiedMemoryError, call, f"{name} was served without managed memory")
+        for key in answer.attributes:
+            expect(key in error.attributes, f"{name}: the error does not carry {key!r}: {error.attributes}")
+            expect(key in str(error), f"{name}: the message does not name {key!r}: {error}")
+        expect(answer.reason in str(error), f"{name}: the message has no reason: {error}")
     return f"layer, weight, mutable tensor, activation: {', '.join(answer.attributes)}"
 
 
 def _required(subject: MemorySubject, provider: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "a layer", lambda: _layer(subject, _REQUIRE, provider)
-    for name, function in (
-        ("a weight", memory.apply_policy),
-        ("a mutable tensor", memory.apply_mutable_policy),
-        ("an activation", memory.apply_input_policy),
-    ):
-        placed: Any = function
-        yield (
-            name,
-            lambda placed=placed: placed(  # type: ignore[misc]  # bound now
-                torch.zeros(4, device=subject.device), _REQUIRE, device=subject.device, providers=(provider,)
-            ),
-        )
+    facts: dict[str, Any] = {"device": subject.device, "providers": (provider,)}
+    source = torch.zeros(4, device=subject.device)
+    yield "a weight", lambda: memory.apply_policy(source, _REQUIRE, **facts)
+    yield "a mutable tensor", lambda: memory.apply_mutable_policy(source, _REQUIRE, **facts)
+    yield "an activation", lambda: memory.apply_input_policy(source, _REQUIRE, **facts)
 
 
 def _samples(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,15 +132,14 @@ def _samples(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @check("convert_managed")
-def check_convert_managed(case: Case, subject: MemorySubject) -> str:
+def check_convert_managed(_case: Case, subject: MemorySubject) -> str:
     """A conversion is managed by the driver's own word, keeps data and shape, and both views show the same bytes."""
-    del case
     subject.require_available()
     ordinary = torch.zeros(64, device=subject.device)
     expect(not subject.provider.is_managed(ordinary), "ordinary memory is called managed")
     count = 0
     for name, source in _samples(subject.device):
-        before = _bytes_of(source)
+        before = stored_bytes(source)
         managed = subject.managed(source)
         expect(
             (managed.dtype, managed.shape) == (source.dtype, source.shape),
@@ -169,11 +150,11 @@ def check_convert_managed(case: Case, subject: MemorySubject) -> str:
         if subject.device.type == "cuda":
             expect(driver_says_managed(managed), f"{name}: the driver does not call it managed")
             expect(not driver_says_managed(ordinary), "the driver calls ordinary memory managed")
-        expect(_bytes_of(managed) == before, f"{name}: other data")
-        expect(_bytes_of(source) == before, f"{name}: the source was written")
+        expect(stored_bytes(managed) == before, f"{name}: other data")
+        expect(stored_bytes(source) == before, f"{name}: the source was written")
         expect(managed.data_ptr() != source.data_ptr(), f"{name}: shares memory with its source")
         dense = managed if managed.is_contiguous() else managed.T
-        expect(_bytes_at(dense) == _bytes_of(dense), f"{name}: the CPU sees other bytes than the device")
+        expect(_bytes_at(dense) == stored_bytes(dense), f"{name}: the CPU sees other bytes than the device")
         managed.zero_()
         expect(not any(_bytes_at(dense)), f"{name}: the CPU does not see what the device wrote")
         count += 1
@@ -181,9 +162,8 @@ def check_convert_managed(case: Case, subject: MemorySubject) -> str:
 
 
 @check("managed_empty")
-def check_managed_empty(case: Case, subject: MemorySubject) -> str:
+def check_managed_empty(_case: Case, subject: MemorySubject) -> str:
     """Empty tensors have the form asked for, never share bytes while they live, and give them back when they go."""
-    del case
     subject.require_available()
     shapes = ((3, 5), (1,), (7, 1, 2))
     held = [subject.provider.empty(shape, torch.float32, subject.device) for shape in shapes]
@@ -215,9 +195,8 @@ def check_managed_empty(case: Case, subject: MemorySubject) -> str:
 
 
 @check("mutable_variable")
-def check_mutable_variable(case: Case, subject: MemorySubject) -> str:
+def check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
     """With Q4_DISABLE_UM=0 the mutable policy promotes a copy; with 1 nothing is promoted, and REQUIRE fails."""
-    del case
     subject.require_available()
     source = torch.arange(12.0, device=subject.device).reshape(3, 4)
     facts: dict[str, Any] = {"device": subject.device, "providers": (subject.provider,)}
@@ -235,19 +214,15 @@ def check_mutable_variable(case: Case, subject: MemorySubject) -> str:
     placed, decision = memory.apply_mutable_policy(source, _PREFER, environment=off, **facts)
     expect(not subject.provider.is_managed(placed), "promoted although the variable is 1")
     expect(memory.DISABLE_VARIABLE in decision.reason, f"the reason does not name the variable: {decision.reason}")
-    try:
-        memory.apply_mutable_policy(source, _REQUIRE, environment=off, **facts)
-    except UnifiedMemoryError as error:
-        expect(memory.DISABLE_VARIABLE in str(error), f"the error does not name the variable: {error}")
-    else:
-        raise FailureError("REQUIRE_UNIFIED was met although the variable is 1")
+    required = functools.partial(memory.apply_mutable_policy, source, _REQUIRE, environment=off, **facts)
+    error = raised(UnifiedMemoryError, required, "REQUIRE_UNIFIED was met although the variable is 1")
+    expect(memory.DISABLE_VARIABLE in str(error), f"the error does not name the variable: {error}")
     return "promoted with 0 and unset, not with 1"
 
 
 @check("managed_activation")
-def check_managed_activation(case: Case, subject: MemorySubject) -> str:
+def check_managed_activation(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED gives the same storage back, managed or not: no allocation and no copy, counted."""
-    del case
     subject.require_available()
     counted = CountedProvider(subject.provider)
     facts: dict[str, Any] = {"device": subject.device, "providers": (counted,)}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.contract.case import check, expect
-from q4_conformance.measurement.history import Recorder, violations
+from q4_conformance.measurement.history import Operation, Recorder, violations
 from q4_conformance.outcome import FailureError
 from q4core import WriteConflictError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from q4_conformance.contract.case import Case
 
@@ -89,7 +89,7 @@ def judge_race(make: Callable[[torch.Tensor, Any], Any], mode: Any) -> int:
                 with recorder.record("write") as seen:
                     with state.write(wait=True) as tensor:
                         tensor.fill_(mark)
-                        seen["version"] = _made(state)
+                        seen["version"] = state.version + 1
                     seen["value"] = mark
 
         return write
@@ -107,26 +107,22 @@ def judge_race(make: Callable[[torch.Tensor, Any], Any], mode: Any) -> int:
             time.sleep(0)
 
     _run([writer(index) for index in range(_WRITERS)], [read] * _READERS, done)
-    history = recorder.operations
-    reads = [item for item in history if item.kind == "read"]
+    return judge_history(recorder.operations, state, mode, _WRITERS * _UPDATES)
+
+
+def judge_history(history: Sequence[Operation], state: Any, mode: Any, total: int) -> int:
+    """Judge what was seen of so many updates of a tensor, and return how many reads there were."""
     faults = violations(history, 0)
     expect(not faults, f"{mode.value}: no order explains {'; '.join(faults[:_SHOWN])}")
-    total = _WRITERS * _UPDATES
     expect(state.version == total, f"{mode.value}: version {state.version} after {total} updates")
+    reads = [item for item in history if item.kind == "read"]
     expect(len({item.version for item in reads}) > 1, f"{mode.value}: the readers saw nothing change")
     return len(reads)
 
 
-def _made(state: Any) -> int:
-    """Return the version that the update under way will make."""
-    version: int = state.version
-    return version + 1
-
-
 @check("mutable_race")
-def check_mutable_race(case: Case, subject: object) -> str:
+def check_mutable_race(_case: Case, _subject: object) -> str:
     """Threads race on one tensor, in both modes: no torn read, versions only grow, one order explains everything."""
-    del case, subject
     reads = 0
     judged = actors()
     for mode in judged.MutableMode:

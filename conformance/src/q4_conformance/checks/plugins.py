@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.recording import recorded, unique
 from q4_conformance.oracle.weights import WeightRecipe
-from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendLayer, plugin_of
 from q4_conformance.subjects.reference import REFERENCE, reference_backend
 from q4_conformance.subjects.wrappers import Proxy
@@ -116,19 +116,16 @@ def check_isolation(case: Case, subject: BackendSubject) -> str:
             expect(y.equal(alone(x)), f"M = {rows}: other bits beside broken plugins")
         _expect_told({record.name: record for record in registry.records()})
         twice = Registry([*own, ("second plugin", plugin_of(subject.backend))])
-        try:
-            Session(config, registry=twice).linear(weight)
-        except (UnknownBackendError, BackendUnavailableError) as error:
-            expect("duplicate" in str(error), f"the error does not speak of the duplicate name: {error}")
-        else:
-            raise FailureError("a backend served although its name is taken twice")
+        call = functools.partial(Session(config, registry=twice).linear, weight)
+        kinds = (UnknownBackendError, BackendUnavailableError)
+        error = raised(kinds, call, "a backend served although its name is taken twice")
+        expect("duplicate" in str(error), f"the error does not speak of the duplicate name: {error}")
     return f"{len(_TOLD)} broken neighbours, and a namesake"
 
 
 @check("core_isolation")
-def check_core_isolation(case: Case, subject: object) -> str:
+def check_core_isolation(_case: Case, _subject: object) -> str:
     """Import error, wrong API version, duplicate name: each is recorded and told, and the reference serves."""
-    del case, subject
     reference = reference_backend()
     weight = attrs.evolve(WeightRecipe(format="nf4").build(), name=unique("proj"))
     with recorded(Q4PluginWarning) as recording:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import attrs
 
 from q4_conformance.checks.values import draw, judge_call
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.recording import recorded, unique
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.subjects.backend import BackendLayer, BackendSubject, make_registry
@@ -44,16 +45,10 @@ def serves_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) ->
     return paths if covered and any(path.m[1] is None for path in paths) else ()
 
 
-def require_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) -> tuple[KernelPath, ...]:
-    """Return those paths.
-
-    Raises:
-        NotDeclaredError: There are none.
-    """
-    paths = serves_kernels(subject, case, weight)
-    if not paths:
+def require_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) -> None:
+    """Raise ``NotDeclaredError`` where there are none."""
+    if not serves_kernels(subject, case, weight):
         raise NotDeclaredError("no kernel path for every M is offered")
-    return paths
 
 
 def _run(layer: BackendLayer, case: Case, weight: PackedWeight) -> None:
@@ -95,14 +90,11 @@ def check_unavailable(case: Case, subject: BackendSubject) -> str:
     registry = make_registry(unavailable(subject.backend, message))
     config = subject.config(compute_path=ComputePath.KERNEL_ONLY, compute_dtype=case.dtype)
     with recorded() as record:
-        try:
-            Session(config, registry=registry).linear(weight)
-        except BackendUnavailableError as error:
-            told = {item.backend: [reason.code for reason in item.reasons] for item in error.rejections}
-            expect(told.get(subject.name) == [ReasonCode.NOT_BUILT], f"the error gives the rejections {told}")
-            expect(message in str(error), f"the reason is not in the message: {error}")
-        else:
-            raise FailureError("KERNEL_ONLY was served by an unavailable backend")
+        call = functools.partial(Session(config, registry=registry).linear, weight)
+        error = raised(BackendUnavailableError, call, "KERNEL_ONLY was served by an unavailable backend")
+        told = {item.backend: [reason.code for reason in item.reasons] for item in error.rejections}
+        expect(told.get(subject.name) == [ReasonCode.NOT_BUILT], f"the error gives the rejections {told}")
+        expect(message in str(error), f"the reason is not in the message: {error}")
         expect(not record.of(Q4FallbackWarning), "a refusal warned of a fallback")
         session = Session(attrs.evolve(config, compute_path=ComputePath.KERNEL_OR_FALLBACK), registry=registry)
         modules = [session.linear(weight), session.linear(weight)]
@@ -132,14 +124,9 @@ def check_cuda_only(case: Case, subject: BackendSubject) -> str:
         proxy = Proxy(subject.backend, capabilities=manifest)
         registry = make_registry(proxy, with_reference=with_reference)
         config = SessionConfig(device="cpu", backend=override, compute_path=ComputePath.KERNEL_ONLY)
-        try:
-            Session(config, registry=registry).linear(weight)
-        except BackendUnavailableError as error:
-            codes = [
-                reason.code for item in error.rejections if item.backend == subject.name for reason in item.reasons
-            ]
-            expect(ReasonCode.DEVICE in codes, f"the reasons are {[code.value for code in codes]}")
-        else:
-            raise FailureError("a CUDA-only backend served on the CPU")
+        call = functools.partial(Session(config, registry=registry).linear, weight)
+        error = raised(BackendUnavailableError, call, "a CUDA-only backend served on the CPU")
+        codes = [reason.code for item in error.rejections if item.backend == subject.name for reason in item.reasons]
+        expect(ReasonCode.DEVICE in codes, f"the reasons are {[code.value for code in codes]}")
         expect(proxy.checks == 0, "the backend was asked although its manifest refuses the device")
     return "by override, with and without the reference; alone installed"

@@ -8,17 +8,17 @@ deviation stays below 6 standard deviations (chance 2e-9 each), and the sum of a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 import torch
 
+from q4_conformance.checks.device import quantiser_of
 from q4_conformance.contract.case import check, expect
 from q4_conformance.oracle.decoding import decode_scales
 from q4_conformance.oracle.exact import exact_weight
 from q4_conformance.outcome import NotDeclaredError
-from q4core import PackedWeight, Request, Rounding
+from q4core import PackedWeight, Rounding
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def _levels(kind: Format) -> NDArray[np.float64]:
 @check("stochastic")
 def check_stochastic(case: Case, subject: BackendSubject) -> str:
     """Rounding by chance is unbiased, gives neighbours only, and follows its seed."""
-    manifest = subject.backend.capabilities
-    if "quantize" not in manifest.ops or Rounding.STOCHASTIC not in manifest.roundings:
+    if Rounding.STOCHASTIC not in subject.backend.capabilities.roundings:
         raise NotDeclaredError("stochastic rounding is not declared")
     kind = case.weight_recipe.format
     generator = torch.Generator().manual_seed(case.seeds[0])
@@ -55,19 +54,10 @@ def check_stochastic(case: Case, subject: BackendSubject) -> str:
     dense = torch.rand(_ROWS, 2 * kind.block_size, generator=generator) * (high - low) + low
     dense[:, :: kind.block_size] = high if abs(high) >= abs(low) else low  # so that every block's scale is one
     plain = quantize_ref(dense, kind.name)
-    request = attrs.evolve(
-        Request.for_weight(plain, device=subject.device, dtype=dense.dtype),
-        op="quantize",
-        out_features=dense.shape[0],
-        in_features=dense.shape[1],
-    )
-    subject.require_declared(request)
-    subject.require_hardware(request)
-    quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by the manifest
-    master = dense.to(subject.device)
+    quantize = quantiser_of(subject, plain, dense.dtype)
 
     def drawn(seed: int) -> PackedWeight:
-        weight: PackedWeight = quantize(master, request, rounding=Rounding.STOCHASTIC, seed=seed)
+        weight: PackedWeight = quantize(dense, rounding=Rounding.STOCHASTIC, seed=seed)
         return weight.to("cpu")
 
     first = drawn(0)

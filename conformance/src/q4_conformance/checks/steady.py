@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import attrs
 import torch
 
-from q4_conformance.checks.device import expect_same_bytes
-from q4_conformance.checks.endurance import CALLS, STEPS, Adam, Growth, judge_ste, one_thread
+from q4_conformance.checks.device import expect_same_bytes, quantiser_of
+from q4_conformance.checks.endurance import CALLS, Growth, judge_ste, one_thread, train
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
 from q4_conformance.subjects.temporary_plugin import lent
-from q4core import Feature, Request
+from q4core import Feature
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
@@ -22,17 +21,12 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendSubject
-    from q4core import PackedWeight
 
 LOST_RESULTS = 1 / 2
 """The share of a result that may stay behind per call."""
 LOST_PER_THREAD = 1 << 14
 """Bytes that may stay behind per thread: what the system and the interpreter keep of one that has ended."""
 _MOST_ROWS, _STRETCHES, _THREADS = 601, 3, 300
-_WARM = 10
-"""One call in so many warms up, before memory is looked at."""
-_CALL_LOOKS, _STEP_LOOKS = (tuple(range(total // _WARM, total, 3 * total // _WARM)) for total in (CALLS, STEPS))
-"""Calls and steps at which memory is looked at, in three stretches of equal length to the end."""
 
 
 @check("calls")
@@ -45,17 +39,10 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
     for x, y in calls:
         judge_call(layer, weight, x, y)
     growth = Growth(subject.device)
-    for call in range(CALLS):
-        if call in _CALL_LOOKS:
-            growth.look()
+    for call in growth.over(CALLS):
         x, y = calls[call % len(calls)]
         expect(torch.equal(layer.module(x), y), f"call {call}, M = {x.shape[0]}: other bits")
-    growth.look()
-    grown = growth.bytes
-    least = min(y.nbytes for _, y in calls)
-    limit = least * (CALLS - CALLS // _WARM) * LOST_RESULTS
-    expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
-    return f"{CALLS} calls, memory grew by {grown} bytes"
+    return f"{CALLS} calls, {growth.expect_flat(CALLS, min(y.nbytes for _, y in calls) * LOST_RESULTS)}"
 
 
 @check("varied_calls")
@@ -93,47 +80,28 @@ def _in_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
-def _quantising(subject: BackendSubject, wanted: PackedWeight) -> Request:
-    """Return the request that asks a backend to quantise float32 to such a weight."""
-    request = Request.for_weight(wanted, device=subject.device, dtype=torch.float32)
-    return attrs.evolve(request, op="quantize", out_features=wanted.out_features, in_features=wanted.in_features)
-
-
 @check("quantise_calls")
 @one_thread()
 def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
     """10,000 calls of a backend's quantiser: the reference's bytes each time, and memory stays where it was."""
-    if "quantize" not in subject.backend.capabilities.ops:
-        raise NotDeclaredError("the op 'quantize' is not declared")
     kind = case.weight_recipe.format
     dense = torch.randn(4, 4 * kind.block_size, generator=torch.Generator().manual_seed(18)) * 0.1
     wanted = quantize_ref(dense, kind.name)
-    request = _quantising(subject, wanted)
-    subject.require_declared(request)
-    subject.require_hardware(request)
-    quantize: Any = subject.backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
+    quantize = quantiser_of(subject, wanted, torch.float32)
     master, size = dense.to(subject.device), sum(item.nbytes for _, item in wanted.tensors())
     growth = Growth(subject.device)
-    for call in range(CALLS):
-        if call in _CALL_LOOKS:
-            growth.look()
-        expect_same_bytes(quantize(master, request), wanted, f"call {call}")
-    growth.look()
-    grown = growth.bytes
-    limit = size * (CALLS - CALLS // _WARM) * LOST_RESULTS
-    expect(grown < limit, f"memory grew by {grown} bytes in {CALLS} calls, {limit:.0f} at most")
-    return f"{CALLS} calls, memory grew by {grown} bytes"
+    for call in growth.over(CALLS):
+        expect_same_bytes(quantize(master), wanted, f"call {call}")
+    return f"{CALLS} calls, {growth.expect_flat(CALLS, size * LOST_RESULTS)}"
 
 
 @check("ste_native")
 def check_ste_native(case: Case, subject: BackendSubject) -> str:
     """``linear_ste`` through the backend's own quantiser has the reference's weight and the analytic gradients."""
-    if "quantize" not in subject.backend.capabilities.ops:
-        raise NotDeclaredError("the op 'quantize' is not declared")
+    kind = case.weight_recipe.format
+    quantiser_of(subject, quantize_ref(torch.ones(1, 2 * kind.block_size), kind.name), torch.float32)
     if subject.device.type == "cpu":
         raise NotTestableError("on the CPU the core quantises masters by the reference; no other device is asked for")
-    kind = case.weight_recipe.format
-    subject.require_declared(_quantising(subject, quantize_ref(torch.ones(1, 2 * kind.block_size), kind.name)))
     with lent(subject.backend):
         judge_ste(kind.name, subject.device)
     return "y, x, master, bias"
@@ -152,27 +120,12 @@ def check_train_through(case: Case, subject: BackendSubject) -> str:
     target = torch.tanh(x @ torch.randn(8, 4, generator=generator) / 3).to(subject.device)
     before = torch.nn.Parameter((torch.randn(weight.in_features, 8, generator=generator) / 3).to(subject.device))
     after = torch.nn.Parameter((torch.randn(4, weight.out_features, generator=generator) / 9).to(subject.device))
-    optimiser = Adam([before, after], 1e-2)
     x = x.to(subject.device)
-    losses, growth = [], Growth(subject.device)
-    for step in range(STEPS):
-        if step in _STEP_LOOKS:
-            growth.look()
+
+    def loss_of() -> torch.Tensor:
         hidden = layer.module(torch.tanh(x @ before.T).to(case.dtype)).to(torch.float32)
-        loss = torch.nn.functional.mse_loss(hidden @ after.T, target)
-        optimiser.zero_grad()
-        loss.backward()
-        for name, parameter in (("before", before), ("after", after)):
-            grad = parameter.grad
-            right = grad is not None and bool(torch.isfinite(grad).all())
-            expect(right, f"step {step}: the gradient of what stands {name} the layer is not finite")
-        expect(bool(before.grad.any()), f"step {step}: no gradient came through the layer")  # type: ignore[union-attr]  # above
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    growth.look()
-    grown = growth.bytes
-    limit = x.shape[0] * weight.in_features * 4 * (STEPS - STEPS // _WARM) * LOST_RESULTS  # of a gradient
-    expect(grown < limit, f"memory grew by {grown} bytes in {STEPS} steps, {limit:.0f} at most")
-    head, tail = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
-    expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
-    return f"loss {head:.4g} to {tail:.4g}, memory grew by {grown} bytes"
+        return torch.nn.functional.mse_loss(hidden @ after.T, target)
+
+    lost = x.shape[0] * weight.in_features * 4 * LOST_RESULTS  # of a gradient
+    parameters = {"what stands before the layer": before, "what stands after the layer": after}
+    return train(parameters, loss_of, subject.device, lost)

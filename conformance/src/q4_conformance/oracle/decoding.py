@@ -28,6 +28,11 @@ def as_float64(tensor: torch.Tensor) -> NDArray[np.float64]:
     return tensor.detach().to("cpu", torch.float64).numpy()
 
 
+def stored_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the tensor's bytes, in the order of its elements."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def _as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     plain = tensor.detach().cpu()
     return (plain if plain.dtype == torch.uint8 else plain.view(torch.uint8)).contiguous().numpy()
