@@ -241,12 +241,14 @@ def idle_dialect() -> Dialect:
 
 def wrong_dialect() -> Dialect:
     """Return a dialect that swaps nibbles."""
-    return DIALECT_FAULTS[0].make()
+    dialect: Dialect = DIALECT_FAULTS[0].make()
+    return dialect
 
 
 def wrong_memory() -> MemoryProvider:
     """Return a provider that calls all memory managed."""
-    return PROVIDER_FAULTS[0].make("hostile-memory")
+    provider: MemoryProvider = PROVIDER_FAULTS[0].make("hostile-memory")
+    return provider
 
 
 def hangs_when_asked() -> ToyKernel:

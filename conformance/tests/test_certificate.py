@@ -144,11 +144,9 @@ def test_a_format_of_which_nothing_passed_is_named() -> None:
     assert told["sentence"] == "not all that is required passed; no case passed of what is declared: q8_0"
 
 
-def test_the_matrix_adds_up() -> None:
-    """Each case stands in the matrix under its format and the paths that it ran; paths are counted on their own."""
+def test_paths_add_up() -> None:
+    """Each path that ran is counted on its own, under the format it ran in."""
     told = documents.document()
-    assert {row["path"] for row in told["matrix"]} == {"-", "dot/w4a32"}
-    assert sum(row["cases"] for row in told["matrix"]) == told["counts"]["cases"]
     assert [(row["format"], row["path"], row["kind"], row["passed"]) for row in told["paths"]] == [
         ("q4_0", "dot/w4a32", "kernel", True),
         ("q8_0", "dot/w4a32", "kernel", True),

@@ -6,7 +6,7 @@ import documents
 
 from q4_conformance.execution.query import Query
 from q4_conformance.report.certificate import verdict_hash
-from q4_conformance.report.compare import compare
+from q4_conformance.report.verify import compare
 
 
 def test_comparing_tells_what_changed() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
-from q4_conformance.execution.isolated import run_isolated, run_target
+from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.process import Limits, resident_bytes
 from q4_conformance.execution.query import Query
 from q4_conformance.report.certificate import make_certificate
@@ -38,6 +38,10 @@ def _judge(name: str, *only: str, **limits: Any) -> Report:
         limits=Limits(**{"case_seconds": 20.0} | limits),
     )
     return run_target(query).report
+
+
+def _report(name: str, only: list[str], **facts: Any) -> Report:
+    return run_target(Query(name=name, formats=("nf4",), only=tuple(only), **facts)).report
 
 
 def _struck(report: Report) -> CaseResult:
@@ -90,7 +94,7 @@ def test_a_dialect_that_does_nothing_has_no_certificate() -> None:
 @pytest.mark.slow
 def test_a_hang_is_a_result() -> None:
     """The case that hangs ends as TIMEOUT after its time, and the others, which another process takes up, pass."""
-    report = run_isolated("q4_conformance_faults:hanging", ["nf4"], only=ONLY, limit_seconds=6.0)
+    report = _report("q4_conformance_faults:hanging", ONLY, limits=Limits(case_seconds=6.0))
     assert _struck(report).outcome is Outcome.TIMEOUT
     assert _struck(report).seconds > 5.0
 
@@ -191,7 +195,7 @@ def test_a_group_of_bad_ends_is_given_up(name: str, outcome: Outcome, words: str
 @pytest.mark.parametrize("target", ["dequant-fallback", "q4_conformance_faults:talking"])
 def test_right_subjects_pass(target: str) -> None:
     """An installed backend is judged by its name, and one that prints while it computes does no harm."""
-    report = run_isolated(target, ["nf4"], only=BIAS)
+    report = _report(target, BIAS)
     assert report.passed, report
     assert report.passed_by_fallback == (3 if target == "dequant-fallback" else 0)
     assert all(result.paths for result in report.results)
@@ -221,7 +225,7 @@ def test_formats_run_in_processes_of_their_own() -> None:
 @pytest.mark.slow
 def test_a_spent_budget_leaves_cases_missing() -> None:
     """Where no time is left, no case is begun, and the report says which are missing instead of passing."""
-    report = run_isolated("dequant-fallback", ["nf4"], only=["TC-09/bias"], budget_seconds=0.0)
+    report = _report("dequant-fallback", ["TC-09/bias"], budget_seconds=0.0)
     assert report.results == ()
     assert report.missing == tuple(sorted(report.expected))
     assert not report.passed
@@ -231,9 +235,7 @@ def test_a_spent_budget_leaves_cases_missing() -> None:
 def test_a_budget_ends_within_a_case() -> None:
     """A case that hangs longer than the budget is missing, and no timeout: it had less than its limit."""
     started = time.monotonic()
-    report = run_isolated(
-        "q4_conformance_faults:hanging", ["nf4"], only=[STRUCK], limit_seconds=100.0, budget_seconds=10.0
-    )
+    report = _report("q4_conformance_faults:hanging", [STRUCK], limits=Limits(case_seconds=100.0), budget_seconds=10.0)
     assert time.monotonic() - started < 60
     assert report.missing == (STRUCK,)
 

@@ -11,7 +11,7 @@ from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
-from q4_conformance.subjects.declared import narrowed, undeclared
+from q4_conformance.subjects.manifest import narrowed, undeclared
 from q4_conformance.subjects.profiles import (
     PROFILES,
     ConformanceTarget,

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from q4_conformance import CaseResult, Outcome, check_core, check_linear, dialect_cases, memory_cases, run_cases
 from q4_conformance.command.conform import add_conform
+from q4_conformance.execution.in_process import with_command
 from q4_conformance.execution.process import Limits
 from q4_conformance.execution.query import Query
-from q4_conformance.execution.reproducer import command_of, with_command
 from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance_faults import FAULTS, FUNCTION_FAULTS
@@ -43,7 +43,7 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_fails_when_run(name: str, profile: str | None, case: str, outcome: str) -> None:
     """What is printed for a failure, of whatever profile and end, ends in the same way and prints itself again."""
     limits = Limits(case_seconds=3.0) if outcome == "timeout" else Limits()
-    command = command_of(Query(name=name, profile=profile, limits=limits).words(), case)
+    command = Query(name=name, profile=profile, limits=limits).command_of(case)
     app = typer.Typer()
     add_conform(app)
     done = CliRunner().invoke(app, [*shlex.split(command)[2:], "--json"])

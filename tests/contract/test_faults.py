@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import q4core
-from q4_conformance import Outcome, check_core, check_linear, device_cases, run_case, run_cases
+from q4_conformance import Outcome, Query, check_core, check_linear, device_cases, run_case, run_cases, run_target
 from q4_conformance.contract.cases import cases_of, select_cases
-from q4_conformance.execution.isolated import run_isolated
+from q4_conformance.execution.process import Limits
 from q4_conformance.measurement.recording import recorded
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
@@ -58,7 +58,8 @@ def test_fault_of_devices_is_caught_on_the_cpu(fault: Fault, install: Callable[.
 def test_deadly_backend_is_caught(fault: Fault, install: Callable[..., None]) -> None:
     """An installed backend that ends or stops its process is a result, of the case that was running."""
     install(fault.name)
-    report = run_isolated(fault.name, [fault.format], only=[fault.caught_by], limit_seconds=6.0)
+    limits = Limits(case_seconds=6.0)
+    report = run_target(Query(name=fault.name, formats=(fault.format,), only=(fault.caught_by,), limits=limits)).report
     assert [result.outcome for result in report.results] == [fault.ends], report
     assert fault.says in report.results[0].message
 

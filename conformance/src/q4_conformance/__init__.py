@@ -16,9 +16,8 @@ from q4_conformance.oracle.exact import Reference, exact_input_gradient, exact_l
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import CaseResult, Outcome, Report
 from q4_conformance.report.certificate import make_certificate
-from q4_conformance.report.compare import compare
 from q4_conformance.report.files import write_files
-from q4_conformance.report.verify import read_certificate
+from q4_conformance.report.verify import compare, read_certificate
 from q4_conformance.subjects.profiles import (
     ConformanceTarget,
     UnknownTargetError,

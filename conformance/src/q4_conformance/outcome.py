@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import enum
-import json
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -125,9 +125,7 @@ class Report:
     @property
     def not_declared(self) -> dict[str, int]:
         """What is not declared → of how many cases that keeps from running, most first."""
-        counts: dict[str, int] = {}
-        for reason in self.undeclared.values():
-            counts[reason] = counts.get(reason, 0) + 1
+        counts = collections.Counter(self.undeclared.values())
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     @property
@@ -143,41 +141,17 @@ class Report:
     @property
     def missing(self) -> tuple[str, ...]:
         """Cases of the table without a result, and results without a case."""
-        ran = [result.case for result in self.results]
-        return tuple(sorted(set(self.expected) ^ set(ran)) + [case for case in set(ran) if ran.count(case) > 1])
+        ran = collections.Counter(result.case for result in self.results)
+        return (*sorted({*self.expected} ^ {*ran}), *(case for case, times in ran.items() if times > 1))
 
     @property
     def passed(self) -> bool:
         """Whether something ran and passed, nothing ended badly, and the results add up to the table."""
-        counts = self.counts
-        bad = counts[Outcome.FAIL] + counts[Outcome.CRASH] + counts[Outcome.TIMEOUT]
-        return counts[Outcome.PASS] > 0 and bad == 0 and not self.missing
-
-    def of(self, contract: str) -> tuple[CaseResult, ...]:
-        """Return the results of one contract case, such as ``"TC-09"``."""
-        return tuple(result for result in self.results if result.contract == contract)
+        return self.counts[Outcome.PASS] > 0 and not self.failures() and not self.missing
 
     def failures(self) -> tuple[CaseResult, ...]:
         """Return the results that ended badly."""
-        bad = {Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT}
-        return tuple(result for result in self.results if result.outcome in bad)
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """Return the report as JSON."""
-        return json.dumps(
-            {
-                "subject": self.subject,
-                "passed": self.passed,
-                "cases": len(self.expected),
-                "counts": {outcome.value: count for outcome, count in self.counts.items()},
-                "passed_by_fallback": self.passed_by_fallback,
-                "missing": list(self.missing),
-                "not_declared": self.not_declared,
-                "results": [result.to_dict() for result in self.results],
-            },
-            indent=indent,
-            ensure_ascii=False,
-        )
+        return tuple(result for result in self.results if result.outcome in BAD)
 
     def __str__(self) -> str:
         """Return a line for each case that did not pass, and the counts."""

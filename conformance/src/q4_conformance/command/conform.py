@@ -19,12 +19,11 @@ from q4_conformance.execution.process import Limits
 from q4_conformance.execution.query import Query
 from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import make_certificate
-from q4_conformance.report.compare import compare
 from q4_conformance.report.facts import counted, title_of
 from q4_conformance.report.files import write_files
 from q4_conformance.report.status import line_of, seal_of
 from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_check, show_run
-from q4_conformance.report.verify import committed_hash, installed_source, read_certificate
+from q4_conformance.report.verify import committed_hash, compare, installed_source, read_certificate
 from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
@@ -116,7 +115,7 @@ def conform(  # noqa: PLR0913  # one argument per option
             device=device,
             only=tuple(cases or ()),
             jobs=jobs,
-            limits=Limits(case_seconds=limit, slow_seconds=max(limit, Limits().slow_seconds)),
+            limits=Limits(case_seconds=limit),
         )
         _judge(query, report, check, is_perf=perf, as_json=as_json)
 

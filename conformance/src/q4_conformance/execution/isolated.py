@@ -9,17 +9,16 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import difflib
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import part_order
 from q4_conformance.contract.cases import select_cases
-from q4_conformance.execution.process import Child, Ended, Limits
+from q4_conformance.execution.process import Child, Ended
 from q4_conformance.execution.query import Query, Run
 from q4_conformance.execution.run import Judging
 from q4_conformance.outcome import CaseResult, Report
-from q4_conformance.subjects.declared import declared_in, narrowed
+from q4_conformance.subjects.manifest import declared_in, narrowed
 from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for
 from q4core import BUILTIN_FORMATS, ConfigError
 
@@ -162,39 +161,3 @@ def _run_groups(runner: Judging, groups: list[tuple[Case, ...]], first: Child | 
             for future in futures:
                 future.cancel()
             raise
-
-
-def run_isolated(  # noqa: PLR0913  # the facts of one run
-    backend: str,
-    formats: Iterable[str],
-    *,
-    device: str = "cpu",
-    only: Iterable[str] = (),
-    limit_seconds: float = 60.0,
-    budget_seconds: float = math.inf,
-) -> Report:
-    """Judge a backend in processes of its own, one after the other.
-
-    Args:
-        backend: Name of an installed backend, or ``module:function`` that returns one.
-        formats: Names of the formats to judge it on.
-        device: Where to compute.
-        only: Texts with which the ids to run start; none runs all.
-        limit_seconds: How long one case may take.
-        budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
-
-    Raises:
-        UnknownTargetError: No backend of that name is installed.
-    """
-    limits = Limits(case_seconds=limit_seconds, slow_seconds=max(limit_seconds, Limits().slow_seconds))
-    query = Query(
-        name=backend,
-        profile="kernel",
-        formats=tuple(formats),
-        device=device,
-        only=tuple(only),
-        jobs=1,
-        limits=limits,
-        budget_seconds=budget_seconds,
-    )
-    return run_target(query).report

@@ -44,7 +44,7 @@ _OWNER = "Q4_CONFORMANCE_RUN"
 """Stands in the environment of everything that a run starts, so that what stays behind is found."""
 _PROC = Path("/proc")
 _GIB = 1 << 30
-_LEAST_LOAD_SECONDS = 10.0
+_LEAST_LOAD_SECONDS, _SLOW_SECONDS = 10.0, 300.0
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +53,7 @@ class Limits:
 
     Args:
         case_seconds: How long one case may take.
-        slow_seconds: How long one that is marked as slow may take.
+        slow_seconds: How long one that is marked as slow may take; 300, or as long as any other, unless told.
         start_seconds: How long the process may take until it looks for plugins.
         load_seconds: How long each step from there to the first case may take, such as importing one plugin; goes with
             ``case_seconds`` unless told, and is never too short for an honest plugin.
@@ -62,11 +62,15 @@ class Limits:
     """
 
     case_seconds: float = 60.0
-    slow_seconds: float = 300.0
+    slow_seconds: float = attrs.field()
     start_seconds: float = 90.0
     load_seconds: float = attrs.field()
     memory_bytes: int = 6 * _GIB
     deaths: int = 6
+
+    @slow_seconds.default
+    def _slow_seconds(self) -> float:
+        return max(_SLOW_SECONDS, self.case_seconds)
 
     @load_seconds.default
     def _load_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -58,6 +59,10 @@ class Query:
         words += [] if self.device == "cpu" else ["--device", self.device]
         changed = self.limits.case_seconds != Limits().case_seconds
         return [*words, "--limit", f"{self.limits.case_seconds:g}"] if changed else words
+
+    def command_of(self, case: str) -> str:
+        """Return the command that runs one case."""
+        return shlex.join([*self.words(), "--case", case])
 
     def command(self) -> list[str]:
         """Return the words that ask for the same run."""

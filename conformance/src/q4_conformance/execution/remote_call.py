@@ -10,8 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from q4_conformance.outcome import FailureError, NotTestableError
-from q4_conformance.subjects.factory import make, maker_of
-from q4_conformance.subjects.temporary_plugin import is_installed, lent
+from q4_conformance.subjects.temporary_plugin import is_installed, lent, make, maker_of
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4_conformance.execution.process import Child, Ended
-from q4_conformance.execution.reproducer import command_of
 from q4_conformance.outcome import BAD, CaseResult, Outcome
 from q4_conformance.subjects.profiles import ConformanceTarget, UnknownTargetError
 from q4_conformance.subjects.reference import MissingReferenceError
@@ -132,7 +131,7 @@ class Judging:
     def keep(self, result: CaseResult) -> None:
         """Keep a result, with the command that asks for it again where it is bad, and show it."""
         if result.outcome in BAD and not result.reproducer:
-            result = attrs.evolve(result, reproducer=command_of(self.query.words(), result.case))
+            result = attrs.evolve(result, reproducer=self.query.command_of(result.case))
         with self._lock:
             self.results[result.case] = result
             if self._watch is not None:

@@ -20,7 +20,6 @@ from q4_conformance.report.tally import (
     count,
     format_of,
     formats_of,
-    matrix_of,
     part_of,
     path_label,
     paths_of,
@@ -204,7 +203,6 @@ def conclusions(document: Mapping[str, Any], facts: Mapping[tuple[str, str], tup
         "counts": count(results),
         "formats": formats_of(results, missing),
         "paths": paths_of(results, missing, facts),
-        "matrix": matrix_of(results),
     }
     whole = {**document, **told}
     told["device"] = {**document["device"], "interpreted": _is_interpreted(whole)}
@@ -263,7 +261,6 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         "not_declared": basis["not_declared"],
         "formats": follows["formats"],
         "paths": follows["paths"],
-        "matrix": follows["matrix"],
         "parts": {part_of(case.id): case.text for case in cases},
         "overrides": basis["overrides"],
         "known_failures": basis["known_failures"],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4_conformance.outcome import BAD, Outcome
-from q4_conformance.subjects.declared import declared_in, undeclared
+from q4_conformance.subjects.manifest import declared_in, undeclared
 from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:

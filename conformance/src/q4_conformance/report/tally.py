@@ -19,8 +19,6 @@ _BAD = {outcome.value for outcome in BAD}
 _PASS = Outcome.PASS.value
 NO_FORMAT = "any"
 """Format of a case that has no weight."""
-NO_PATH = "-"
-"""Path of a case that ran no kernel path of its own, such as a refusal."""
 _LEAST_WORDS = 3
 _FALLBACK = "passed_by_fallback"
 _WISHES = {wish.value: {item.value for item in precisions} for wish, precisions in WISHES.items()}
@@ -69,20 +67,6 @@ def verdict_of(counts: Mapping[str, int]) -> str:
     """Return one word for a cell: the worst that happened, else ``pass``, else why nothing passed."""
     order = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.FAIL, Outcome.PASS, Outcome.NOT_TESTABLE, Outcome.NOT_DECLARED)
     return next((outcome.value for outcome in order if counts.get(outcome.value)), "empty")
-
-
-def matrix_of(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each part × format × path; a case that ran on several paths counts for each."""
-    cells: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
-    for result in results:
-        for path in result.get("paths") or [NO_PATH]:
-            cells.setdefault((part_of(result["case"]), format_of(result["case"]), path), []).append(result)
-    rows = []
-    for (part, kind, path), members in sorted(cells.items(), key=lambda item: (part_order(item[0][0]), item[0])):
-        counts = count(members)
-        row = {"part": part, "format": kind, "path": path, "verdict": verdict_of(counts)}
-        rows.append(row | {name: number for name, number in counts.items() if number})
-    return rows
 
 
 def formats_of(results: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> list[dict[str, Any]]:

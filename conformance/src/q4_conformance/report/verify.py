@@ -1,18 +1,24 @@
-"""Reads a certificate, and refuses what is damaged, edited or of another make, saying what is wrong."""
+"""Reads a certificate, refusing what is damaged, edited or of another make; and says what changed between two."""
 
 from __future__ import annotations
 
 import importlib.resources
 import json
 import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from q4_conformance.execution.environment import source_of
-from q4_conformance.execution.limited_read import NotRegularError, TooLargeError, read_bounded
+from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
+from q4_conformance.report.status import ORDER
 from q4core import Q4Error
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_BAD = {outcome.value for outcome in BAD}
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
 _HASH = re.compile(r"^\| Hash of the verdicts \| (sha256:[0-9a-f]{64}) \|$", re.MULTILINE)
@@ -74,15 +80,20 @@ def _refusal(path: str | Path, name: str, rule: str, value: object, hint: str) -
 
 
 def _text(path: str | Path) -> str:
+    hint = "Name the file that a run wrote."
     try:
-        return read_bounded(path, _MOST_BYTES).decode("utf-8")
-    except NotRegularError as error:
-        raise _refusal(path, "file", "a regular file", str(error), "Name the file that a run wrote.") from error
-    except TooLargeError as error:
-        raise _refusal(path, "size", f"at most {_MOST_BYTES} bytes", str(error), "It is no certificate.") from error
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # before it is opened, which a device or a pipe may wait for
+            raise _refusal(path, "file", "a regular file", "another kind", hint)
+        with Path(path).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise _refusal(path, "size", f"at most {_MOST_BYTES} bytes", "more", "It is no certificate.")
+        return data.decode("utf-8")
+    except CertificateError:
+        raise
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or str(error)
-        raise _refusal(path, "file", "one that can be read", told, "Name the file that a run wrote.") from error
+        raise _refusal(path, "file", "one that can be read", told, hint) from error
 
 
 def _load(path: str | Path) -> Any:
@@ -106,3 +117,42 @@ def installed_source(document: dict[str, Any]) -> str:
     same = here["sha256"] == source["sha256"]
     verdict = "the same, byte for byte" if same else "NOT the one that was judged"
     return f"{source['package']} as installed here is {verdict}"
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changed, ready for JSON.
+
+    Returns:
+        ``same_verdicts``: whether every case ended alike, as the two hashes say; ``verdicts``: those that did not, each
+        with ``change`` one of ``worse``, ``better``, ``new``, ``gone`` and ``other``; ``standing``: before and after;
+        ``is_weaker``: whether the second certifies less than the first.
+    """
+    old, new = ({item["case"]: item["outcome"] for item in document["results"]} for document in (before, after))
+    verdicts = [
+        {
+            "case": case,
+            "before": old.get(case),
+            "after": new.get(case),
+            "change": _direction(old.get(case), new.get(case)),
+        }
+        for case in sorted(old.keys() | new.keys())
+        if old.get(case) != new.get(case)
+    ]
+    standing = {"before": before["standing"], "after": after["standing"]}
+    has_fallen = ORDER.index(after["standing"]) < ORDER.index(before["standing"])
+    return {
+        "same_verdicts": before["verdict_hash"] == after["verdict_hash"],
+        "is_weaker": has_fallen or any(item["change"] in {"worse", "gone"} for item in verdicts),
+        "standing": standing,
+        "verdicts": verdicts,
+    }
+
+
+def _direction(before: str | None, after: str | None) -> str:
+    if before is None or after is None:
+        return "new" if before is None else "gone"
+    if (after in _BAD) != (before in _BAD):
+        return "worse" if after in _BAD else "better"
+    if "pass" in {before, after}:
+        return "better" if after == "pass" else "worse"
+    return "other"

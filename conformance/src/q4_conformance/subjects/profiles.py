@@ -13,10 +13,10 @@ from q4_conformance.contract.cases import cases_of
 from q4_conformance.contract.plain_cases import core_cases, dialect_cases, memory_cases
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
-from q4_conformance.subjects.declared import with_cases
 from q4_conformance.subjects.dialect import DialectSubject
-from q4_conformance.subjects.factory import make
+from q4_conformance.subjects.manifest import with_cases
 from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance.subjects.temporary_plugin import make
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
 
 if TYPE_CHECKING:

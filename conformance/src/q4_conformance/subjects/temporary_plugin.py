@@ -1,4 +1,4 @@
-"""A plugin that brings a backend which nobody has installed.
+"""Backends that nobody has installed: made by ``module:function``, and lent to the registry as a plugin's.
 
 Copies and pickles of a layer look for their backend in the process's registry. A backend that is judged as an object
 stands in none, so it is lent to the registry for as long as a case needs it there.
@@ -7,8 +7,9 @@ stands in none, so it is lent to the registry for as long as a case needs it the
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from q4core import Backend, default_registry, hookimpl, reset_registry
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _VARIABLE = "Q4_PLUGIN_MODULES"
 _MODULE = "q4_conformance.subjects.temporary_plugin"
 _lent: list[Backend] = []
+_MADE: list[tuple[Any, str]] = []
+"""What was made and by which name: one subject for each process, so that it may stay."""
 
 
 @hookimpl
@@ -50,3 +53,16 @@ def lent(backend: Backend) -> Iterator[None]:
         else:
             os.environ[_VARIABLE] = before
         reset_registry()
+
+
+def make(name: str) -> Any:
+    """Return what ``module:function`` makes, whatever that is."""
+    module, _, function = name.partition(":")
+    made = getattr(importlib.import_module(module), function)()
+    _MADE.append((made, name))
+    return made
+
+
+def maker_of(item: object) -> str | None:
+    """Return the ``module:function`` that made this very object, or None."""
+    return next((name for made, name in _MADE if made is item), None)
