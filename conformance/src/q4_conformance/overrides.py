@@ -67,11 +67,7 @@ class Override:
 
 
 def overrides_of(subject: object) -> tuple[Override, ...]:
-    """Return what a backend, provider or dialect declares.
-
-    Raises:
-        ConfigError: It is nothing of that kind.
-    """
+    """Return what a backend, provider or dialect declares; ``ConfigError`` where it is nothing of that kind."""
     declared = getattr(subject, "conformance_overrides", ())
     _require(isinstance(declared, (list, tuple)), "conformance_overrides", "a list", declared)
     return tuple(_one(item) for item in declared)
@@ -83,11 +79,7 @@ def judged_in(subject: object) -> object:
 
 
 def declared_by(subject: object) -> tuple[Override, ...]:
-    """Return what whom a subject stands for declares.
-
-    Raises:
-        ConfigError: It is nothing of that kind, or a wider bound where no case has one.
-    """
+    """Return what whom a subject stands for declares; ``ConfigError`` also for a wider bound where no case has one."""
     overrides = overrides_of(judged_in(subject))
     if not hasattr(subject, "backend"):
         for item in overrides:

@@ -45,11 +45,7 @@ def _masters(kind: Format, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def quantiser_of(subject: BackendSubject, wanted: PackedWeight, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the backend's quantiser, as asked to make such a weight of that dtype.
-
-    Raises:
-        NotDeclaredError, NotTestableError: It has none for it, or not here.
-    """
+    """Return the backend's quantiser, as asked to make such a weight of that dtype, where it is declared and here."""
     if "quantize" not in subject.backend.capabilities.ops:
         raise NotDeclaredError("the op 'quantize' is not declared")
     plain = Request.for_weight(wanted, device=subject.device, dtype=dtype)

@@ -70,11 +70,7 @@ class Growth:
         self.look()
 
     def expect_flat(self, turns: int, lost_bytes: float) -> str:
-        """Return by how much memory grew over the turns; ``lost_bytes`` for each after the first tenth are too many.
-
-        Raises:
-            FailureError: It grew by more.
-        """
+        """Return by how much memory grew; ``lost_bytes`` for each turn after the first tenth are too many."""
         limit = int(lost_bytes * (turns - turns // 10))
         expect(self.bytes < limit, f"memory grew by {self.bytes} bytes in {turns} turns, {limit} at most")
         return f"memory grew by {self.bytes} bytes"
@@ -87,11 +83,7 @@ class Growth:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process.
-
-    Raises:
-        FailureError: The system does not say.
-    """
+    """Return the resident memory of this process."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * 4096
     except OSError as error:
@@ -150,11 +142,7 @@ def _product(
 
 
 def straight_through() -> Any:
-    """Return the package that offers ``linear_ste``: q4-nn, found by its entry point, as whatever is judged.
-
-    Raises:
-        NotTestableError: It is not installed.
-    """
+    """Return the package that offers ``linear_ste``: q4-nn, found by its entry point, as whatever is judged."""
     for point in importlib.metadata.entry_points(group="q4core.plugins", name="nn"):
         return point.load()
     raise NotTestableError("linear_ste is a part of q4-nn, which is not installed; `pip install q4-nn`")
@@ -169,11 +157,7 @@ def check_ste_gradients(_case: Case, _subject: object) -> str:
 
 
 def judge_ste(name: str, device: torch.device) -> None:
-    """Judge ``linear_ste`` in one format on one device.
-
-    Raises:
-        FailureError: Its forward is not the quantised weight's, or a gradient is not the analytic one.
-    """
+    """Judge ``linear_ste`` in one format on one device: the quantised weight, and the analytic gradients."""
     generator = torch.Generator().manual_seed(19)
     draws = (torch.randn(*shape, generator=generator) for shape in ((24, 128), (5, 128), (24,)))
     master, x, bias = (item.mul(0.2).to(device).requires_grad_() for item in draws)
@@ -224,12 +208,9 @@ def train(
     device: torch.device,
     lost_bytes: float,
 ) -> str:
-    """Take 1,000 steps against the signs of the gradients, and return how loss and memory went.
+    """Take 1,000 steps against the signs of the gradients, finite and not zero; return how loss and memory went.
 
     Torch's own optimisers load its compiler first, which takes seconds and is not judged.
-
-    Raises:
-        FailureError: A gradient is not there, not finite or zero; the loss does not fall; or memory grows.
     """
     losses, growth = [], Growth(device)
     for step in growth.over(STEPS):

@@ -37,11 +37,7 @@ def content_of(tensor: torch.Tensor) -> Hashable:
 
 
 def _run(workers: Iterable[Callable[[], None]], readers: Iterable[Callable[[], None]], done: threading.Event) -> None:
-    """Run writers and readers together until the writers have ended.
-
-    Raises:
-        FailureError: One of them raised.
-    """
+    """Run writers and readers together until the writers have ended; fail where one raised."""
     problems: list[str] = []
 
     def guarded(function: Callable[[], None]) -> None:
@@ -64,16 +60,9 @@ def _run(workers: Iterable[Callable[[], None]], readers: Iterable[Callable[[], N
 
 
 def judge_race(make: Callable[[torch.Tensor, Any], Any], mode: Any) -> int:
-    """Let writers and readers race on one tensor, and judge the recorded history; return how many reads there were.
+    """Let writers and readers race on a tensor that ``make`` gives, judge what they saw, return the number of reads.
 
     Each writer writes a number that nobody else does, so that a read tells whose update it saw, and whether all of it.
-
-    Args:
-        make: Gives the tensor under judgement, for its first content and a mode.
-        mode: How an update and its readers are kept apart.
-
-    Raises:
-        FailureError: No one order explains what was seen; or an update was lost, or nothing was seen to change.
     """
     state = make(torch.zeros(_SHAPE, dtype=torch.int64), mode)
     recorder = Recorder()

@@ -95,15 +95,7 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 def judge_processes(make: Callable[[torch.Tensor, Any], Any], modes: tuple[Any, ...]) -> int:
-    """Let writers and readers in processes of their own race on a tensor in each mode; return the number of reads.
-
-    Args:
-        make: Gives the tensor under judgement, for its first content and a mode; it can be sent to a process.
-        modes: How an update and its readers are kept apart, one tensor each.
-
-    Raises:
-        FailureError: No one order explains what was seen; or an update was lost, or a process did not come to its end.
-    """
+    """Let processes race on a tensor in each mode, judge what they saw, and return the number of reads."""
     states = tuple(make(torch.zeros(_SHAPE, dtype=torch.int64), mode) for mode in modes)
     context = _context()
     start, counts = context.Barrier(_WRITERS + _READERS), (context.Value("i", 0), context.Value("i", 0))

@@ -287,11 +287,7 @@ def check_forked(case: Case, subject: Subject) -> str:
 
 
 def _code_of(child: int) -> int:
-    """Return how a forked process ended; one that does not is killed.
-
-    Raises:
-        FailureError: It was killed.
-    """
+    """Return how a forked process ended; one that does not is killed, which is a failure."""
     end = time.monotonic() + _FORK_SECONDS
     while time.monotonic() < end:
         ended, status = os.waitpid(child, os.WNOHANG)

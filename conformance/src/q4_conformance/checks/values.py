@@ -67,9 +67,6 @@ def judge_call(
     """Judge one result; return its error over its bound, and which elements were blind.
 
     ``x`` is as it was drawn: the layer was lent a copy, so that one that writes to x is judged by what it was asked.
-
-    Raises:
-        FailureError: It is wrong.
     """
     reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]), roundings=layer.roundings)
     verdict = judge(y, reference, out_dtype=x.dtype, device=layer.device)
@@ -188,11 +185,7 @@ def check_gradient(case: Case, subject: Subject) -> str:
 
 
 def _whose_gradient(layer: Layer, subject: Subject) -> str:
-    """Return who computes the gradient.
-
-    Raises:
-        FailureError: The backend declares that it does, and was found broken.
-    """
+    """Return who computes the gradient; a backend that declares that it does, and was found broken, fails."""
     if not isinstance(subject, BackendSubject) or not isinstance(layer, BackendLayer):
         return "by the function"
     record = layer.diagnostics()

@@ -71,21 +71,13 @@ class Case:
 
     @property
     def weight_recipe(self) -> WeightRecipe:
-        """The recipe.
-
-        Raises:
-            LookupError: The case has none.
-        """
+        """The recipe, which the case must have."""
         if self.recipe is None:
             raise LookupError(f"case {self.id} has no weight")
         return self.recipe
 
     def weight(self) -> PackedWeight:
-        """Return the weight, new each time; the oracle judges by a twin that no subject ever holds.
-
-        Raises:
-            LookupError: The case has none.
-        """
+        """Return the weight, new each time; the oracle judges by a twin that no subject ever holds."""
         weight = self.weight_recipe.build()
         judge_by(weight, _twin(self.weight_recipe))
         return weight
@@ -114,11 +106,7 @@ def check(name: str) -> Callable[[Callable[[Case, Any], str]], Callable[[Case, A
 
 
 def raised(kind: type[_Error] | tuple[type[_Error], ...], call: Callable[[], object], otherwise: str) -> _Error:
-    """Return the error of a kind that a call raises.
-
-    Raises:
-        FailureError: It raises none; the message is ``otherwise``.
-    """
+    """Return the error of a kind that a call raises; where it raises none, fail for the reason ``otherwise``."""
     try:
         call()
     except kind as error:

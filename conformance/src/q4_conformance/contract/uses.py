@@ -27,11 +27,7 @@ USES = {contract: tuple(f"UC-{number}" for number in numbers.split()) for contra
 
 
 def uses_of(contract: str) -> tuple[str, ...]:
-    """Return the use cases that a contract case proves.
-
-    Raises:
-        LookupError: Nobody has said yet what the case is for.
-    """
+    """Return the use cases that a contract case proves; ``LookupError`` where nobody has said yet what it is for."""
     if contract not in USES:
         raise LookupError(f"contract case {contract!r} proves no use case; enter it in q4_conformance.contract.uses")
     return USES[contract]

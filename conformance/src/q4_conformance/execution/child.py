@@ -74,12 +74,7 @@ def _is_under_way(module: str) -> bool:
 
 @contextlib.contextmanager
 def _steps(tell: Callable[[str], None], name: str) -> Iterator[None]:
-    """Tell of each plugin whose import begins inside the ``with`` block.
-
-    Args:
-        tell: Called with what is done, in words.
-        name: Who is judged, and is not told to be shut out.
-    """
+    """Tell of each plugin whose import begins inside the block; that of who is judged is not to be shut out."""
     names = _names()
 
     def begin(plugins: list[str]) -> None:

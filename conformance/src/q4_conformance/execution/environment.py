@@ -99,11 +99,7 @@ def _digest(files: Iterable[tuple[str, Path]]) -> dict[str, Any]:
 
 
 def source_of(package: str) -> dict[str, Any]:
-    """Return the distribution, version and hash of the files of whoever is judged.
-
-    Args:
-        package: The top-level package in which they are defined.
-    """
+    """Return distribution, version and hash of the files of the package in which whoever is judged is defined."""
     distribution = _distribution_of(package)
     packages = [package]
     shared: dict[str, str] = {}
@@ -204,14 +200,9 @@ def _numbers(version: object) -> object:
 
 
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what a subject declares, with its source and its overrides; the core declares nothing.
+    """Return what a subject declares, with its source and overrides, and for formats the paths that a backend offers.
 
-    Where it declares overrides that are none, raises where a field is read, or can't say what it offers, ``fault`` says
-    so. Fields may hold anything that the subject has there.
-
-    Args:
-        subject: What ``subject_for`` gave.
-        formats: For which formats to ask a backend what paths it offers.
+    Whatever is wrong with it stands under ``fault``; fields may hold anything that the subject has there.
     """
     judged: Any = judged_in(subject)
     if judged is None:

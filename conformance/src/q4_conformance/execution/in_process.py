@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+import q4_conformance.checks  # noqa: F401  # which fills CHECKS
 from q4_conformance.contract.case import CHECKS
 from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
 from q4_conformance.contract.plain_cases import core_cases

@@ -74,10 +74,7 @@ def _nearest(text: str, cases: tuple[Case, ...]) -> str:
 def due_cases(query: Query) -> tuple[tuple[Case, ...], dict[str, str]]:
     """Return the cases that a run of a query would run, and id → reason of those that its manifest does not declare.
 
-    A process of its own is asked. Where it ends before it answers, every case is due, and will say why.
-
-    Raises:
-        UnknownTargetError, ConfigError, MissingReferenceError: As ``run_target`` raises them.
+    A process is asked; where it ends before it answers, every case is due. Raises as ``run_target`` does.
     """
     runner = Judging(query)
     with contextlib.suppress(Ended, TimeoutError), contextlib.closing(runner.open(survey=True)):

@@ -53,10 +53,9 @@ class Limits:
 
     Args:
         case_seconds: How long one case may take.
-        slow_seconds: How long one that is marked as slow may take; 300, or as long as any other, unless told.
         start_seconds: How long the process may take until it looks for plugins.
-        load_seconds: How long each step from there to the first case may take, such as importing one plugin; goes with
-            ``case_seconds`` unless told, and is never too short for an honest plugin.
+        slow_seconds: How long one that is marked as slow may take; 300, or as long as any other, unless told.
+        load_seconds: How long each step from there to the first case may take, such as importing one plugin.
         memory_bytes: Resident memory, its own children included.
         deaths: After so many crashes and time-outs the rest of a group is given up.
     """
@@ -148,13 +147,7 @@ def _last_words(text: str) -> str:
 
 
 class Child:
-    """One process of ours.
-
-    Args:
-        module: Its ``main`` is what the process runs.
-        limits: What it may take.
-        threads: How many threads its libraries may use.
-    """
+    """One process of ours, which runs the ``main`` of a module with so many threads."""
 
     def __init__(self, module: str, limits: Limits, *, threads: int) -> None:
         self.limits = limits
@@ -201,11 +194,7 @@ class Child:
                 stream.flush()
 
     def receive(self, seconds: float, *, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Return the next message.
-
-        Args:
-            seconds: How long to wait for it.
-            is_over: Says when to stop waiting.
+        """Return the next message within ``seconds``.
 
         Raises:
             Ended: The process died, took too much memory, or said nothing in time.

@@ -28,8 +28,7 @@ def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[
     """Return a layer's weight and its result for x, on the CPU, from a new process that the layer was pickled to.
 
     Raises:
-        NotTestableError: The backend is neither installed, nor made by ``module:function``, nor can it be pickled, so
-            that no other process has it.
+        NotTestableError: The backend is neither installed, nor made by ``module:function``, nor can it be pickled.
         FailureError: The other process fails.
     """
     buffer = io.BytesIO()

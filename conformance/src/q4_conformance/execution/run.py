@@ -29,13 +29,7 @@ _THREADS = 2
 
 @attrs.define
 class _Talk:
-    """What a process is at.
-
-    Args:
-        cases: What it was asked for, by id.
-        current: The case that it has begun.
-        since: When that was.
-    """
+    """The cases that a process was asked for, by id; the one that it has begun, and when."""
 
     cases: dict[str, Case]
     current: Case | None = None
@@ -75,16 +69,11 @@ class Judging:
         self._stopped.set()
 
     def open(self, *, survey: bool = False, threads: int = _THREADS) -> Child:
-        """Start a process and let it find the target.
-
-        Args:
-            survey: Whether it is asked for facts and manifest as well.
-            threads: How many threads its libraries may use.
+        """Start a process and let it find the target; with ``survey`` keep its facts and manifest.
 
         Raises:
             Ended: It did not come so far.
-            UnknownTargetError, ConfigError: Nobody of that name is there.
-            MissingReferenceError: The reference is not, beside which it would be judged.
+            UnknownTargetError, ConfigError, MissingReferenceError: As ``run_target`` raises them.
         """
         query = self.query
         child = Child(_MODULE, query.limits, threads=threads)
@@ -113,11 +102,7 @@ class Judging:
         return child
 
     def _answer(self, child: Child, seconds: float) -> dict[str, Any]:
-        """Return what a process answers before its first case; each step until then has its own time.
-
-        Raises:
-            Ended: It did not come so far; the reason says at which step.
-        """
+        """Return what a process answers before its first case; ``Ended`` names the step, which has its own time."""
         step = ""
         try:
             while True:
@@ -171,8 +156,7 @@ class Judging:
         """Let a process run cases; the one at which it ends gets its result here.
 
         Raises:
-            Ended: The process did not come to the end of them.
-            TimeoutError: The time is spent.
+            Ended, TimeoutError: The process did not come to the end of them, or the time is spent.
         """
         talk = _Talk({case.id: case for case in cases})
         child.send({"cases": list(talk.cases)})

@@ -43,10 +43,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 class Allocations:
     """What one call allocated.
 
-    Args:
-        elements: The most elements of tensors made by torch in the call that were alive at once.
-        peak_bytes: By how much the device's memory (on the CPU, resident memory) peaked above what it was before and
-            above what it was afterwards; None where nobody says.
+    The most elements of torch's tensors made in it that were alive at once, and by how many bytes the memory of the
+    device (on the CPU, what is resident) peaked above before and after; None where nobody says.
     """
 
     elements: int
@@ -173,12 +171,9 @@ def _cuda_peak(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def watch(call: Callable[[], object], device: torch.device | None = None, *, enough_bytes: int = 0) -> Allocations:
-    """Run ``call`` under torch's dispatcher, then plainly where its peak is high, and return what it allocated.
+    """Run ``call`` under torch's dispatcher, then plainly while its peak is over ``enough_bytes``; return the least.
 
-    Args:
-        call: Does the same each time. What it keeps from its first run on is no part of any peak.
-        device: Where it computes; the CPU unless told.
-        enough_bytes: A peak that is no higher ends the search for the least.
+    What the call keeps from its first run on is no part of any peak.
     """
     counter = _Counter()
 

@@ -60,14 +60,7 @@ class Point:
 
 
 class Bench:
-    """A weight, prepared, and calls of it: what they take of memory is told from what the kit itself takes.
-
-    Args:
-        backend: Whose it is.
-        weight: The weight.
-        prepare: Prepares it.
-        inputs: x for each point that may be called.
-    """
+    """A prepared weight, and calls with x for each point: their memory is told from what the kit itself takes."""
 
     def __init__(
         self,
@@ -118,11 +111,7 @@ class Bench:
         return 0 if before is None or after is None else after - before
 
     def watched(self, point: Point, enough_bytes: int) -> Allocations:
-        """Return what one call allocates; ``enough_bytes`` as of ``watch``.
-
-        Raises:
-            FailureError: It computes nothing.
-        """
+        """Return what one call allocates, which must compute something; ``enough_bytes`` as of ``watch``."""
         out = self._results[point].fill_(torch.nan)
         used = watch(lambda: self.call(point), self.device, enough_bytes=enough_bytes)
         expect(bool(torch.isfinite(out).all() and out.any()), f"{point}: the call computed nothing")
@@ -145,16 +134,7 @@ class Benches:
 
 
 def weigh(benches: Benches, points: list[Point], where: str) -> Iterator[str]:
-    """Judge a prepared weight by all that it holds, and yield what was seen.
-
-    Args:
-        benches: The weight.
-        points: What to call it with.
-        where: What a message says of the request.
-
-    Raises:
-        FailureError: It holds a dense weight.
-    """
+    """Call a prepared weight at each point, yield what was seen of memory, and fail where it holds a dense weight."""
     full = benches.full
     many = [point for point in reversed(points) if benches.half_for(point) is not None]
     few = [point for point in points if point not in many]

@@ -34,10 +34,7 @@ def _unmapping(library: ctypes.CDLL, start: int, size: int) -> Callable[[], obje
 
 
 def on_last_page(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy whose last byte is the last one before a page that nobody may touch.
-
-    Args:
-        tensor: On the CPU. An empty one comes back as it is.
+    """Return a contiguous CPU copy whose last byte is the last one before a page that nobody may touch.
 
     Raises:
         NotTestableError: The system has no such pages.

@@ -23,11 +23,9 @@ class Operation:
     """One finished read, or one update that took effect.
 
     Args:
-        kind: What it was.
-        version: The version that it read, or made.
+        version: What it read, or made.
         value: All that it saw, or wrote.
-        start: When it was asked for, ns.
-        end: When it had returned, ns.
+        kind, start, end: What it was, when it was asked for and when it had returned, in ns.
     """
 
     kind: Literal["read", "write"]
@@ -68,12 +66,7 @@ class Recorder:
 
 
 def violations(history: Sequence[Operation], initial: Hashable) -> tuple[str, ...]:
-    """Return what is wrong with a history; nothing if it is linearizable.
-
-    Args:
-        history: All operations, in any order; no update that took effect may be left out.
-        initial: The value of version 0.
-    """
+    """Return what is wrong with all operations on a register that began as ``initial``; nothing if linearizable."""
     return (*_wrong_versions(history), *_wrong_values(history, initial), *_wrong_order(history))
 
 

@@ -43,16 +43,10 @@ class _Round:
 def rounds(
     calls: Sequence[Callable[[], object]], memory: Memory, seconds: float, *, least: int = _LEAST_ROUNDS
 ) -> list[_Round]:
-    """Return what calls take, each on a weight of its own, in seconds.
+    """Return what calls, two at least, take in seconds, each on a weight of its own, in ``least`` rounds or more.
 
     Before each round memory is measured, over more than the caches hold. The first call of a round wakes threads, and
     is not counted.
-
-    Args:
-        calls: Two at least.
-        memory: What is measured beside them.
-        seconds: How long to go on.
-        least: How many rounds there are whatever they take.
     """
     found: list[_Round] = []
     end = memory.clock() + seconds
@@ -74,13 +68,7 @@ def _bytes_of(weight: PackedWeight) -> int:
 
 
 def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, Any]]:
-    """Return the points of one format; those that the subject does not serve say so.
-
-    Args:
-        subject: A ``BackendSubject``.
-        format_name: Name of the format.
-        seconds: How long to measure each point.
-    """
+    """Return the points of one format, each measured for ``seconds``; what the backend does not serve is left out."""
     device: torch.device = subject.device
     recipe = weight_recipes(find_format(format_name))[0]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -110,8 +98,8 @@ def measure(subject: Any, format_name: str, seconds: float) -> list[dict[str, An
 def figures(found: Sequence[_Round], weight_bytes: int, operations: int) -> dict[str, Any]:
     """Return what is told of a point. Shares are of the best that memory showed beside it.
 
-    Whoever else uses the machine then makes a share smaller, never larger. Decode only reads, and a machine may read
-    faster than it copies: more than all of copying says no more than that.
+    Who else uses the machine makes them smaller, never larger. Decode only reads, and a machine may read faster than it
+    copies.
     """
     samples = [item for turn in found for item in turn.samples]
     median = statistics.median(samples)

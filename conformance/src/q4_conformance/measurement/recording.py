@@ -27,12 +27,7 @@ def unique(text: str) -> str:
 
 @attrs.define
 class Recording:
-    """What was told.
-
-    Args:
-        events: (name, fields) of every event.
-        warned: Every warning of the recorded classes.
-    """
+    """The (name, fields) of every event, and every warning of the recorded classes."""
 
     events: list[tuple[str, dict[str, Any]]] = attrs.field(factory=list)
     warned: list[warnings.WarningMessage] = attrs.field(factory=list)
@@ -79,11 +74,7 @@ def muted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(*further: type[Warning]) -> Iterator[Recording]:
-    """Record events and warnings inside the ``with`` block; other warnings are given again at its end.
-
-    Args:
-        *further: Classes of warnings to record beside those of fallbacks and probes.
-    """
+    """Record events and warnings, also of ``further`` classes; other warnings are given again at the end."""
     recording = Recording()
     logger = logging.getLogger(_LOGGER)
     handler, level, propagate = _Handler(recording), logger.level, logger.propagate

@@ -38,13 +38,7 @@ def synchronise(device: torch.device) -> None:
 
 
 class Memory:
-    """Two buffers larger than several caches, and how fast they are copied and read by all threads of torch.
-
-    Args:
-        device: Where they are.
-        clock: Tells seconds.
-        size: Bytes of each buffer; by the device's cache unless told.
-    """
+    """Two buffers larger than several caches, of ``size`` bytes if told, and how fast torch copies and reads them."""
 
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter, size: int | None = None

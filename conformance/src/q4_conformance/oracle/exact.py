@@ -48,11 +48,9 @@ _known: weakref.WeakKeyDictionary[PackedWeight, dict[Any, _Exact]] = weakref.Wea
 
 
 def judge_by(weight: PackedWeight, twin: PackedWeight) -> None:
-    """Let ``weight`` be judged by ``twin`` from now on, for as long as both live.
+    """Let ``weight``, which a subject is given, be judged by ``twin``: the same bytes, which nobody writes to.
 
-    Args:
-        weight: What a subject is given. Should it write there, it can't move its own target.
-        twin: The same bytes in memory that no subject holds; nobody writes to it.
+    A subject that writes to its weight can't move its own target.
     """
     _twins[weight] = twin
     _known.setdefault(twin, {})

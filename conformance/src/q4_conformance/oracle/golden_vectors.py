@@ -43,12 +43,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
 
 @attrs.frozen(eq=False, slots=False)
 class Vector:
-    """One golden layer.
-
-    Args:
-        name: ``<folder>/<case>``.
-        facts: Its entry in ``manifest.json``.
-    """
+    """One golden layer, ``<folder>/<case>``, and its entry in ``manifest.json``."""
 
     name: str
     facts: dict[str, Any]

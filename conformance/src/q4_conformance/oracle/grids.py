@@ -67,21 +67,10 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
     weight: PackedWeight | None = None,
     shift: int = 0,
 ) -> torch.Tensor:
-    """Return activations that a path of ``precision`` takes without loss.
+    """Return activations [rows, columns] of ``dtype`` on the CPU that a path of ``precision`` takes without loss.
 
-    Args:
-        precision: The path's precision.
-        rows: M.
-        columns: K.
-        dtype: dtype of x.
-        seed: Equal seeds give equal draws.
-        weight: Where it has a static activation scale, w4a4 values lie on the grid of its next power of two. Where it
-            permutes its inputs, blocks in both orders have their peak; where it scales its input channels
-            by powers of two, x is divided by these, so that the scaled input lies on the grid.
-        shift: Further power of two for all values, where results would overflow.
-
-    Returns:
-        [rows, columns] of ``dtype`` on the CPU, each value exact.
+    They lie on the grid of the weight's static activation scale, permutation and channel scales (powers of two), times
+    two to the ``shift``, where results would overflow. Equal seeds give equal draws.
 
     Raises:
         ArithmeticError: ``dtype`` does not hold the values exactly.
@@ -118,11 +107,7 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
 
 
 def draw_free(rows: int, columns: int, *, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return normal activations with one outlier of about ten sigma per row, for the statistical tier.
-
-    Returns:
-        [rows, columns] of ``dtype`` on the CPU.
-    """
+    """Return normal activations [rows, columns] with an outlier of about ten sigma per row, on the CPU."""
     random = np.random.default_rng([seed, rows, columns])
     values = random.standard_normal((rows, columns))
     values[np.arange(rows), random.integers(0, columns, size=rows)] *= 10.0

@@ -104,11 +104,5 @@ _DRAWS = {
 
 
 def draw_scales(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Return the scale fields of a ``PackedWeight``: ``scale``, its levels, and ``offset`` where the format has one.
-
-    Args:
-        recipe: What the weight is like.
-        shape: Shape of the block scales.
-        random: Where randomness comes from.
-    """
+    """Return the scale fields of a ``PackedWeight``: ``scale`` of that shape, its levels, and ``offset`` where due."""
     return _DRAWS[recipe.scale_kind](recipe, shape, random)

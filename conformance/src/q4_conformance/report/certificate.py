@@ -40,18 +40,14 @@ STATEMENT = "Self-certified: whoever ran the kit made this document; its hash sh
 _LONGEST = 2000
 _WEAKNESS = ["measured", "ran", "compiled", "interpreted"]
 _NOT_DECLARED = "not declared"
-_PREFIX = "sha256:"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
 
 
-def canonical(value: object) -> bytes:
-    """Return the one spelling of a JSON value that is hashed: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
-
-
 def _hash(value: object) -> str:
-    return _PREFIX + hashlib.sha256(canonical(value)).hexdigest()
+    """Return the hash of the one spelling of a JSON value: sorted keys, no spaces, ASCII."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def content_hash(document: Mapping[str, Any]) -> str:
@@ -89,12 +85,7 @@ def _result(result: CaseResult) -> dict[str, Any]:
 
 
 def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
-    """Return what a reader might take for tested: formats, devices, paths and cases, each with the reason.
-
-    Args:
-        document: With its subject, run, manifest, results and what is missing.
-        due: How many cases the whole table has for the subject.
-    """
+    """Return what a reader might take for tested, each with the reason; ``due`` cases are in the whole table."""
     rows: list[dict[str, Any]] = []
     subject, manifest, results = document["subject"], document["manifest"], document["results"]
     if subject["profile"] == "dialect" and manifest.get("formats"):
@@ -184,30 +175,11 @@ def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[st
     standings: dict[tuple[str, str], set[str]] = {}
     for result in results:
         for path in result.paths:
-            key = (format_of(result.case), path_label(path))
+            key = (format_of(result.case), _spelled(path_label(path)))
             _, kind, _, standing = path.rsplit("|", 3)
             kinds.setdefault(key, set()).add(kind)
             standings.setdefault(key, set()).add(standing)
     return {key: (", ".join(sorted(kinds[key])), max(standings[key], key=_WEAKNESS.index)) for key in kinds}
-
-
-def conclusions(document: Mapping[str, Any], facts: Mapping[tuple[str, str], tuple[str, str]]) -> dict[str, Any]:
-    """Return all that follows from the results of a document: whoever makes one and whoever checks one asks here.
-
-    Args:
-        document: With its results, what is missing, its overrides, its manifest and the facts of its run.
-        facts: (format, path) → kind and standing.
-    """
-    results, missing = document["results"], document["missing"]
-    told: dict[str, Any] = {
-        "counts": count(results),
-        "formats": formats_of(results, missing),
-        "paths": paths_of(results, missing, facts),
-    }
-    whole = {**document, **told}
-    told["device"] = {**document["device"], "interpreted": _is_interpreted(whole)}
-    standing = standing_of({**whole, **told})
-    return told | {"kind": kind_of(standing), "standing": standing, "sentence": sentence_of(whole, standing)}
 
 
 def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
@@ -220,60 +192,52 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
     """
     overrides = list(run.manifest.get("overrides", ()))
     cases = cases_for(run.target)
-    basis: dict[str, Any] = {
-        "subject": {
-            "name": run.target.name,
-            "profile": run.target.profile,
-            "formats": list(run.target.formats),
-            "device": run.target.device,
-        },
-        "device": {"device": run.target.device, **run.facts.get("device", {})},
-        "run": {
-            "command": list(command),
-            "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
-            "partial": run.query.is_partial,
-            "only": list(run.query.only),
-            "processes": run.query.processes,
-            "case_seconds": run.query.limits.case_seconds,
-            "memory_bytes": run.query.limits.memory_bytes,
-        },
-        "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
-        "missing": list(run.report.missing),
-        "not_declared": [{"what": what, "cases": number} for what, number in run.report.not_declared.items()],
-        "overrides": [item for item in overrides if not item["is_known_failure"]],
-        "known_failures": [item for item in overrides if item["is_known_failure"]],
-        "results": [_result(result) for result in run.report.results],
-    }
-    basis = _spelled(basis)
-    follows = conclusions(basis, _path_facts(run.report.results))
-    document = {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "statement": STATEMENT,
-        "subject": basis["subject"],
-        "versions": dict(run.facts.get("versions", {})),
-        "source": dict(run.manifest.get("source", {})),
-        "device": follows["device"],
-        "run": basis["run"],
-        "manifest": basis["manifest"],
-        "counts": follows["counts"],
-        "missing": basis["missing"],
-        "not_declared": basis["not_declared"],
-        "formats": follows["formats"],
-        "paths": follows["paths"],
-        "parts": {part_of(case.id): case.text for case in cases},
-        "overrides": basis["overrides"],
-        "known_failures": basis["known_failures"],
-        "not_tested": not_tested(basis, len(cases)),
-        "broken_plugins": dict(run.facts.get("broken_plugins", {})),
-        "results": basis["results"],
-        "volatile": {
-            "date": (now or datetime.now(timezone.utc)).isoformat(timespec="seconds"),
-            "seconds": round(run.seconds, 1),
-            "case_seconds": round(sum(result.seconds for result in run.report.results), 1),
-        },
-        **{name: follows[name] for name in ("kind", "standing", "sentence")},
-    }
+    results, missing = _spelled([_result(result) for result in run.report.results]), list(run.report.missing)
+    document: dict[str, Any] = _spelled(
+        {
+            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
+            "statement": STATEMENT,
+            "subject": {
+                "name": run.target.name,
+                "profile": run.target.profile,
+                "formats": list(run.target.formats),
+                "device": run.target.device,
+            },
+            "versions": dict(run.facts.get("versions", {})),
+            "source": dict(run.manifest.get("source", {})),
+            "device": {"device": run.target.device, **run.facts.get("device", {})},
+            "run": {
+                "command": list(command),
+                "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
+                "partial": run.query.is_partial,
+                "only": list(run.query.only),
+                "processes": run.query.processes,
+                "case_seconds": run.query.limits.case_seconds,
+                "memory_bytes": run.query.limits.memory_bytes,
+            },
+            "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
+            "counts": count(results),
+            "missing": missing,
+            "not_declared": [{"what": what, "cases": number} for what, number in run.report.not_declared.items()],
+            "formats": formats_of(results, missing),
+            "paths": paths_of(results, missing, _path_facts(run.report.results)),
+            "parts": {part_of(case.id): case.text for case in cases},
+            "overrides": [item for item in overrides if not item["is_known_failure"]],
+            "known_failures": [item for item in overrides if item["is_known_failure"]],
+            "broken_plugins": dict(run.facts.get("broken_plugins", {})),
+            "results": results,
+            "volatile": {
+                "date": (now or datetime.now(timezone.utc)).isoformat(timespec="seconds"),
+                "seconds": round(run.seconds, 1),
+                "case_seconds": round(sum(result.seconds for result in run.report.results), 1),
+            },
+        }
+    )
+    document["not_tested"] = not_tested(document, len(cases))
+    document["device"]["interpreted"] = _is_interpreted(document)
+    standing = standing_of(document)
+    document |= {"standing": standing, "kind": kind_of(standing), "sentence": sentence_of(document, standing)}
     document["verdict_hash"] = verdict_hash(document)
     document["content_hash"] = content_hash(document)
     return document

@@ -254,12 +254,7 @@ def _speed(points: Sequence[Mapping[str, Any]]) -> str:
 
 
 def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the page.
-
-    Args:
-        document: What ``make_certificate`` gave.
-        points: Measurements to show beside it.
-    """
+    """Return the page of a document, with measurements beside it."""
     style = importlib.resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     title = f"{title_of(document)} on {document['subject']['device']}: {seal_of(document).word}"
     legend = "".join(

@@ -27,12 +27,7 @@ def _tell_time(element: ET.Element, results: Iterable[Mapping[str, Any]], second
 
 
 def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> str:
-    """Return the XML: one suite for each format, one test case for each case.
-
-    Args:
-        document: What ``make_certificate`` gave.
-        seconds: Case → how long it took, which no document holds; no times are told unless given.
-    """
+    """Return the XML: a suite for each format, a test case for each case, with the seconds of each case where given."""
     who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
     root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
     groups: dict[str, list[Mapping[str, Any]]] = {}

@@ -25,14 +25,7 @@ _SENTENCES = {
 
 @attrs.frozen
 class Seal:
-    """The words and the sign of a standing.
-
-    Args:
-        sign: One character.
-        word: What it is.
-        note: What it is not, or who says so.
-        tone: The standing in whose colours it is shown.
-    """
+    """Sign and word of a standing, what it is not or who says so, and the standing in whose colours it is shown."""
 
     sign: str
     word: str

@@ -85,14 +85,9 @@ def formats_of(results: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> 
 def paths_of(
     results: Iterable[Mapping[str, Any]], missing: Iterable[str], facts: Mapping[tuple[str, str], tuple[str, str]]
 ) -> list[dict[str, Any]]:
-    """Return every (format, path) that ran, with its counts and whether all cases that concern it passed.
+    """Return every (format, path) that ran, with kind, standing, counts, and whether all cases that concern it passed.
 
     A case that ended without a path, such as a crash, counts against every path that it could have concerned.
-
-    Args:
-        results: As they stand in a document.
-        missing: Cases without a result.
-        facts: (format, path) → its kind and its standing.
     """
     told = list(results)
     seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}

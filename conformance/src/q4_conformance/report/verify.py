@@ -63,11 +63,7 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
 
 
 def committed_hash(path: str | Path) -> str:
-    """Return the hash of the verdicts that a page of Markdown tells.
-
-    Raises:
-        CertificateError: It can't be read, or tells none.
-    """
+    """Return the hash of the verdicts that a page of Markdown tells; ``CertificateError`` where it tells none."""
     found = _HASH.search(_text(path))
     if found is None:
         hint = "Name a certificate.md or report.md that `q4 conform NAME --report DIR` wrote."

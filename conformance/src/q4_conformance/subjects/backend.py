@@ -183,11 +183,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 class BackendSubject:
-    """A backend, called through sessions that name it.
-
-    Args:
-        backend: The backend, or the name of an installed one.
-        device: Where to compute.
+    """A backend, itself or the name of an installed one, called on a device through sessions that name it.
 
     Raises:
         LookupError: No backend of that name is installed.
@@ -220,11 +216,7 @@ class BackendSubject:
         return Request.for_weight(weight, device=self.device, **facts)
 
     def require_declared(self, request: Request) -> None:
-        """Raise ``NotDeclaredError`` where the manifest alone refuses a request.
-
-        Raises:
-            NotTestableError: The request is declared, and its device is not here.
-        """
+        """Raise ``NotDeclaredError`` where the manifest refuses a request, ``NotTestableError`` without its device."""
         reasons = self.backend.capabilities.refusals(request)
         if reasons:
             raise NotDeclaredError("; ".join(reason.message for reason in reasons))
@@ -271,11 +263,7 @@ class BackendSubject:
         return BackendLayer(module, session, paths, self.ran, self.tried)
 
     def choose(self, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Selection:
-        """Return which paths of this backend would serve a request.
-
-        Raises:
-            BackendUnavailableError, PolicyConflictError: None would.
-        """
+        """Return which paths of this backend would serve a request; raises as ``select`` does where none would."""
         config = self.config(activation_precision=request.precision, compute_path=compute_path)
         return select(request, config, registry=self.registry)
 

@@ -46,10 +46,7 @@ def samples(format_: str) -> tuple[tuple[str, PackedWeight], ...]:
 
 
 class DialectSubject:
-    """A dialect.
-
-    Args:
-        dialect: The dialect, or the name of one that there is.
+    """A dialect, itself or the name of one.
 
     Raises:
         LookupError: There is no dialect of that name.
@@ -70,19 +67,11 @@ class DialectSubject:
             raise NotDeclaredError(f"format {format_!r} is not declared")
 
     def find(self, catalogue: Catalogue) -> list[LayerSchema]:
-        """Return every layer that the dialect finds.
-
-        Raises:
-            FailureError: It raises, or yields something else.
-        """
+        """Return every layer that the dialect finds."""
         return self._ask("find", lambda: list(self.dialect.find(catalogue)), LayerSchema)
 
     def problems(self, layer: LayerSchema, catalogue: Catalogue) -> list[Problem]:
-        """Return every problem of a layer: of its keys, missing ones among them, its dtypes and its shapes.
-
-        Raises:
-            FailureError: The dialect raises, or yields something else.
-        """
+        """Return every problem of a layer: of its keys, missing ones among them, its dtypes and its shapes."""
         missing = [Problem("missing_key", key, "there") for key in layer.keys.values() if key not in catalogue]
         told = self._ask("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
         return missing + told
@@ -98,22 +87,14 @@ class DialectSubject:
         return answers
 
     def read(self, layer: LayerSchema, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """Return a layer's weight.
-
-        Raises:
-            FailureError: The dialect raises.
-        """
+        """Return a layer's weight."""
         try:
             return self.dialect.read(layer, tensors.__getitem__)
         except (Exception, SystemExit) as error:
             raise FailureError(f"read of {layer.module!r} raised {type(error).__name__}: {error}") from error
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer | None:
-        """Return a written layer, or None where the dialect refuses the weight by a typed error.
-
-        Raises:
-            FailureError: It raises something else.
-        """
+        """Return a written layer, or None where the dialect refuses the weight by a typed error."""
         try:
             return self.dialect.write(module, weight)
         except (DialectError, WeightError):
@@ -128,11 +109,7 @@ class DialectSubject:
         return Catalogue(tensors, metadata=metadata)
 
     def written(self, format_: str) -> list[tuple[str, PackedWeight, WrittenLayer]]:
-        """Return what the dialect writes of the samples of a format, in a module ``proj``.
-
-        Raises:
-            NotDeclaredError: It declares no such format, or writes none of it.
-        """
+        """Return what the dialect writes of the samples of a format, in a module ``proj``, and that is something."""
         self.require_declared(format_)
         found = []
         for name, weight in samples(format_):

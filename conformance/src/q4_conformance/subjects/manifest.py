@@ -98,7 +98,7 @@ def declared_in(manifest: Mapping[str, Any]) -> tuple[str, ...] | None:
 def narrowed(target: ConformanceTarget, manifest: Mapping[str, Any]) -> ConformanceTarget:
     """Return a target on the formats that it turned out to declare once ``module:function`` had made it.
 
-    Where it could not be made there is no manifest, and the target stays as it is: every case then says why.
+    Where it could not be made it stays as it is: every case then says why.
     """
     declared = declared_in(manifest)
     if ":" not in target.name or not declared:
@@ -107,12 +107,7 @@ def narrowed(target: ConformanceTarget, manifest: Mapping[str, Any]) -> Conforma
 
 
 def undeclared(subject: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """Return in words what a subject was judged on although its manifest does not declare it.
-
-    Args:
-        subject: Formats and device, as a document has them.
-        manifest: As a document has it.
-    """
+    """Return in words what a document's subject was judged on although its manifest does not declare it."""
     told = []
     declared = declared_in(manifest)
     if declared is not None:

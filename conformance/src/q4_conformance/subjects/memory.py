@@ -21,11 +21,7 @@ _IS_MANAGED = 8
 
 
 def driver_says_managed(tensor: torch.Tensor) -> bool:
-    """Return whether the CUDA driver calls a tensor's memory managed.
-
-    Raises:
-        NotTestableError: There is no driver to ask.
-    """
+    """Return whether the CUDA driver calls a tensor's memory managed; NOT_TESTABLE where there is none to ask."""
     name = ctypes.util.find_library("cuda") or "libcuda.so.1"
     try:
         driver = ctypes.CDLL(name)
@@ -37,13 +33,7 @@ def driver_says_managed(tensor: torch.Tensor) -> bool:
 
 
 class UnableProvider:
-    """A provider as it is on a machine that has no managed memory.
-
-    Args:
-        provider: The provider that it stands for.
-        reason: Why not.
-        attributes: The device attributes that are to have decided.
-    """
+    """A provider as it is on a machine without managed memory, for a reason that device attributes decided."""
 
     def __init__(self, provider: MemoryProvider, reason: str, attributes: dict[str, Any]) -> None:
         self.name = provider.name
@@ -61,11 +51,7 @@ class UnableProvider:
 
 
 class CountedProvider:
-    """A provider whose calls are counted.
-
-    Args:
-        provider: The provider that is asked.
-    """
+    """A provider whose calls are counted."""
 
     def __init__(self, provider: MemoryProvider) -> None:
         self.name = provider.name
@@ -82,11 +68,7 @@ class CountedProvider:
 
 
 class MemorySubject:
-    """A provider of managed memory.
-
-    Args:
-        provider: The provider, or the name of an installed one.
-        device: Who is to reach the memory.
+    """A provider of managed memory, itself or the name of an installed one, and the device that is to reach the memory.
 
     Raises:
         LookupError: No provider of that name is installed.
@@ -104,11 +86,7 @@ class MemorySubject:
         self.device = torch.device(device)
 
     def availability(self) -> contract.Availability:
-        """Return the provider's answer for the device.
-
-        Raises:
-            FailureError: It raises, or answers with something else.
-        """
+        """Return the provider's answer for the device; anything else than an ``Availability`` is a failure."""
         try:
             answer: object = self.provider.is_available(self.device)
         except (Exception, SystemExit) as error:

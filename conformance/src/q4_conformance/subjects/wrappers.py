@@ -11,13 +11,7 @@ if TYPE_CHECKING:
 
 
 class Proxy:
-    """A backend of the same name that differs in its manifest, or in what it answers to a request.
-
-    Args:
-        backend: The backend that everything else is asked of.
-        capabilities: Its manifest, where it differs.
-        verdict: Its answer to every request, where it differs; an exception is raised.
-    """
+    """A backend with another manifest, or another answer (an exception is raised) to every request."""
 
     def __init__(
         self,
