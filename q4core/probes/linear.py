@@ -180,6 +180,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         rows = different[torch.arange(count) % _DIFFERENT_ROWS].to(request.device)
         lent = rows.clone()
         out = torch.full((count, width), math.nan, dtype=dtype, device=request.device)
+        address = out.data_ptr()
         try:
             with on_device(request.device):
                 call(prepared, lent, out, path=path.name)
@@ -188,6 +189,9 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             break
         if not same_bytes(lent, rows):
             message = f"{what} wrote to {given} at M = {count}"
+            break
+        if out.shape != (count, width) or out.data_ptr() != address:
+            message = f"{what} resized or replaced out at M = {count}"
             break
         compared = out if columns.numel() == width else out[:, columns.to(request.device)]
         zeros = torch.zeros((2, len(different), columns.numel()), dtype=torch.float64)

@@ -214,6 +214,19 @@ def test_a_gradient_that_writes_to_grad_is_not_used() -> None:
     _assert_right(layer)
 
 
+def test_a_gradient_that_resizes_out_is_not_used() -> None:
+    """The core computes the gradient where the backend's own leaves a tensor of another size."""
+
+    class Growing(Differentiating):
+        def input_gradient(self, prepared: q4.Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
+            out.resize_(0)
+
+    with pytest.warns(q4.Q4ProbeWarning, match="resized or replaced out at M = 1"):
+        layer = _layer(Growing())
+    assert layer.diagnostics().gradients == ()
+    _assert_right(layer)
+
+
 def test_a_refused_gradient_is_the_cores() -> None:
     """A backend that declares gradients and refuses these keeps linear; its reasons stand in the record."""
     reasons = (q4.Reason(q4.ReasonCode.SHAPE, "K is odd"), q4.Reason(q4.ReasonCode.FEATURE, "no such layout"))

@@ -169,7 +169,11 @@ class _Writer(FakeBackend):
     def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
         if self.writes == "halves x":
             x.mul_(0.5)
+        if self.writes == "replaces out":
+            out.set_(torch.empty_like(out))
         super().linear(prepared, x, out, bias=bias, path=path)
+        if self.writes == "resizes out":
+            out.resize_(0)
         if self.writes == "clears x":
             ctypes.memset(x.data_ptr(), 0, 4)
         if self.writes == "weight":
@@ -187,6 +191,8 @@ class _Writer(FakeBackend):
     [
         ("halves x", "path fake_gemm wrote to x at M = 1"),
         ("clears x", "path fake_gemm wrote to x at M = 1"),
+        ("resizes out", "path fake_gemm resized or replaced out at M = 1"),
+        ("replaces out", "path fake_gemm resized or replaced out at M = 1"),
         ("rows", "export wrote to rows"),
     ],
 )
@@ -198,6 +204,16 @@ def test_a_backend_that_writes_to_what_it_is_lent_is_disqualified(writes: str, w
     x = torch.ones(2, 128)
     torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T)
     assert torch.equal(x, torch.ones(2, 128))
+
+
+def test_resizing_out_is_a_typed_error_where_nothing_else_serves() -> None:
+    """Where no other backend may serve, the caller gets a ``BackendError`` that says what was done to out."""
+    session = q4.Session(q4.SessionConfig(compute_path="kernel_only"), registry=registry(_Writer("resizes out")))
+    with (
+        pytest.warns(q4.Q4ProbeWarning),
+        pytest.raises(q4.BackendError, match="path fake_gemm resized or replaced out at M = 1"),
+    ):
+        session.linear(_weight())
 
 
 def test_a_backend_that_writes_to_the_callers_weight_while_it_computes_is_barred() -> None:
