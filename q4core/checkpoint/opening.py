@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import warnings
@@ -36,6 +35,8 @@ __all__ = ["find_layers", "open_by", "way_to"]
 
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_NAMED = 3
+"""So many layers of a kind are named in an error; the schema has them all."""
 _SAVE = "Save the model as safetensors; save_pretrained of transformers does, and safetensors.torch.save_file."
 
 
@@ -92,11 +93,14 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
         raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=path)
     if schema.layers or not schema.unsupported:
         return
-    groups = collections.Counter((item.rule, str(item.value)) for item in schema.unsupported)
-    problems = [
-        Problem("unsupported", "1 layer" if count == 1 else f"{count} layers", rule, value)
-        for (rule, value), count in groups.most_common()
-    ]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for item in schema.unsupported:
+        groups.setdefault((item.rule, str(item.value)), []).append(item.key)
+    problems = []
+    for (rule, value), modules in sorted(groups.items(), key=lambda group: -len(group[1])):
+        first = ", ".join(modules[:_NAMED]) + (", …" if len(modules) > _NAMED else "")
+        count = f"{len(modules)} layer{'s' if len(modules) > 1 else ''}"
+        problems.append(Problem("unsupported", f"{count} ({first})", rule, value))
     what, hint = "its packed layers are recognised, and none can be read", "`q4 doctor` lists the dialects read here."
     raise SchemaError(f"checkpoint: {what}", where=path, hint=hint, problems=problems, schema=schema)
 

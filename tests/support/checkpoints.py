@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import gguf
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["is_same", "packed", "save", "save_shards", "tensors_of_two", "trio", "visible"]
+__all__ = ["is_same", "packed", "save", "save_shards", "tensors_of_two", "trio", "visible", "write_q4_k"]
 
 NF4 = torch.tensor(q4.BUILTIN_FORMATS["nf4"].codebook)
 
@@ -70,3 +72,16 @@ def is_same(one: q4.PackedWeight, two: q4.PackedWeight) -> bool:
 def visible(folder: Path) -> list[str]:
     """Return the names of what a folder holds."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def write_q4_k(path: Path, layers: int) -> None:
+    """Write a GGUF file whose matrices ``blk.<index>.attn_q`` [8, 256] are all Q4_K, which nothing here reads."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for index in range(layers):
+        blocks = np.zeros((8, 144), dtype=np.uint8)
+        writer.add_tensor(f"blk.{index}.attn_q.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.add_tensor("output_norm.weight", np.ones(256, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,7 +11,11 @@ from safetensors.torch import load_file
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.inspect_report import dense_totals
+from tests.support.checkpoints import write_q4_k
 from tests.support.commands import AMBIGUOUS, MODEL, NF4, answer, say
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -56,6 +62,19 @@ def test_inspect_shows_what_is_wrong_beside_what_is_there(capsys: pytest.Capture
     assert "128×64" in captured.out
     assert captured.err.startswith("error [schema]")
     assert answer(capsys, "inspect", AMBIGUOUS, "--dialect", "modelopt-nvfp4")["problems"] == []
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain"])
+def test_layers_that_nothing_reads_are_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GGUF file of Q4_K alone ends with 2, naming dialect, layers and what is missing."""
+    path = tmp_path / "q4_k.gguf"
+    write_q4_k(path, layers=2)
+    error = answer(capsys, command, path, status=2)["error"]
+    assert error["code"] == "schema"
+    assert run([command, str(path)]) == 2
+    for told in (error["message"], capsys.readouterr().err):
+        assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a ggml type that dialect gguf reads" in told
+        assert "got 'Q4_K'" in told
 
 
 def test_dense_totals_count_by_dtype() -> None:

@@ -15,6 +15,7 @@ from q4_gguf import GgufReader
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
 from q4_gguf.views import map_file
+from tests.support.checkpoints import write_q4_k
 
 
 def test_open(small_gguf: Path) -> None:
@@ -56,9 +57,23 @@ def test_unsupported_type_is_listed_and_refused_when_asked_for(small_gguf: Path)
     with q4.open(small_gguf) as checkpoint:
         (problem,) = checkpoint.schema.unsupported
         assert (problem.code, problem.key, problem.value) == ("unsupported", "blk.0.ffn_up", "Q5_0")
-        with pytest.raises(q4.CheckpointError, match="of a ggml type that is read") as caught:
+        with pytest.raises(q4.CheckpointError, match="of a ggml type that dialect gguf reads") as caught:
             checkpoint["blk.0.ffn_up"]
         assert (caught.value.value, caught.value.where) == ("Q5_0", str(small_gguf))
+
+
+def test_a_file_of_unread_types_alone_is_refused(tmp_path: Path) -> None:
+    """A file whose matrices are all Q4_K doesn't open: the error names dialect, layers and what is missing."""
+    path = tmp_path / "q4_k.gguf"
+    write_q4_k(path, layers=5)
+    with pytest.raises(q4.SchemaError) as caught:
+        q4.open(path)
+    text = str(caught.value)
+    assert "5 layers (blk.0.attn_q, blk.1.attn_q, blk.2.attn_q, …)" in text
+    assert "a ggml type that dialect gguf reads (Q4_0, Q4_1, Q8_0" in text
+    assert "got 'Q4_K'" in text
+    assert caught.value.where == str(path)
+    assert len(caught.value.schema.unsupported) == 5
 
 
 def test_nothing_else_can_be_read_after_close(small_gguf: Path) -> None:

@@ -163,7 +163,7 @@ def test_missing_tensor(name: str, write_llama: Any) -> None:
 
 def test_tensor_of_an_unread_type(write_llama: Any) -> None:
     """A tensor that is there, but in a type that is not read, is named with its type and not called missing."""
-    with pytest.raises(q4.CheckpointError, match="of a ggml type that is read") as caught:
+    with pytest.raises(q4.CheckpointError, match="of a ggml type that dialect gguf reads") as caught:
         LanguageModel.open(write_llama(odd="blk.1.attn_v.weight"), CONFIG)
     assert (caught.value.name, caught.value.value) == ("tensor 'blk.1.attn_v.weight'", "Q5_0")
 

@@ -131,7 +131,9 @@ def refusal(entry: TensorEntry) -> Problem | None:
         return Problem("unsupported", entry.name.removesuffix(_SUFFIX), rule, value)
 
     if entry.type is None or not entry.type.served:
-        return unsupported(f"of a ggml type that is read ({', '.join((*PACKED_TYPES, *DENSE_TYPES))})", entry.type_name)
+        return unsupported(
+            f"of a ggml type that dialect gguf reads ({', '.join((*PACKED_TYPES, *DENSE_TYPES))})", entry.type_name
+        )
     if entry.type_name not in PACKED_TYPES:
         return None
     if len(entry.shape) not in {2, 3}:
