@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import attrs
 import torch
 
 from q4core.checkpoint.opening import way_to
@@ -26,26 +27,35 @@ _TEXT = "a text that UTF-8 has"
 
 
 def save_by(
-    writers: Iterable[CheckpointWriter],
-    path: object,
-    weights: Mapping[str, PackedWeight],
-    request: SaveRequest,
-    plugins: Mapping[str, str],
+    writers: Iterable[CheckpointWriter], path: object, weights: object, request: SaveRequest, plugins: Mapping[str, str]
 ) -> Path:
     """Save a checkpoint by the one writer that takes its path, and return what opens it.
 
-    See ``q4core.save_checkpoint`` for the errors; ``plugins`` is name → state, for the hint of one.
+    Args:
+        writers: The writers to choose from.
+        path: A file or a folder.
+        weights: Module → weight.
+        request: What else, and how.
+        plugins: Name → state of the plugins there are, for the hint of an error.
+
+    Raises:
+        CheckpointError, DialectError, WeightError: As ``q4core.save_checkpoint``.
     """
     target = _checked_path(path)
-    _check_items("weights", weights, PackedWeight)
-    _check_items("dense", {} if request.dense is None else request.dense, torch.Tensor)
-    _check_items("metadata", {} if request.metadata is None else request.metadata, str)
+    for name, text in _mapping("metadata", request.metadata).items():
+        _check_name("metadata", name)
+        if not _is_text(text):
+            _fail(f"metadata[{name!r}]", _TEXT, text)
     if request.config is not None and not isinstance(request.config, Mapping):
         _fail("config", "a mapping", request.config)
     try:
         json.dumps(dict(request.config or {}))
     except (TypeError, ValueError, RecursionError) as error:
         _fail("config", "what JSON can hold", str(error))
+    if weights is None:
+        _fail("weights", "a mapping", weights)
+    checked = _Checked("weights", _mapping("weights", weights), PackedWeight)
+    dense = _Checked("dense", _mapping("dense", request.dense), torch.Tensor)
     known = tuple(writers)
     try:
         fitting = [writer for writer in known if writer.accepts(target)]
@@ -53,12 +63,37 @@ def save_by(
         reason = error.strerror or str(error)
         raise CheckpointError(_WHAT, name="file", rule="writable", value=reason, where=str(target)) from error
     if len(fitting) == 1:
-        return fitting[0].write(target, weights, request)
+        return fitting[0].write(target, checked, attrs.evolve(request, dense=dense))
     names = ", ".join(writer.name for writer in fitting or known)
     rule = "a file or folder that exactly one installed writer takes"
     value = names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed"
     hint = "Name a folder, or a file that ends in .safetensors." if known else way_to("safetensors", plugins)
     raise CheckpointError(_WHAT, name="path", rule=rule, value=value, where=str(target), hint=hint)
+
+
+class _Checked(Mapping[str, Any]):
+    """A mapping, lazy or not, whose names and items are checked as they are taken, once: to iterate may be the work."""
+
+    def __init__(self, argument: str, given: Mapping[str, Any], kind: type) -> None:
+        self._argument = argument
+        self._given = given
+        self._kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._given[name]
+        if not isinstance(value, self._kind):
+            hint = " (q4.quantize makes one; other tensors belong in dense=)" if isinstance(value, torch.Tensor) else ""
+            shown = value if isinstance(value, (str, int, float, type(None))) else type(value).__name__
+            _fail(f"{self._argument}[{name!r}]", f"a {self._kind.__name__}{hint}", shown)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self._given:
+            _check_name(self._argument, name)
+            yield name
+
+    def __len__(self) -> int:
+        return len(self._given)
 
 
 def _fail(name: str, rule: str, value: object) -> NoReturn:
@@ -83,20 +118,15 @@ def _is_text(value: object) -> bool:
         return False
 
 
-def _check_items(argument: str, given: object, kind: type) -> None:
-    """Check that a header can hold the names of a mapping, and that a dict holds items of a kind.
-
-    The items of a lazy mapping are taken one at a time, when they are written.
-    """
+def _mapping(argument: str, given: object) -> Mapping[str, Any]:
+    """Return what was given; an empty mapping for None."""
+    if given is None:
+        return {}
     if not isinstance(given, Mapping):
         _fail(argument, "a mapping", given)
-    for name in given:
-        if not name or not _is_text(name):
-            _fail(argument, f"keyed by names, each {_TEXT} and not empty", name)
-    for name, item in given.items() if isinstance(given, dict) else ():
-        if kind is str and not _is_text(item):
-            _fail(f"{argument}[{name!r}]", _TEXT, item)
-        if not isinstance(item, kind):
-            hint = " (q4.quantize makes one; other tensors belong in dense=)" if isinstance(item, torch.Tensor) else ""
-            shown = item if isinstance(item, (str, int, float, type(None))) else type(item).__name__
-            _fail(f"{argument}[{name!r}]", f"a {kind.__name__}{hint}", shown)
+    return given
+
+
+def _check_name(argument: str, name: object) -> None:
+    if not name or not _is_text(name):
+        _fail(argument, f"keyed by names, each {_TEXT} and not empty", name)

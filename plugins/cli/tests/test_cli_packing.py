@@ -52,6 +52,24 @@ def test_quantize_writes_what_the_codec_makes(
             assert checkpoint.dense[name].dtype == before[name].dtype
 
 
+def test_quantize_packs_each_tensor_once(
+    dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing is the work, so each tensor is packed while it is written, and at no other time."""
+    packed: list[tuple[int, ...]] = []
+    quantize = q4.quantize
+
+    def counting(dense: torch.Tensor, *words: Any, **options: Any) -> q4.PackedWeight:
+        packed.append(tuple(dense.shape))
+        return quantize(dense, *words, **options)
+
+    monkeypatch.setattr("q4core.quantize", counting)
+    record = answer(capsys, "quantize", dense_file, tmp_path / "packed.safetensors", "--format", "nf4")
+    shapes = [tuple(item["shape"]) for item in record["layers"]]
+    assert len(shapes) == 4
+    assert [shape for shape in packed if shape in shapes] == shapes
+
+
 def test_quantize_keeps_what_it_must_and_says_so(
     dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
