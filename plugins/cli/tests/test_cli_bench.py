@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_cli.timing import Timing, copies_for, require_right, time_calls
+from q4_cli.timing import copies_for, quantile, require_right, time_calls
 from tests.support.commands import MODEL, answer, say
 from tests.support.fakes import registry
 
@@ -61,15 +61,13 @@ def test_timing_rotates_through_the_calls() -> None:
     """Every call gets its turn, at least five are measured, and quantiles are samples."""
     turns: list[int] = []
     calls = [lambda index=index: turns.append(index) for index in range(3)]
-    timing = time_calls(calls, torch.device("cpu"), 1e-9)
-    assert len(timing.samples_us) == 5
+    assert len(time_calls(calls, torch.device("cpu"), 1e-9)) == 5
     assert turns[-5:] == [0, 1, 2, 0, 1]
-    spread = Timing(samples_us=tuple(map(float, range(1, 11))))
-    assert (spread.median_us, spread.quantile_us(0.1), spread.quantile_us(0.9)) == (5.5, 2.0, 10.0)
+    assert (quantile(range(10, 0, -1), 0.1), quantile(range(1, 11), 0.9)) == (2, 10)
 
 
 def test_copies_exceed_the_caches_and_fit_the_memory() -> None:
     """A small weight is copied until it exceeds the caches, a huge one is not copied, a warm one never."""
-    assert copies_for(1 << 20, cold=True) * (1 << 20) >= 64 << 20
-    assert copies_for(1 << 50, cold=True) == 1
-    assert copies_for(1 << 20, cold=False) == 1
+    assert copies_for(1 << 20, is_cold=True) * (1 << 20) >= 64 << 20
+    assert copies_for(1 << 50, is_cold=True) == 1
+    assert copies_for(1 << 20, is_cold=False) == 1

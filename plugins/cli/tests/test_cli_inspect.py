@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import q4core as q4
 from q4_cli.app import run
-from q4_cli.inspect_report import dense_totals
+from q4_cli.inspect import dense_totals
 from tests.support.checkpoints import write_q4_k
 from tests.support.commands import AMBIGUOUS, MODEL, NF4, answer, say
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import q4core as q4
+from q4_cli.app import run
 from q4_cli.packing_plan import make_recipe, split_tensors
 from q4core.schema import TensorInfo
 from tests.support.commands import answer
@@ -68,6 +70,31 @@ def test_quantize_packs_each_tensor_once(
     shapes = [tuple(item["shape"]) for item in record["layers"]]
     assert len(shapes) == 4
     assert [shape for shape in packed if shape in shapes] == shapes
+
+
+def test_a_run_that_fails_leaves_a_folder_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the weights are in place a folder keeps its tokenizer; afterwards it has the new one, and nothing else."""
+    source, out = tmp_path / "model", tmp_path / "out"
+    for folder in (source, out):
+        folder.mkdir()
+        save_file(
+            {"a.weight": torch.ones(8, 64), "b.weight": torch.full((8, 64), torch.nan)}, folder / "model.safetensors"
+        )
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_text(folder.name)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    words = ["quantize", source, out, "--format", "nf4", "--force"]
+    answer(capsys, *words, "--strict", status=2)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    with monkeypatch.context() as patch:
+        patch.setattr("q4core.save_checkpoint", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+        assert run([*map(str, words)]) == 143
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    answer(capsys, *words)
+    assert {path.name for path in out.iterdir()} == before.keys()
+    assert (out / "tokenizer.json").read_text() == "model"
 
 
 def test_quantize_keeps_what_it_must_and_says_so(
@@ -188,18 +215,11 @@ def test_split_follows_names_shapes_and_patterns() -> None:
 
 def test_recipe_takes_a_writing_dialect() -> None:
     """A format gets its usual dialect; one that nothing writes is refused with a reason."""
-    formats = q4.BUILTIN_FORMATS
-    wishes: dict[str, Any] = {
-        "dialect": None,
-        "block_size": None,
-        "scale_kind": None,
-        "symmetric": False,
-        "module": "a",
-    }
-    assert make_recipe("nf4", formats=formats, **wishes).dialect.name == "bitsandbytes"
-    assert make_recipe("NVFP4", formats=formats, **wishes).dialect.name == "modelopt-nvfp4"
+    wishes: dict[str, Any] = {"dialect": None, "scale_kind": None, "options": {"block_size": None}, "module": "a"}
+    assert make_recipe("nf4", **wishes).dialect.name == "bitsandbytes"
+    assert make_recipe("NVFP4", **wishes).dialect.name == "modelopt-nvfp4"
     with pytest.raises(q4.DialectError) as caught:
-        make_recipe("q8_0", formats=formats, **wishes)
+        make_recipe("q8_0", **wishes)
     assert caught.value.value == "q8_0"
 
 

@@ -18,9 +18,9 @@ from q4_cli.bench import bench
 from q4_cli.convert import convert
 from q4_cli.doctor import doctor
 from q4_cli.explain import explain
-from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, describe, tell, tell_trace
+from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, tell
 from q4_cli.inspect import inspect
-from q4_cli.output import clean, make_console, say, warnings_on_stderr
+from q4_cli.output import warn, warnings_on_stderr
 from q4_cli.quantize import quantize
 from q4core.plugin_api import plugin_of_command
 
@@ -69,92 +69,68 @@ def build_app(registry: q4.Registry | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    own = (doctor, inspect, explain, quantize, convert, bench)
-    for command in own:
-        app.command()(command)
+    for command in (doctor, inspect, explain, quantize, convert, bench):
+        app.command(command.__name__)(command)
     ours = list(app.registered_commands)
-    names = {command.__name__ for command in own}
+    names = {info.name for info in ours}
     with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints while it is loaded is no part of an answer
         (registry or q4.default_registry()).add_commands(app)
     for info in app.registered_commands[len(ours) :]:
         name = info.name or getattr(info.callback, "__name__", "")
         if name in names:
-            _warn(f"a plugin's command {name!r} is left out: the name is taken")
+            warn(f"a plugin's command {name!r} is left out: the name is taken")
             app.registered_commands.remove(info)
     try:
         typer.main.get_command(app)
     except Exception as error:  # noqa: BLE001  # the plugin boundary
-        _warn(f"the plugins' commands are left out, as one can't be built: {type(error).__name__}: {error}")
+        warn(f"the plugins' commands are left out, as one can't be built: {type(error).__name__}: {error}")
         app.registered_commands = ours
     return app
 
 
-def _warn(text: str) -> None:
-    say(make_console(sys.stderr), clean(text), label="warning ")
-
-
 def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int:
     """Run the command line and return its exit status; nothing is raised."""
-    before, after = _split(list(arguments))
-    debug = "--debug" in before or os.environ.get("Q4_DEBUG", "0") not in {"", "0"}
-    words = [word for word in before if word != "--debug"] + after or ["--help"]
-    as_json = "--json" in before
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    named = arguments[:end]
+    debug = "--debug" in named or os.environ.get("Q4_DEBUG", "0") not in {"", "0"}
+    words = [word for word in named if word != "--debug"] + list(arguments[end:]) or ["--help"]
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as in `q4 doctor >&-`
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal of few characters still works
-    # What is wrong with plugins is what doctor tells anyway.
-    hidden = (q4.Q4PluginWarning,) if words[0] == "doctor" else ()
     try:
-        with _terminable(), warnings_on_stderr(*hidden):
-            plugins = registry or _registry_of(words[0]) or q4.default_registry()
-            if words[0] == "doctor":
-                plugins.time_limit_s = PLUGIN_LIMIT_S
-            command = typer.main.get_command(build_app(plugins))
-            status = command.main(args=words, prog_name="q4", standalone_mode=False)
-            sys.stdout.flush()
+        return _call(words, registry)
     except BrokenPipeError:
-        return _quiet_pipe()
+        pass
     except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # typer's own answer to a broken pipe
-            return _quiet_pipe()
-        return stop.code if isinstance(stop.code, int) else 1
+        if not isinstance(stop.__context__, BrokenPipeError):  # rich's and typer's own answer to a broken pipe
+            return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001  # the last line of defence: a message instead of a traceback
-        return _fail(error, as_json=as_json, debug=debug)
-    if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
-        return _fail(KeyboardInterrupt(), as_json=as_json, debug=debug)
-    return status if isinstance(status, int) else 0
-
-
-def _registry_of(word: str) -> q4.Registry | None:
-    """Return the plugin that announces a command, alone, so that no other one can take the command away by crashing."""
-    found = plugin_of_command(word, os.environ)
-    return None if found is None else q4.Registry([found])
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    cut = words.index("--") if "--" in words else len(words)
-    return words[:cut], words[cut:]
-
-
-def _fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
-    failure = describe(error)
-    if debug:
-        tell_trace(error)
-    try:
-        tell(failure, as_json=as_json)
-    except BrokenPipeError:
-        return _quiet_pipe()
-    return failure.status
-
-
-def _quiet_pipe() -> int:
-    """Let nothing more be written, the interpreter's own last flush included."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(BrokenPipeError, SystemExit):
+            return tell(error, as_json="--json" in named, with_trace=debug)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the interpreter's own last flush is quiet too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
+
+
+def _call(words: list[str], registry: q4.Registry | None) -> int:
+    is_doctor = words[0] == "doctor"
+    hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor tells what is wrong with plugins anyway
+    with _terminable(), warnings_on_stderr(*hidden):
+        if registry is None:
+            # The plugin that announces the command, alone, so that no other one can take it away by crashing.
+            announced = plugin_of_command(words[0], os.environ)
+            registry = q4.default_registry() if announced is None else q4.Registry([announced])
+        if is_doctor:
+            registry.time_limit_s = PLUGIN_LIMIT_S
+        command = typer.main.get_command(build_app(registry))
+        status = command.main(args=words, prog_name="q4", standalone_mode=False)
+        sys.stdout.flush()
+    if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
+        raise KeyboardInterrupt
+    return status if isinstance(status, int) else 0
 
 
 @contextlib.contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
 import torch
 import typer
 from rich.text import Text
@@ -13,9 +13,9 @@ from rich.text import Text
 import q4core as q4
 from q4_cli import options
 from q4_cli.doctor_report import versions
-from q4_cli.opening import open_file
+from q4_cli.files import open_file
 from q4_cli.output import clean, open_output, print_table, say
-from q4_cli.timing import COLD_BYTES, copies_for, copy_bandwidth, require_right, time_calls
+from q4_cli.timing import COLD_BYTES, copies_for, copy_bandwidth, quantile, require_right, time_calls
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
@@ -23,19 +23,13 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    Subject = tuple[str, q4.PackedWeight, int]
+    """A layer's name, its weight, and how many layers are like it."""
+
 __all__ = ["bench"]
 
 _MOST_SECONDS = 3600.0
 _TITLES = ("layer", "M", "median", "path", "GB/s", "N×K", "of copy", "p10 … p90", "GFLOP/s")
-
-
-@attrs.frozen
-class _Subject:
-    """One kind of layer to measure: a representative, and how many are like it."""
-
-    name: str
-    weight: q4.PackedWeight
-    count: int
 
 
 def bench(  # noqa: PLR0913  # one argument per option
@@ -62,20 +56,39 @@ def bench(  # noqa: PLR0913  # one argument per option
     """Time the paths that would serve, after checking what they compute."""
     rows = options.parse_rows_list(m)
     if not 0 < seconds <= _MOST_SECONDS:
-        raise q4.ConfigError("option", name="--seconds", rule=f"above 0 and at most {_MOST_SECONDS:.0f}", value=seconds)
-    asked = options.make_config(
-        device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
+        raise options.illegal("--seconds", f"above 0 and at most {_MOST_SECONDS:.0f}", seconds)
+    if (file is None) == (shape is None):
+        value = "neither" if file is None else "both"
+        raise options.illegal("FILE, --shape", "given as exactly one of the two", value)
+    if (format is None) != (shape is None):
+        raise options.illegal("--format", "given with --shape, and with it alone", format)
+    if shape is not None and (layer is not None or dialect is not None):
+        raise options.illegal("--layer, --dialect", "used with FILE", "with --shape")
+    config = q4.resolve_config(
+        q4.SessionConfig(
+            device=device,
+            backend=backend,
+            compute_path=compute_path,
+            activation_precision=precision,
+            compute_dtype=options.parse_dtype(dtype),
+        )
     )
-    config = q4.resolve_config(asked)
     with open_output(as_json=as_json) as output, contextlib.ExitStack() as stack:
-        subjects = _subjects(stack, file, shape, format, layer, dialect, (rows[0], rows[-1]))
+        if file is None:
+            subjects = [_made_up(options.parse_shape(str(shape)), str(format))]
+        else:
+            checkpoint = stack.enter_context(open_file(file, dialect=dialect))
+            subjects = _of_each_kind(checkpoint, (rows[0], rows[-1])) if layer is None else [_named(checkpoint, layer)]
         where = resolve_device(config, torch.device("cpu"))
         results: list[dict[str, Any]] = []
         with output.progress("measuring", len(subjects) * len(rows) + 1) as step:
             bandwidth = copy_bandwidth(where, min(1.0, seconds))
             step("copy")
             for subject in subjects:
-                results += _measure(subject, config, rows, seconds, bandwidth, step, cold=not warm)
+                for result in _measure(subject, config, rows, seconds, is_cold=not warm):
+                    share = round(result["packed_bytes_per_s"] / bandwidth, 4)
+                    results.append(result | {"share_of_copy": share})
+                    step(subject[0])
         record = {
             "versions": versions(q4.default_registry()),
             "machine": q4.machine_facts(),
@@ -88,87 +101,57 @@ def bench(  # noqa: PLR0913  # one argument per option
         output.answer(record, lambda console: _show(console, record))
 
 
-def _subjects(  # noqa: PLR0913  # the facts of one question
-    stack: contextlib.ExitStack,
-    file: str | None,
-    shape: str | None,
-    format_name: str | None,
-    layer: str | None,
-    dialect: str | None,
-    m: tuple[int, int],
-) -> list[_Subject]:
-    if (file is None) == (shape is None):
-        value = "both" if file is not None else "neither"
-        raise q4.ConfigError("q4 bench", name="FILE, --shape", rule="given as exactly one of the two", value=value)
-    if shape is not None:
-        if layer is not None or dialect is not None:
-            raise q4.ConfigError("q4 bench", name="--layer, --dialect", rule="used with FILE", value="with --shape")
-        if format_name is None:
-            raise q4.ConfigError("q4 bench", name="--format", rule="given with --shape", value=None)
-        return [_made_up(options.parse_shape(shape), format_name)]
-    if format_name is not None:
-        raise q4.ConfigError(
-            "q4 bench", name="--format", rule="used with --shape; a FILE has its own", value=format_name
-        )
-    assert file is not None  # noqa: S101  # told apart above, for the type checker
-    checkpoint = stack.enter_context(open_file(file, dialect=dialect))
-    if layer is not None:
-        try:
-            return [_Subject(layer, checkpoint[layer], 1)]
-        except KeyError as error:
-            message = str(error.args[0])
-            raise q4.CheckpointError(
-                "q4 bench", name="--layer", rule="one of the file", value=layer, hint=message
-            ) from None
+def _made_up(shape: tuple[int, int], format_name: str) -> Subject:
+    available = q4.machine_facts().memory_available_bytes
+    if available is not None and 12 * shape[0] * shape[1] > available:
+        rule = f"small enough to be quantised here ({available:,} bytes of memory are free)"
+        raise options.illegal("--shape", rule, f"{shape[0]}x{shape[1]}")
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+    name = f"{format_name}-{shape[0]}x{shape[1]}"
+    return name, q4.quantize(dense, format_name, name=name), 1
+
+
+def _named(checkpoint: q4.Checkpoint, layer: str) -> Subject:
+    try:
+        return layer, checkpoint[layer], 1
+    except KeyError as error:
+        hint = str(error.args[0])
+        raise q4.CheckpointError("q4 bench", name="--layer", rule="one of the file", value=layer, hint=hint) from None
+
+
+def _of_each_kind(checkpoint: q4.Checkpoint, m: tuple[int, int]) -> list[Subject]:
     kinds: dict[q4.Request, list[str]] = {}
     for name in checkpoint:
         kinds.setdefault(q4.Request.for_weight(checkpoint[name], m=m), []).append(name)
     if not kinds:
-        raise q4.CheckpointError("q4 bench", name="FILE", rule="a file with a 4-bit layer", value="none", where=file)
-    return [_Subject(names[0], checkpoint[names[0]], len(names)) for names in kinds.values()]
+        where = str(checkpoint.path)
+        raise q4.CheckpointError("q4 bench", name="FILE", rule="a file with a 4-bit layer", value="none", where=where)
+    return [(names[0], checkpoint[names[0]], len(names)) for names in kinds.values()]
 
 
-def _made_up(shape: tuple[int, int], format_name: str) -> _Subject:
-    available = q4.machine_facts().memory_available_bytes
-    needed = 12 * shape[0] * shape[1]
-    if available is not None and needed > available:
-        rule = f"small enough to be quantised here ({available:,} bytes of memory are free)"
-        raise q4.ConfigError("option", name="--shape", rule=rule, value=f"{shape[0]}x{shape[1]}")
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randn(shape, generator=generator) * 0.02
-    name = f"{format_name}-{shape[0]}x{shape[1]}"
-    return _Subject(name, q4.quantize(dense, format_name, name=name), 1)
-
-
-def _measure(  # noqa: PLR0913  # the facts of one measurement
-    subject: _Subject,
-    config: q4.SessionConfig,
-    rows: Sequence[int],
-    seconds: float,
-    bandwidth: float,
-    step: Callable[[str], None],
-    *,
-    cold: bool,
+def _measure(
+    subject: Subject, config: q4.SessionConfig, rows: Sequence[int], seconds: float, *, is_cold: bool
 ) -> Iterator[dict[str, Any]]:
-    weight = subject.weight
-    copies = copies_for(weight.nbytes, cold=cold)
+    """Yield what was measured for each number of rows, once its answer was found right."""
+    name, weight, count = subject
+    copies = copies_for(weight.nbytes, is_cold=is_cold)
     with q4.Session(config) as session:
         span = (rows[0], rows[-1])
-        layers = [session.linear(weight, name=subject.name, m=span)]
-        layers += [session.linear(weight.contiguous(), name=subject.name, m=span) for _ in range(copies - 1)]
+        layers = [session.linear(weight, name=name, m=span)]
+        layers += [session.linear(weight.contiguous(), name=name, m=span) for _ in range(copies - 1)]
         record = layers[0].diagnostics()
-        for count in rows:
-            path = next(s.path for s in record.segments if s.low <= count and (s.high is None or count <= s.high))
-            ratio = require_right(layers[0], weight, path, count)
-            timing = time_calls(_calls(layers, weight, count), layers[0].device, seconds)
-            second = timing.median_us * 1e-6
+        for m in rows:
+            path = next(s.path for s in record.segments if s.low <= m and (s.high is None or m <= s.high))
+            ratio = require_right(layers[0], weight, path, m)
+            samples = time_calls(_calls(layers, weight, m), layers[0].device, seconds)
+            median = statistics.median(samples)
             yield {
-                "layer": subject.name,
-                "layers_like_it": subject.count,
+                "layer": name,
+                "layers_like_it": count,
                 "format": weight.format.name,
                 "shape": weight.shape,
                 "packed_bytes": weight.nbytes,
-                "m": count,
+                "m": m,
                 "device": record.device,
                 "dtype": record.dtype,
                 "backend": record.backend,
@@ -177,15 +160,13 @@ def _measure(  # noqa: PLR0913  # the facts of one measurement
                 "precision": path.precision,
                 "copies": copies,
                 "error_over_bound": ratio,
-                "median_us": timing.median_us,
-                "p10_us": timing.quantile_us(0.1),
-                "p90_us": timing.quantile_us(0.9),
-                "packed_bytes_per_s": round(weight.nbytes / second),
-                "share_of_copy": round(weight.nbytes / second / bandwidth, 4),
-                "flop_per_s": round(2 * count * weight.out_features * weight.in_features / second),
-                "samples_us": timing.samples_us,
+                "median_us": median,
+                "p10_us": quantile(samples, 0.1),
+                "p90_us": quantile(samples, 0.9),
+                "packed_bytes_per_s": round(weight.nbytes / (median * 1e-6)),
+                "flop_per_s": round(2 * m * weight.out_features * weight.in_features / (median * 1e-6)),
+                "samples_us": samples,
             }
-            step(subject.name)
 
 
 def _calls(layers: Sequence[q4.Q4Linear], weight: q4.PackedWeight, rows: int) -> list[Callable[[], Any]]:

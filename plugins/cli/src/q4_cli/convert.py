@@ -9,10 +9,9 @@ import typer
 from rich.text import Text
 
 import q4core as q4
-from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
-from q4_cli.opening import open_file, require_readable
+from q4_cli import options
+from q4_cli.files import Target, open_file, require_readable
 from q4_cli.output import bytes_text, clean, counted, open_output, say
-from q4_cli.writing import Target, parse_size
 from q4core.plugin_api import find_dialect
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ __all__ = ["convert"]
 
 def convert(  # noqa: PLR0913  # one argument per option
     source: Annotated[str, typer.Argument(metavar="IN", help="A packed checkpoint of any dialect.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors, or a folder.")],
+    out: options.Out,
     *,
     dialect: Annotated[str, typer.Option("--dialect", metavar="NAME", help="The dialect to write.")],
     read_as: Annotated[
@@ -34,21 +33,22 @@ def convert(  # noqa: PLR0913  # one argument per option
     lossy: Annotated[
         bool, typer.Option("--lossy", help="Allow the nearest scales where exact ones can't be written.")
     ] = False,
-    shard_size: Annotated[
-        str | None, typer.Option("--shard-size", metavar="SIZE", help="Split a folder's weights, such as 5GB.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    shard_size: options.ShardSize = None,
+    force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
     """Store a packed checkpoint in another dialect of its format; codes and scales stay exactly what they are."""
     started = time.perf_counter()
     with open_output(as_json=as_json) as output:
         chosen = find_dialect(dialect, q4.dialects())
-        shard_bytes = None if shard_size is None else parse_size(shard_size)
+        shard_bytes = options.parse_size(shard_size)
         with open_file(source, dialect=read_as) as checkpoint:
             target = Target.check(out, checkpoint.path, force=force)
             require_readable(checkpoint, "q4 convert")
-            _require_layers(checkpoint)
+            if not len(checkpoint):
+                where, hint = str(checkpoint.path), "Use `q4 quantize` to pack a dense checkpoint."
+                rule = "a checkpoint with packed layers"
+                raise q4.CheckpointError("q4 convert", name="IN", rule=rule, value="none", where=where, hint=hint)
             before = checkpoint.schema
             target.write(
                 checkpoint,
@@ -72,19 +72,6 @@ def convert(  # noqa: PLR0913  # one argument per option
             "seconds": round(time.perf_counter() - started, 3),
         }
         output.answer(record, lambda console: _show(console, record))
-
-
-def _require_layers(checkpoint: q4.Checkpoint) -> None:
-    if not len(checkpoint):
-        hint = "Use `q4 quantize` to pack a dense checkpoint."
-        raise q4.CheckpointError(
-            "q4 convert",
-            name="IN",
-            rule="a checkpoint with packed layers",
-            value="none",
-            where=str(checkpoint.path),
-            hint=hint,
-        )
 
 
 def _show(console: Console, record: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from q4core.memory import availability
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rich.console import Console
 
@@ -36,11 +36,12 @@ def doctor(
     as_json: options.Json = False,
 ) -> None:
     """Show what is installed, what this machine has, and what each backend can do with each format here."""
+    config = q4.SessionConfig(device=device, compute_dtype=options.parse_dtype(dtype))
     with open_output(as_json=as_json) as output:
-        config = options.make_config(device=device, dtype=dtype)
-        registry = q4.default_registry()
-        facts = q4.machine_facts()
-        devices = _devices(facts, config, asked=device not in {None, "auto"})
+        registry, facts = q4.default_registry(), q4.machine_facts()
+        devices = [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
+        if device not in {None, "auto"}:
+            devices = [resolve_device(config, torch.device("cpu"))]
         verdicts = survey_backends(registry, devices, config.compute_dtype)
         variables, problems = environment_facts()
         problems += unknown_formats(registry)
@@ -52,7 +53,11 @@ def doctor(
             "dialects": sorted(item.name for item in q4.dialects()),
             "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
-            "memory": _memory(registry, devices),
+            "memory": [
+                {"provider": provider.name, "device": str(place), **attrs.asdict(availability(provider, place))}
+                for provider in registry.memory_providers()
+                for place in devices
+            ],
             "backends": _backends(registry),
             "verdicts": verdicts,
             "environment": variables,
@@ -60,28 +65,9 @@ def doctor(
         # Last, when every hook has been asked.
         broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
         record |= {"plugin_errors": broken, "problems": [*problems, *broken]}
-        output.answer(record, lambda console: _show(console, record, facts))
+        output.answer(record, lambda console: _show(console, record, problems))
         if strict and broken:
             raise typer.Exit(1)
-
-
-def _devices(facts: q4.MachineFacts, config: q4.SessionConfig, *, asked: bool) -> list[torch.device]:
-    if asked:
-        return [resolve_device(config, torch.device("cpu"))]
-    return [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
-
-
-def _memory(registry: q4.Registry, devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Return what each provider of unified memory says of each device."""
-    return [
-        {
-            "provider": provider.name,
-            "device": str(device),
-            **attrs.asdict(availability(provider, device), recurse=False),
-        }
-        for provider in registry.memory_providers()
-        for device in devices
-    ]
 
 
 def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
@@ -96,20 +82,16 @@ def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
     return [*serving, *refused]
 
 
-def _show(console: Console, record: Mapping[str, Any], facts: q4.MachineFacts) -> None:
-    _heading(console, "Versions")
-    _lines(console, record["versions"].items())
-    _heading(console, "Machine")
-    _lines(console, _machine_lines(facts))
-    _heading(console, "Plugins")
+def _show(console: Console, record: Mapping[str, Any], problems: Iterable[str]) -> None:
+    _show_lines(console, "Versions", record["versions"].items())
+    _show_lines(console, "Machine", _machine_lines(record["machine"]))
     _show_plugins(console, record)
     _show_verdicts(console, record)
     if record["environment"]:
-        _heading(console, "Environment")
-        _lines(console, record["environment"].items())
-    broken = sum(1 for plugin in record["plugins"] if plugin.errors)
-    for problem in record["problems"][: len(record["problems"]) - len(record["plugin_errors"])]:
+        _show_lines(console, "Environment", record["environment"].items())
+    for problem in problems:
         say(console, Text(clean(problem), style="red"), label=Text("problem ", style="red"))
+    broken = sum(1 for plugin in record["plugins"] if plugin.errors)
     if broken:
         say(console, Text(f"{broken} of {len(record['plugins'])} plugins broken, see above", style="bold red"))
     elif not record["problems"]:
@@ -117,39 +99,38 @@ def _show(console: Console, record: Mapping[str, Any], facts: q4.MachineFacts) -
         say(console, Text("No problems", style="bold green"))
 
 
-def _heading(console: Console, text: str) -> None:
+def _show_heading(console: Console, text: str) -> None:
     console.print()
     say(console, Text(text, style="bold"))
 
 
-def _lines(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+def _show_lines(console: Console, heading: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and values under a heading, the values below one another."""
+    if heading:
+        _show_heading(console, heading)
     listed = [(clean(name), clean(value)) for name, value in rows]
     width = max([_LABEL, *(len(name) for name, _ in listed)])
     for name, value in listed:
         say(console, value, label=f"  {name:<{width}}  ")
 
 
-def _machine_lines(facts: q4.MachineFacts) -> list[tuple[str, str]]:
-    rows = [
-        ("system", f"{facts.system}, {facts.machine}"),
-        ("processor", f"{facts.processor} ({facts.cpu_count} CPUs, {facts.torch_threads} torch threads)"),
-        ("features", " ".join(facts.cpu_features) or "none known"),
-    ]
+def _machine_lines(facts: q4.MachineFacts) -> Iterator[tuple[str, str]]:
+    yield "system", f"{facts.system}, {facts.machine}"
+    yield "processor", f"{facts.processor} ({facts.cpu_count} CPUs, {facts.torch_threads} torch threads)"
+    yield "features", " ".join(facts.cpu_features) or "none known"
     if facts.memory_available_bytes is not None:
-        rows.append(("memory", f"{bytes_text(facts.memory_available_bytes)} available"))
+        yield "memory", f"{bytes_text(facts.memory_available_bytes)} available"
     if not facts.cuda_devices:
         built = f"torch is built for CUDA {facts.cuda_version}" if facts.cuda_version else "torch is built without CUDA"
-        rows.append(("cuda", f"no device ({built})"))
-    return [*rows, *((f"cuda:{item.index}", _describe_cuda(item)) for item in facts.cuda_devices)]
-
-
-def _describe_cuda(item: Any) -> str:
-    version = ".".join(map(str, item.capability))
-    end = ", integrated" if item.is_integrated else ""
-    return f"{item.name}, compute capability {version}, {bytes_text(item.total_memory_bytes)}{end}"
+        yield "cuda", f"no device ({built})"
+    for item in facts.cuda_devices:
+        version, size = ".".join(map(str, item.capability)), bytes_text(item.total_memory_bytes)
+        end = ", integrated" if item.is_integrated else ""
+        yield f"cuda:{item.index}", f"{item.name}, compute capability {version}, {size}{end}"
 
 
 def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
+    _show_heading(console, "Plugins")
     if not record["plugins"]:
         say(console, Text("none: not even the reference; pip install q4-dequant-fallback", style="red"), label="  ")
     width = max([_LABEL, *(len(clean(plugin.name)) for plugin in record["plugins"])])
@@ -160,7 +141,7 @@ def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
         for error in plugin.errors:
             say(console, Text(clean(error), style="red"), label=" " * (width + 4))
     kinds = ("dialects", "checkpoint_readers", "memory_providers")
-    _lines(console, [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
+    _show_lines(console, "", [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
     for item in record["memory"]:
         word = "unified memory" if item["is_available"] else "no unified memory"
         text = f"{word} for {item['device']}: {item['reason']}"
@@ -168,13 +149,15 @@ def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
 
 
 def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
-    verdicts: Sequence[Mapping[str, Any]] = record["verdicts"]
-    for device in dict.fromkeys(item["device"] for item in verdicts):
-        here = [item for item in verdicts if item["device"] == device]
-        _heading(console, f"What runs on {device} (a 4096×4096 layer, x {here[0]['dtype']})")
-        for backend in dict.fromkeys(item["backend"] for item in here):
-            _show_backend(console, backend, [item for item in here if item["backend"] == backend])
-    if not verdicts:
+    devices: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for item in record["verdicts"]:
+        devices.setdefault(item["device"], {}).setdefault(item["backend"], []).append(item)
+    for device, backends in devices.items():
+        dtype = next(iter(backends.values()))[0]["dtype"]
+        _show_heading(console, f"What runs on {device} (a 4096×4096 layer, x {dtype})")
+        for backend, verdicts in backends.items():
+            _show_backend(console, backend, verdicts)
+    if not devices:
         say(console, Text("No backend may serve", style="bold red"))
     failed = {plugin.name for plugin in record["plugins"] if plugin.state == "failed"}
     for item in record["backends"]:
@@ -183,16 +166,15 @@ def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
             say(console, text, label=f"  {clean(item['name'])}  ")
 
 
-def _show_backend(console: Console, backend: str, verdicts: Sequence[Mapping[str, Any]]) -> None:
+def _show_backend(console: Console, backend: str, verdicts: list[Mapping[str, Any]]) -> None:
     """Print what one backend does on one device, formats with the same answer together."""
-    states = ", ".join(
-        dict.fromkeys(item["native_load_state"] for item in verdicts if item["native_load_state"] != "not asked")
-    )
-    say(console, Text.assemble((clean(backend), "bold"), f"  {clean(states)}"), label="  ")
+    states = dict.fromkeys(item["native_load_state"] for item in verdicts)
+    told = clean(", ".join(state for state in states if state != "not asked"))
+    say(console, Text.assemble((clean(backend), "bold"), f"  {told}"), label="  ")
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for item in verdicts:
-        told = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
-        groups.setdefault(repr((item["serves"], item["paths"], told)), []).append(item)
+        reasons = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
+        groups.setdefault(repr((item["serves"], item["paths"], reasons)), []).append(item)
     for group in groups.values():
         head = group[0]
         word, style = _WORDS[head["serves"]]

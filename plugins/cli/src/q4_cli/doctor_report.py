@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -154,21 +155,11 @@ def _verdict(registry: q4.Registry, backend: str, request: q4.Request) -> dict[s
         record["reasons"] = record["reasons"] or [{"code": error.code, "domain": "policy", "message": str(error)}]
         record["native_load_state"] = own[0]["native_load_state"] if own else "not asked"
     if any(item["code"] == q4.ReasonCode.SHAPE.value and "M in" in item["message"] for item in record["reasons"]):
-        _add_some_rows(record, request, config, registry)
+        paths: dict[str, Any] = {}  # of a backend that serves some numbers of rows only, as seen from 1, 2, 4 … 65536
+        for rows in (1 << power for power in range(17)):
+            with contextlib.suppress(q4.BackendError, q4.PolicyConflictError):
+                found = q4.select(attrs.evolve(request, m=(rows, rows)), config, registry=registry)
+                paths[found.path.name] = found.to_dict()["paths"][0] | {"m": list(found.path.m)}
+        if paths:
+            record |= {"serves": "some", "paths": [*paths.values()]}
     return record
-
-
-def _add_some_rows(
-    record: dict[str, Any], request: q4.Request, config: q4.SessionConfig, registry: q4.Registry
-) -> None:
-    """Add the paths of a backend that serves some numbers of rows only, as seen from M = 1, 2, 4 … 65536."""
-    paths: dict[str, Any] = {}
-    for rows in (1 << power for power in range(17)):
-        try:
-            selection = q4.select(attrs.evolve(request, m=(rows, rows)), config, registry=registry)
-        except (q4.BackendError, q4.PolicyConflictError):
-            continue
-        found = selection.to_dict()
-        paths[selection.path.name] = found["paths"][0] | {"m": list(selection.path.m)}
-    if paths:
-        record |= {"serves": "some", "paths": [*paths.values()]}

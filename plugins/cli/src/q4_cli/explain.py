@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-import attrs
 import typer
 from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
-from q4_cli.explain_report import explain_layers, grouped, name_patterns
 from q4_cli.failure import CANT_SERVE, describe
-from q4_cli.opening import open_file
-from q4_cli.output import clean, counted, open_output, path_text, say
+from q4_cli.files import open_file
+from q4_cli.output import clean, counted, natural_key, open_output, path_text, say, say_first
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from rich.console import Console
 
@@ -24,7 +23,7 @@ __all__ = ["explain"]
 
 
 def explain(  # noqa: PLR0913  # one argument per option
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: a file, an index of shards or a folder.")],
+    file: options.File,
     *,
     device: options.Device = None,
     compute_path: options.ComputePath = None,
@@ -42,13 +41,19 @@ def explain(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Show which backend and paths would run each layer here, and why each other one would not."""
     rows = options.parse_rows(m)
-    asked = options.make_config(
-        device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
+    config = q4.resolve_config(
+        q4.SessionConfig(
+            device=device,
+            backend=backend,
+            compute_path=compute_path,
+            activation_precision=precision,
+            compute_dtype=options.parse_dtype(dtype),
+            gradients=gradients or None,
+        )
     )
-    config = q4.resolve_config(attrs.evolve(asked, gradients=True) if gradients else asked)
     with open_output(as_json=as_json) as output, open_file(file, dialect=dialect) as checkpoint:
         with output.progress("asking", len(checkpoint)) as step:
-            layers, refusal = explain_layers(checkpoint, config, q4.default_registry(), m=rows, prove=prove, step=step)
+            layers, refusal = _explain_layers(checkpoint, config, rows, prove=prove, step=step)
         record: dict[str, Any] = {"file": file, "m": rows, "config": config, "layers": layers}
         record["unsupported"] = [str(problem) for problem in checkpoint.schema.unsupported]
         if refusal is not None:
@@ -58,19 +63,74 @@ def explain(  # noqa: PLR0913  # one argument per option
         raise typer.Exit(CANT_SERVE)
 
 
+def _explain_layers(
+    checkpoint: q4.Checkpoint,
+    config: q4.SessionConfig,
+    m: tuple[int, int | None],
+    *,
+    prove: bool,
+    step: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], q4.BackendUnavailableError | None]:
+    """Return ``Selection.to_dict()`` of each layer with its name, notes and error, and the first refusal.
+
+    Layers are read one at a time and let go. With ``prove`` one of each kind is prepared first, so that the self-probes
+    run. Options that are at fault themselves raise.
+    """
+    registry = q4.default_registry()
+    layers: list[dict[str, Any]] = []
+    first: q4.BackendUnavailableError | None = None
+    proved: set[q4.Request] = set()
+    for name in sorted(checkpoint, key=natural_key):
+        weight = checkpoint[name]
+        request = q4.Request.for_weight(weight, m=m, dtype=config.compute_dtype or weight.dtype)
+        record = {"layer": name, "error": None, "notes": [n for n in weight.notes if not n.startswith("stored ")]}
+        try:
+            if prove and request not in proved:
+                proved.add(request)
+                with q4.Session(config, registry=registry) as session:
+                    session.linear(weight, m=m)
+            layers.append(record | q4.select(request, config, registry=registry).to_dict())
+        except q4.BackendUnavailableError as error:
+            first = first or error
+            layers.append(record | _refusal(request, config, error))
+        del weight
+        step(name)
+    return layers, first
+
+
+def _refusal(request: q4.Request, config: q4.SessionConfig, error: q4.BackendUnavailableError) -> dict[str, Any]:
+    """Return the keys of ``Selection.to_dict()`` where nothing was selected."""
+    return {
+        "format": request.format.name,
+        "shape": [request.out_features, request.in_features],
+        "device": str(request.device) if config.device in {None, "auto"} else config.device,
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "compute_path": config.compute_path.value if config.compute_path else "auto",
+        **dict.fromkeys(("backend", "native_load_state", "path_name", "fallback_reason")),
+        **{key: [] for key in ("paths", "gradients", "gradients_refused", "disqualified")},
+        "proven": False,
+        "rejections": [item.to_dict() for item in error.rejections],
+        "error": str(error).partition("\n")[0],
+    }
+
+
 def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> None:
     layers = record["layers"]
-    for group in [[layer] for layer in layers] if show_all else grouped(layers):
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for layer in layers:  # those of which the same is said stand together
+        size = "{}×{}".format(*layer["shape"])  # a refusal names the shape
+        same = {**layer, "layer": "", "shape": (), "error": str(layer["error"]).replace(size, "N×K")}
+        groups.setdefault(layer["layer"] if show_all else repr(sorted(same.items())), []).append(layer)
+    for group in groups.values():
         _show_group(console, group)
-    for problem in record["unsupported"]:
-        say(console, Text(f"can't be read: {clean(problem)}", style="yellow"))
+    say_first(console, record["unsupported"], label="can't be read: ")
     refused = sum(1 for layer in layers if layer["backend"] is None)
     total = counted(len(layers), "packed layer") if layers else "no 4-bit layer"
     end = f", {refused} of them without a backend" if refused else ""
     console.print(Text(f"{total}{end}", style="bold red" if refused else "bold"))
 
 
-def _show_group(console: Console, group: Sequence[Mapping[str, Any]]) -> None:
+def _show_group(console: Console, group: list[Mapping[str, Any]]) -> None:
     head = group[0]
     count = f"{len(group)} layers" if len(group) > 1 else clean(head["layer"])
     what = f"  {head['format']} on {head['device']}, x {head['dtype']}  →  "
@@ -83,11 +143,7 @@ def _show_group(console: Console, group: Sequence[Mapping[str, Any]]) -> None:
     names = [layer["layer"] for layer in group] if len(group) > 1 else []
     shapes = [f"{layer['shape'][0]}×{layer['shape'][1]}" for layer in group]
     for texts in filter(None, (names, shapes)):
-        say(console, Text(_counted(name_patterns(texts)), style="dim"), label="  ")
-    _show_reasons(console, head)
-
-
-def _show_reasons(console: Console, head: Mapping[str, Any]) -> None:
+        say(console, Text(clean(_patterns(texts)), style="dim"), label="  ")
     for path in head["paths"]:
         say(console, path_text(path), label="  ")
     for word, style in (("fallback_reason", "yellow"), ("error", "red")):
@@ -103,5 +159,10 @@ def _show_reasons(console: Console, head: Mapping[str, Any]) -> None:
     console.print()
 
 
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(clean(name) if count == 1 else f"{clean(name)} ({count})" for name, count in counts.items())
+def _patterns(names: Iterable[str]) -> str:
+    """Return names with their numbers as ``*``, and how many there are of each, in order of appearance."""
+    counts: dict[str, int] = {}
+    for name in names:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    return ", ".join(pattern if count == 1 else f"{pattern} ({count})" for pattern, count in counts.items())

@@ -1,8 +1,8 @@
-"""``q4 inspect``: what a checkpoint holds, layer by layer, from its headers."""
+"""``q4 inspect``: what a checkpoint holds, layer by layer, from its headers; one layer of each kind is read."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -10,27 +10,32 @@ from rich.text import Text
 import q4core as q4
 from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.failure import BAD_INPUT, describe
-from q4_cli.inspect_report import dense_totals, layer_facts, problem_facts, short_metadata
-from q4_cli.opening import open_file
-from q4_cli.output import bytes_text, clean, counted, open_output, print_table, say
+from q4_cli.files import open_file
+from q4_cli.output import (
+    bytes_text,
+    clean,
+    counted,
+    first_of,
+    natural_key,
+    open_output,
+    print_table,
+    say,
+    say_first,
+    to_plain,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from rich.console import Console
 
 __all__ = ["inspect"]
 
 _TITLES = ("layer", "format", "N×K", "bits", "bytes", "block", "dialect", "scale")
-_MOST = 20
+_LONG = 200
 
 
-def inspect(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: a file, an index of shards or a folder.")],
-    *,
-    dialect: options.Dialect = None,
-    as_json: options.Json = False,
-) -> None:
+def inspect(file: options.File, *, dialect: options.Dialect = None, as_json: options.Json = False) -> None:
     """Show what a checkpoint holds, layer by layer. Only headers are read, however large the file."""
     with open_output(as_json=as_json) as output:
         failure: q4.SchemaError | None = None
@@ -43,7 +48,7 @@ def inspect(
                 raise
             failure = error
             record = _record(file, error.schema, None) | describe(error).to_dict()
-            record["problems"] = problem_facts(error.problems)
+            record["problems"] = _problem_facts(error.problems)
         output.answer(record, lambda console: _show(console, record))
         if failure is not None:
             if as_json:
@@ -52,13 +57,15 @@ def inspect(
 
 
 def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> dict[str, Any]:
+    """Return the command's document; of a checkpoint that could not be opened, what its schema tells."""
     infos = {} if checkpoint is None else checkpoint.dense.infos
-    layers = layer_facts(schema, checkpoint)
+    known: dict[Hashable, dict[str, Any]] = {}
+    layers = [_layer_facts(schema.layers[name], known, checkpoint) for name in sorted(schema.layers, key=natural_key)]
     packed = sum(layer["nbytes"] or 0 for layer in layers)
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers if layer["shape"])
     return {
         "file": file,
-        "metadata": {} if checkpoint is None else short_metadata(checkpoint.metadata),
+        "metadata": {} if checkpoint is None else {k: _shortened(v) for k, v in checkpoint.metadata.items()},
         "layers": layers,
         "dense": {
             "by_dtype": dense_totals(infos.values()),
@@ -67,7 +74,7 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
                 for name, info in infos.items()
             ],
         },
-        "unsupported": problem_facts(schema.unsupported),
+        "unsupported": _problem_facts(schema.unsupported),
         "totals": {
             "layers": len(layers),
             "weights": weights,
@@ -82,6 +89,74 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
     }
 
 
+def _layer_facts(
+    layer: q4.LayerSchema, known: dict[Hashable, dict[str, Any]], checkpoint: q4.Checkpoint | None
+) -> dict[str, Any]:
+    """Return the facts of one layer; one that can't be told is None.
+
+    The scale kind stands in no name or shape alone, so one layer of each kind is read (as views of the mapped file, its
+    numbers unchecked), and ``known`` keeps what was found. Layers are of a kind when dialect, format, block, roles,
+    shape and bytes are equal.
+    """
+    place = layer.shape or layer.module
+    kind = (layer.dialect, layer.format, layer.block_size, tuple(sorted(layer.keys)), place, layer.nbytes)
+    if kind not in known:
+        known[kind] = {} if checkpoint is None else _read(checkpoint, layer.module)
+    read = known[kind]
+    shape = layer.shape or read.get("shape")
+    nbytes = read.get("nbytes") if layer.nbytes is None else layer.nbytes
+    count = shape[0] * shape[1] if shape else 0
+    return {
+        "name": layer.module,
+        "format": layer.format,
+        "dialect": next((str(item.value) for item in layer.problems if item.code == "ambiguous"), layer.dialect),
+        "shape": shape,
+        "block_size": layer.block_size or read.get("block_size"),
+        "scale_kind": read.get("scale_kind"),
+        "packing": read.get("packing"),
+        "nbytes": nbytes,
+        "bits_per_weight": round(8 * nbytes / count, 4) if nbytes is not None and count else None,
+        "keys": layer.keys,
+        "notes": list(dict.fromkeys((*layer.notes, *read.get("notes", ())))),
+    }
+
+
+def _read(checkpoint: q4.Checkpoint, module: str) -> dict[str, Any]:
+    try:
+        weight = checkpoint.source.read(module)
+    except q4.Q4Error as error:
+        return {"notes": (f"can't be read: {error}",)}
+    return {
+        "scale_kind": weight.scale_kind.value,
+        "packing": str(weight.packing),
+        "shape": weight.shape,
+        "block_size": weight.block_size,
+        "nbytes": weight.nbytes,
+        "notes": [note for note in weight.notes if not note.startswith("stored ")],
+    }
+
+
+def dense_totals(infos: Iterable[q4.TensorInfo]) -> list[dict[str, Any]]:
+    """Return number and bytes of dense tensors by dtype, most bytes first."""
+    totals: dict[str, dict[str, Any]] = {}
+    for info in infos:
+        name = to_plain(info.dtype)
+        row = totals.setdefault(name, {"dtype": name, "count": 0, "nbytes": 0})
+        row["count"] += 1
+        row["nbytes"] += info.nbytes
+    return sorted(totals.values(), key=lambda row: (-row["nbytes"], row["dtype"]))
+
+
+def _problem_facts(problems: Iterable[q4.Problem]) -> list[dict[str, Any]]:
+    return [{"code": item.code, "key": item.key, "rule": item.rule, "value": to_plain(item.value)} for item in problems]
+
+
+def _shortened(value: Any) -> Any:
+    """Return a value of the header's metadata; of a long one (a vocabulary, JSON) only how long it is."""
+    is_long = hasattr(value, "__len__") and not (isinstance(value, str) and len(value) <= _LONG)
+    return f"({len(value)} long)" if is_long else to_plain(value)
+
+
 def _show(console: Console, record: Mapping[str, Any]) -> None:
     layers: Sequence[Mapping[str, Any]] = record["layers"]
     if layers:
@@ -92,15 +167,24 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         for note in layer["notes"]:
             notes.setdefault(note, []).append(layer["name"])
     for note, names in notes.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        say(console, Text(f"note: {clean(note)} ({clean(names[0])}{more})", style="yellow"))
-    unsupported = record["unsupported"]
-    for item in unsupported[:_MOST]:
-        got = "" if item["value"] is None else f", got {item['value']!r}"
-        say(console, Text(clean(f"can't be read: {item['key']} must be {item['rule']}{got}"), style="yellow"))
-    if len(unsupported) > _MOST:
-        console.print(Text(f"can't be read: {len(unsupported) - _MOST} more; --json lists all", style="yellow"))
-    _show_totals(console, record["totals"], record["dense"]["by_dtype"], len(unsupported))
+        say(console, Text(clean(f"note: {note} ({first_of(names)})"), style="yellow"))
+    unread = [
+        f"{item['key']} must be {item['rule']}" + ("" if item["value"] is None else f", got {item['value']!r}")
+        for item in record["unsupported"]
+    ]
+    say_first(console, unread, label="can't be read: ")
+    totals = record["totals"]
+    text = "no layer that can be read" if unread else "no 4-bit layer"
+    if layers:
+        bits = totals["bits_per_weight"]
+        size = f"{bytes_text(totals['packed_bytes'])}{'' if bits is None else f', {bits:.2f} bits each'}"
+        text = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}: {size} "
+        text += f"({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
+        text += f"; {counted(len(unread), 'layer')} can't be read" if unread else ""
+    say(console, Text(clean(text), style="bold"))
+    by_dtype = record["dense"]["by_dtype"]
+    kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in by_dtype)
+    say(console, Text(f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}"))
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:
@@ -115,16 +199,3 @@ def _row(layer: Mapping[str, Any]) -> list[str]:
         layer["dialect"],
         layer["scale_kind"] or "?",
     ]
-
-
-def _show_totals(console: Console, totals: Mapping[str, Any], dense: Sequence[Mapping[str, Any]], unread: int) -> None:
-    text = "no layer that can be read" if unread else "no 4-bit layer"
-    if totals["layers"]:
-        head = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}"
-        bits = totals["bits_per_weight"]
-        size = f"{bytes_text(totals['packed_bytes'])}{'' if bits is None else f', {bits:.2f} bits each'}"
-        text = f"{head}: {size} ({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
-        text += f"; {counted(unread, 'layer')} can't be read" if unread else ""
-    say(console, Text(clean(text), style="bold"))
-    kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in dense)
-    say(console, Text(f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}"))

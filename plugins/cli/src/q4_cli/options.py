@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+import torch  # noqa: TC002  # typer reads annotations at run time
 import typer
 
 import q4core as q4
-from q4core.plugin_api import closest_name
+from q4core.plugin_api import FLOATS, closest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "Backend",
@@ -17,16 +20,24 @@ __all__ = [
     "Device",
     "Dialect",
     "Dtype",
+    "File",
+    "Force",
     "Json",
+    "Out",
     "Precision",
-    "make_config",
+    "ShardSize",
+    "illegal",
     "parse_dtype",
     "parse_rows",
     "parse_rows_list",
     "parse_shape",
+    "parse_size",
 ]
 
+File = Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: a file, an index of shards or a folder.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors, or a folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")]
 Backend = Annotated[str | None, typer.Option("--backend", metavar="NAME", help="This backend or none.")]
 ComputePath = Annotated[
@@ -46,48 +57,33 @@ Dialect = Annotated[
     str | None,
     typer.Option("--dialect", metavar="NAME", help="How to read keys that several dialects use."),
 ]
+ShardSize = Annotated[
+    str | None, typer.Option("--shard-size", metavar="SIZE", help="Split a folder's weights, such as 5GB.")
+]
 
-_LONG_NAMES = ("float32", "bfloat16", "float16")
-_SHORT_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "fp32": "float32", "fp16": "float16"}
-_MOST = 1 << 31
-
-
-def make_config(
-    *,
-    device: str | None = None,
-    backend: str | None = None,
-    compute_path: str | None = None,
-    precision: str | None = None,
-    dtype: str | None = None,
-) -> q4.SessionConfig:
-    """Return the configuration that a command's options ask for; what is not given asks context and environment.
-
-    Raises:
-        ConfigError: A value is not legal.
-    """
-    return q4.SessionConfig(
-        device=device,
-        backend=backend,
-        compute_path=compute_path,
-        activation_precision=precision,
-        compute_dtype=None if dtype is None else parse_dtype(dtype),
-    )
+_MOST_ROWS = 1 << 31
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
-def parse_dtype(text: str) -> torch.dtype:
-    """Return a dtype of x by name.
+def illegal(option: str, rule: str, value: object, known: Iterable[str] = ()) -> q4.ConfigError:
+    """Return the error for an option's value, with the closest of the known values as its hint."""
+    close = closest_name(value, known)
+    hint = f"Did you mean {close!r}?" if close else None
+    return q4.ConfigError("option", name=option, rule=rule, value=value, hint=hint)
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """Return a dtype of x by name; None asks for none.
 
     Raises:
         ConfigError: It is none of the three.
     """
-    name = text.strip().lower().removeprefix("torch.")
-    name = _SHORT_NAMES.get(name, name)
-    if name in _LONG_NAMES:
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    close = closest_name(name, _LONG_NAMES)
-    hint = f"Did you mean {close!r}?" if close else None
-    raise q4.ConfigError("option", name="--dtype", rule=f"one of {', '.join(_LONG_NAMES)}", value=text, hint=hint)
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+    if text is None:
+        return None
+    if text not in known:
+        raise illegal("--dtype", f"one of {', '.join(known)}", text, known)
+    return known[text]
 
 
 def parse_rows(text: str) -> tuple[int, int | None]:
@@ -101,11 +97,11 @@ def parse_rows(text: str) -> tuple[int, int | None]:
     if match:
         low = int(match[1])
         high = (int(match[3]) if match[3] else None) if match[2] else low
-        if max(low, high or 0) > _MOST:
-            rule = f"at most {_MOST}"
+        if max(low, high or 0) > _MOST_ROWS:
+            rule = f"at most {_MOST_ROWS}"
         elif low >= 1 and (high is None or low <= high):
             return low, high
-    raise q4.ConfigError("option", name="--m", rule=rule, value=text)
+    raise illegal("--m", rule, text)
 
 
 def parse_rows_list(text: str) -> tuple[int, ...]:
@@ -117,9 +113,7 @@ def parse_rows_list(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if all(re.fullmatch(r"\d{1,6}", part) and int(part) >= 1 for part in parts):
         return tuple(sorted({int(part) for part in parts}))
-    raise q4.ConfigError(
-        "option", name="--m", rule="numbers from 1 with commas between them, such as 1,8,64", value=text
-    )
+    raise illegal("--m", "numbers from 1 with commas between them, such as 1,8,64", text)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -131,4 +125,19 @@ def parse_shape(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"\s*(\d{1,7})\s*[x×*,]\s*(\d{1,7})\s*", text, re.IGNORECASE)
     if match and int(match[1]) and int(match[2]):
         return int(match[1]), int(match[2])
-    raise q4.ConfigError("option", name="--shape", rule="NxK, such as 4096x4096 (at most 9999999 each)", value=text)
+    raise illegal("--shape", "NxK, such as 4096x4096 (at most 9999999 each)", text)
+
+
+def parse_size(text: str | None) -> int | None:
+    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number; None asks for no limit.
+
+    Raises:
+        ConfigError: It is no such text, or 0.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
+    size = int(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0
+    if size < 1:
+        raise illegal("--shard-size", "a size such as 5GB or 500MiB", text)
+    return size

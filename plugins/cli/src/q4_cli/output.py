@@ -10,12 +10,13 @@ import enum
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 import torch
@@ -34,12 +35,16 @@ __all__ = [
     "bytes_text",
     "clean",
     "counted",
+    "first_of",
     "make_console",
+    "natural_key",
     "open_output",
     "path_text",
     "print_table",
     "say",
+    "say_first",
     "to_plain",
+    "warn",
     "warnings_on_stderr",
 ]
 
@@ -47,23 +52,16 @@ _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
 _MOST_ROWS = 2000
 """For so many rows rich takes about a second."""
+_MOST_LINES = 20
 _LEAST_NAME = 16
 _GAP = 2
 """Cells between columns: one of padding and the divider."""
 
 
-class _Console(Console):
-    """A console that lets a broken pipe through, for ``run`` to end quietly."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Tell ``run`` about it."""
-        raise BrokenPipeError
-
-
 def make_console(file: TextIO) -> Console:
     """Return a console on a stream; plain where that is no terminal, and without any style under ``NO_COLOR``."""
     system: Any = None if os.environ.get("NO_COLOR") else "auto"
-    console = _Console(file=file, markup=False, highlight=False, emoji=False, legacy_windows=False, color_system=system)
+    console = Console(file=file, markup=False, highlight=False, emoji=False, legacy_windows=False, color_system=system)
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = _PIPE_WIDTH
     return console
@@ -108,9 +106,27 @@ def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence
         console.print(Text(f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", style="dim"))
 
 
+def say_first(console: Console, lines: Sequence[str], *, label: str, style: str = "yellow") -> None:
+    """Print the first twenty lines under one label, and how many more there are."""
+    for line in lines[:_MOST_LINES]:
+        say(console, Text(clean(line), style=style), label=Text(label, style=style))
+    if len(lines) > _MOST_LINES:
+        say(console, f"… and {len(lines) - _MOST_LINES:,} more; --json lists all", label=Text(label, style=style))
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return ``a`` or ``a and 2 more``."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 def counted(count: int, noun: str) -> str:
     """Return ``1 layer``, ``2 layers``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which ``layers.2`` comes before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def bytes_text(count: int) -> str:
@@ -164,12 +180,7 @@ def to_plain(value: Any) -> Any:  # noqa: PLR0911  # one line per kind of value
 
 
 class Output:
-    """Where one command writes.
-
-    Args:
-        file: The real stdout.
-        as_json: Whether the answer is a JSON document.
-    """
+    """Where one command writes: its answer to the real stdout, as text or as JSON, everything else to stderr."""
 
     def __init__(self, file: TextIO, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -217,13 +228,18 @@ def open_output(*, as_json: bool) -> Iterator[Output]:
         yield output
 
 
+def warn(text: object) -> None:
+    """Write a warning to stderr."""
+    say(make_console(sys.stderr), clean(text), label=Text("warning ", style="yellow"))
+
+
 @contextlib.contextmanager
 def warnings_on_stderr(*hidden: type[Warning]) -> Iterator[None]:
     """Show warnings as one clean line on stderr instead of a line of source code, but for the hidden kinds."""
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if not issubclass(category, hidden):
-            say(make_console(sys.stderr), clean(message), label=Text("warning ", style="yellow"))
+            warn(message)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -9,14 +9,14 @@ import attrs
 import torch
 
 import q4core as q4
-from q4core.plugin_api import closest_name, find_dialect
+from q4_cli.options import illegal
+from q4core.plugin_api import FLOATS, find_dialect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["Kept", "Recipe", "make_recipe", "split_tensors"]
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EMBEDDINGS = ("*embed*", "*embd*", "*wte*", "*wpe*")
 _PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
 _KINDS = (
@@ -32,16 +32,9 @@ _PROBE_ROWS = 128
 _PROBE_COLUMNS = 1024
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Kept:
-    """A tensor that stays dense.
-
-    Args:
-        name: Its name.
-        reason: Why.
-        nbytes: Its bytes.
-        notable: Whether one would expect it packed, so that people should be told.
-    """
+    """A tensor that stays dense, and why; ``notable`` where one would expect it packed, so that people are told."""
 
     name: str
     reason: str
@@ -80,7 +73,7 @@ def split_tensors(
         if reason is None:
             chosen.append(name)
         else:
-            kept.append(Kept(name=name, reason=reason, nbytes=info.nbytes, notable=notable))
+            kept.append(Kept(name, reason, info.nbytes, notable=notable))
     idle = [pattern for pattern in (*skip, *include) if not any(_is_match(name, pattern) for name in infos)]
     return chosen, kept, idle
 
@@ -91,7 +84,7 @@ def _reason(name: str, info: q4.TensorInfo, skip: Sequence[str], include: Sequen
         return "not named <module>.weight", asked
     if len(info.shape) != 2 or 0 in info.shape:  # noqa: PLR2004  # a matrix
         return f"of shape {list(info.shape)}, not a matrix", asked
-    if info.dtype not in _FLOATS:
+    if info.dtype not in FLOATS:
         return f"of dtype {str(info.dtype).removeprefix('torch.')}", True
     for pattern in skip:
         if _is_match(name, pattern):
@@ -101,43 +94,35 @@ def _reason(name: str, info: q4.TensorInfo, skip: Sequence[str], include: Sequen
     return None, False
 
 
-def make_recipe(  # noqa: PLR0913  # one argument per wish
-    format_name: str,
-    *,
-    dialect: str | None,
-    block_size: int | None,
-    scale_kind: str | None,
-    symmetric: bool,
-    formats: Mapping[str, q4.Format],
-    module: str,
+def make_recipe(
+    format_name: str, *, dialect: str | None, scale_kind: str | None, options: Mapping[str, Any], module: str
 ) -> Recipe:
     """Decide how to pack, before any work is done.
 
     Where the scale kind is not given, it is the format's default, or the most exact one that the dialect writes.
-    Errors name ``module``, the first layer to pack.
+
+    Args:
+        format_name: As the user typed it.
+        dialect: Its name; the format's usual one unless given.
+        scale_kind: Its name, or None.
+        options: ``block_size`` and ``symmetric``, as ``q4.quantize`` has them.
+        module: The first layer to pack, which errors name.
 
     Raises:
         FormatError: The format, block size or scale kind is unknown or not legal.
         DialectError: The dialect is unknown or can't hold the format; or no dialect can.
     """
-    kind = formats.get(format_name.lower())
-    if kind is None:
-        close = closest_name(format_name.lower(), formats)
-        hint = f"Did you mean {close!r}?" if close else None
-        rule = f"one of {', '.join(sorted(formats))}"
-        raise q4.FormatError("q4 quantize", name="--format", rule=rule, value=format_name, hint=hint)
+    kind = q4.find_format(format_name, q4.default_registry().formats().values())
     known = q4.dialects()
     candidates = [find_dialect(dialect, known)] if dialect is not None else _writers(kind, known)
-    wanted = (
-        [_scale_kind(scale_kind)]
-        if scale_kind is not None
-        else [None, *(item for item in _KINDS if item in kind.scale_kinds)]
-    )
+    wanted: list[q4.ScaleKind | None] = [None, *(item for item in _KINDS if item in kind.scale_kinds)]
+    if scale_kind is not None:
+        wanted = [_scale_kind(scale_kind)]
     first: q4.Q4Error | None = None
     for candidate in candidates:
         for choice in wanted:
             try:
-                return _try(kind, candidate, block_size, module, {"scale_kind": choice, "symmetric": symmetric})
+                return _try(kind, candidate, module, {**options, "scale_kind": choice})
             except q4.DialectError as error:
                 first = first or error
     if first is not None:
@@ -149,13 +134,11 @@ def make_recipe(  # noqa: PLR0913  # one argument per wish
 
 
 def _scale_kind(text: str) -> q4.ScaleKind:
-    for kind in q4.ScaleKind:
-        if kind.value == text.strip().lower().replace("-", "_"):
-            return kind
-    names = [kind.value for kind in q4.ScaleKind]
-    close = closest_name(text, names)
-    hint = f"Did you mean {close!r}?" if close else None
-    raise q4.ConfigError("option", name="--scale-kind", rule=f"one of {', '.join(names)}", value=text, hint=hint)
+    known = {kind.value: kind for kind in q4.ScaleKind}
+    name = text.strip().lower().replace("-", "_")
+    if name not in known:
+        raise illegal("--scale-kind", f"one of {', '.join(known)}", text, known)
+    return known[name]
 
 
 def _writers(kind: q4.Format, known: Iterable[q4.Dialect]) -> list[q4.Dialect]:
@@ -168,13 +151,12 @@ def _writers(kind: q4.Format, known: Iterable[q4.Dialect]) -> list[q4.Dialect]:
     return sorted((d for d in known if kind.name in d.formats and type(d).write is not q4.Dialect.write), key=rank)
 
 
-def _try(kind: q4.Format, dialect: q4.Dialect, block_size: int | None, module: str, options: Any) -> Recipe:
+def _try(kind: q4.Format, dialect: q4.Dialect, module: str, options: dict[str, Any]) -> Recipe:
     """Pack and write a small made-up weight, so that what a dialect refuses is known before the work begins."""
-    block = kind.block_size if block_size is None else block_size
-    columns = max(_PROBE_COLUMNS, block) if block > 0 else _PROBE_COLUMNS
-    columns = -(-columns // max(1, block)) * max(1, block)
+    block = max(1, options["block_size"] or kind.block_size)
+    columns = -(-max(_PROBE_COLUMNS, block) // block) * block
     dense = torch.linspace(-1, 1, _PROBE_ROWS * columns).reshape(_PROBE_ROWS, columns)
-    weight = q4.quantize(dense, kind, block_size=block_size, name=module, **options)
+    weight = q4.quantize(dense, kind, name=module, **options)
     dialect.write(module, weight)
     chosen = {**options, "block_size": weight.block_size, "scale_kind": weight.scale_kind}
     return Recipe(format=kind, dialect=dialect, options=chosen)

@@ -16,48 +16,55 @@ if TYPE_CHECKING:
 
     from q4_cli.packing_plan import Recipe
 
-__all__ = ["Others", "Packing"]
+__all__ = ["Others", "Packing", "nothing_to_pack"]
 
 _CHUNK_ELEMENTS = 1 << 22
+
+
+def nothing_to_pack(kept: Sequence[Kept], where: str) -> q4.CheckpointError:
+    """Return the error for a checkpoint of which every tensor is kept; its details have the reasons."""
+    reasons = [f"{item.name}: {item.reason}" for item in kept if item.notable] or ["no matrix named <module>.weight"]
+    rule, value = "a checkpoint with at least one tensor to pack", f"{len(kept)} tensors to keep"
+    hint = f"{reasons[0]}."
+    return q4.CheckpointError("q4 quantize", name="IN", rule=rule, value=value, where=where, hint=hint, reasons=reasons)
 
 
 class Packing(Mapping[str, q4.PackedWeight]):
     """Module → ``PackedWeight``, packed while it is iterated over, one at a time; what can't be packed is left out.
 
     Args:
-        dense: Name → tensor, loaded when asked for.
-        names: The tensors to pack.
+        checkpoint: Whose dense tensors are packed.
+        names: Which of them.
+        kept: Gets what can't be packed, with the reasons.
         recipe: How.
         strict: Raise at the first tensor that can't be packed.
         step: Called with a module's name when it is done.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the facts of one job
         self,
-        dense: Mapping[str, torch.Tensor],
+        checkpoint: q4.Checkpoint,
         names: Sequence[str],
+        kept: list[Kept],
         recipe: Recipe,
         *,
         strict: bool,
         step: Callable[[str], None],
     ) -> None:
-        self.dense = dense
+        self.dense = checkpoint.dense
         self.packed: list[dict[str, Any]] = []
         """Name, shape, dtype, bytes_before, bytes_after and relative_error (‖w − ŵ‖ / ‖w‖, Frobenius) of each layer."""
-        self.failed: list[Kept] = []
-        self._names = names
-        self._recipe = recipe
-        self._strict = strict
-        self._step = step
+        self._where = str(checkpoint.path)
+        self._names, self._kept, self._recipe = names, kept, recipe
+        self._strict, self._step = strict, step
         self._current: tuple[str, q4.PackedWeight] | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """Pack one tensor after the other, and yield the module of each that could be packed.
+        """Pack one tensor after the other, and yield the module of each that could be packed; to be asked once.
 
         Raises:
             CheckpointError: None could.
         """
-        self.packed, self.failed = [], []
         for name in self._names:
             module = name.removesuffix(".weight")
             weight = self._pack(name, module)
@@ -67,11 +74,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
                 self._current = None
             self._step(module)
         if not self.packed:
-            reasons = [f"{item.name}: {item.reason}" for item in self.failed]
-            rule = "a checkpoint with at least one tensor to pack"
-            raise q4.CheckpointError(
-                "q4 quantize", name="IN", rule=rule, value="none", hint=reasons[0], reasons=reasons
-            )
+            raise nothing_to_pack(self._kept, self._where)
 
     def _pack(self, name: str, module: str) -> q4.PackedWeight | None:
         dense, recipe = self.dense[name], self._recipe
@@ -82,7 +85,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
         except q4.Q4Error as error:
             if self._strict:
                 raise
-            self.failed.append(Kept(name=name, reason=str(error), nbytes=nbytes, notable=True))
+            self._kept.append(Kept(name, str(error), nbytes, notable=True))
             return None
         self.packed.append(
             {

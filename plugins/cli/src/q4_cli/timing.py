@@ -16,7 +16,7 @@ from q4core.plugin_api import decode_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["COLD_BYTES", "Timing", "copies_for", "copy_bandwidth", "require_right", "time_calls"]
+__all__ = ["COLD_BYTES", "copies_for", "copy_bandwidth", "quantile", "require_right", "time_calls"]
 
 COLD_BYTES = 256 << 20
 """Weights rotate through this much, more than the caches of all but the largest machines, as a model's layers do."""
@@ -30,40 +30,26 @@ _WARM_UP = 2
 _PATIENCE_SECONDS = 2.0
 
 
-@attrs.frozen(kw_only=True)
-class Timing:
-    """Samples of one call, in microseconds."""
-
-    samples_us: tuple[float, ...]
-
-    @property
-    def median_us(self) -> float:
-        """The middle sample."""
-        return statistics.median(self.samples_us)
-
-    def quantile_us(self, share: float) -> float:
-        """Return the sample below which ``share`` of them lie (nearest rank)."""
-        ordered = sorted(self.samples_us)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Return the sample below which ``share`` of them lie (nearest rank)."""
+    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
-def copies_for(nbytes: int, *, cold: bool) -> int:
+def copies_for(nbytes: int, *, is_cold: bool) -> int:
     """Return how many copies of a weight to rotate through, within a quarter of the memory that is free."""
-    if not cold:
-        return 1
     available = q4.machine_facts().memory_available_bytes or (4 << 30)
-    room = max(1, available // (8 * max(1, nbytes)))  # a copy and what is prepared from it
-    return int(min(_MOST_COPIES, room, max(1, -(-COLD_BYTES // max(1, nbytes)))))
+    room = max(1, available // (8 * nbytes))  # a copy and what is prepared from it
+    return min(_MOST_COPIES, room, -(-COLD_BYTES // nbytes)) if is_cold else 1
 
 
-def copy_bandwidth(device: torch.device, seconds: float = 0.5) -> float:
+def copy_bandwidth(device: torch.device, seconds: float) -> float:
     """Return the bytes per second that a copy of a large tensor moves on a device, read and written bytes together."""
     available = q4.machine_facts().memory_available_bytes or (4 << 30)
     size = min(_COPY_BYTES, max(1 << 20, available // 8))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = time_calls([lambda: target.copy_(source)], device, seconds)
-    return 2 * size / (timing.median_us * 1e-6)
+    samples = time_calls([lambda: target.copy_(source)], device, seconds)
+    return 2 * size / (statistics.median(samples) * 1e-6)
 
 
 def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPath, rows: int) -> float:
@@ -74,10 +60,9 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
     Raises:
         BackendError: An element is outside the bound of float32 arithmetic, or not finite.
     """
-    request_dtype = layer.dtype
     scale = None if weight.activation_scale is None else float(weight.activation_scale)
-    precision, columns = path.precision, weight.in_features
-    x = q4.grid_activations(rows, columns, precision, dtype=request_dtype, seed=rows, activation_scale=scale)
+    columns = weight.in_features
+    x = q4.grid_activations(rows, columns, path.precision, dtype=layer.dtype, seed=rows, activation_scale=scale)
     with torch.no_grad():
         y = layer(x.to(layer.device)).to("cpu", torch.float64)
     count = min(weight.out_features, _CHECKED_ROWS)
@@ -88,7 +73,7 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
     dense = decode_rows(source, chosen, dtype=torch.float64).cpu()
     exact = x.to(torch.float64)
     reference = exact @ dense.T
-    bound = q4.error_bound(reference, exact.abs() @ dense.abs().T, weight.in_features, request_dtype)
+    bound = q4.error_bound(reference, exact.abs() @ dense.abs().T, columns, layer.dtype)
     error = (y[:, chosen] - reference).abs()
     ratio = float((error / bound).nan_to_num(nan=float("inf")).where(error != 0, 0.0).max())
     if not ratio <= 1:
@@ -102,8 +87,8 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
     return ratio
 
 
-def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
-    """Call each in turn, round and round, and return how long each call took.
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> tuple[float, ...]:
+    """Call each in turn, round and round, and return how long each call took, in microseconds.
 
     Args:
         calls: At least one.
@@ -124,14 +109,14 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds
             samples.append((after - before) * 1e6)
             if _enough(len(samples), after - started, seconds):
                 break
-    return Timing(samples_us=tuple(round(sample, 3) for sample in samples))
+    return tuple(round(sample, 3) for sample in samples)
 
 
 def _enough(count: int, elapsed: float, seconds: float) -> bool:
     return elapsed >= seconds and (count >= _LEAST_SAMPLES or elapsed >= max(_PATIENCE_SECONDS, 10 * seconds))
 
 
-def _time_on_cuda(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> Timing:
+def _time_on_cuda(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> tuple[float, ...]:
     samples: list[float] = []
     torch.cuda.synchronize(device)
     started = time.perf_counter()
@@ -145,4 +130,4 @@ def _time_on_cuda(calls: Sequence[Callable[[], Any]], device: torch.device, seco
         samples += [1e3 * first.elapsed_time(last) for first, last in itertools.pairwise(marks)]
         if _enough(len(samples), time.perf_counter() - started, seconds):
             break
-    return Timing(samples_us=tuple(round(sample, 3) for sample in samples))
+    return tuple(round(sample, 3) for sample in samples)

@@ -1,13 +1,11 @@
-"""Where ``quantize`` and ``convert`` put their result: checked before the work begins, complete or not there at all."""
+"""The checkpoints that commands read, and those that they write: complete, or not there at all."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Target", "parse_size"]
+__all__ = ["Target", "open_file", "require_readable"]
 
 SUFFIX = ".safetensors"
 _WEIGHT_FILES = (
@@ -35,31 +33,36 @@ _WEIGHT_FILES = (
 )
 _DIALECT_KEYS = frozenset({"q4core.dialect", "tensor_names"})
 _MOST_COMPANION_BYTES = 256 << 20
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_STAGING = ".q4-companions.tmp"
 
 
-def parse_size(text: str) -> int:
-    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number.
+def open_file(file: str, *, dialect: str | None = None) -> q4.Checkpoint:
+    """Open a checkpoint by what the user typed.
 
     Raises:
-        ConfigError: It is no such text, or too small for a shard.
+        CheckpointError: It is standard input, or see ``q4core.open``.
+        SchemaError, DialectError: See ``q4core.open``.
     """
-    match = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)
-    size = int(match[1]) * _UNITS[(match[2] or "").lower()] if match else 0
-    if size < 1:
-        raise q4.ConfigError("option", name="--shard-size", rule="a size such as 5GB or 500MiB", value=text)
-    return size
+    if file == "-":
+        hint = "A checkpoint is mapped into memory, which a pipe can't be; save it to a file first."
+        raise q4.CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value=file, hint=hint)
+    return q4.open(file, dialect=dialect)
+
+
+def require_readable(checkpoint: q4.Checkpoint, what: str) -> None:
+    """Refuse to rewrite a checkpoint of which a part can't be read.
+
+    Raises:
+        CheckpointError: There is such a part.
+    """
+    for problem in checkpoint.schema.unsupported:
+        hint = f"{problem}, for example; it could not be copied."
+        raise q4.CheckpointError(what, name="IN", rule="readable as a whole", where=str(checkpoint.path), hint=hint)
 
 
 @attrs.frozen
 class Target:
-    """A file (named ``*.safetensors``) or a model folder that a command will write.
-
-    Args:
-        path: What the user typed.
-        is_folder: Whether it is a folder.
-        existed: Whether it was there before.
-    """
+    """A file (named ``*.safetensors``) or a model folder that a command will write."""
 
     path: Path
     is_folder: bool
@@ -78,29 +81,29 @@ class Target:
             CheckpointError: OUT is standard output, is there already, is what is read, or has no folder to lie in.
         """
 
-        def refuse(rule: str, value: object, hint: str | None = None) -> q4.CheckpointError:
-            return q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
+        def refuse(rule: str, value: object, hint: str | None = None) -> NoReturn:
+            raise q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
 
         if out in {"-", ""}:
-            raise refuse("a file or a folder", out, "A checkpoint is written out of order, which a pipe can't take.")
+            refuse("a file or a folder", out, "A checkpoint is written out of order, which a pipe can't take.")
         path = Path(out)
         try:
             existed = path.exists()
             is_folder = path.is_dir() if existed else path.suffix != SUFFIX
             has_home = path.absolute().parent.is_dir()
         except (OSError, ValueError) as error:
-            raise refuse("a name that the system takes", str(error)) from error
+            refuse("a name that the system takes", str(error))
         if not existed and is_folder and path.suffix:
             hint = "Name a folder, or a file that ends with .safetensors."
-            raise refuse(f"a folder or a {SUFFIX} file", path.suffix, hint)
+            refuse(f"a folder or a {SUFFIX} file", path.suffix, hint)
         if not has_home:
-            raise refuse("in a folder that is there", "a missing folder", f"Make {path.absolute().parent} first.")
+            refuse("in a folder that is there", "a missing folder", f"Make {path.absolute().parent} first.")
         if existed and not is_folder and not path.is_file():
-            raise refuse("a file or a folder", "something else")
+            refuse("a file or a folder", "something else")
         if existed and not force and (not is_folder or any(path.iterdir())):
-            raise refuse("new", "something that is there", "Use --force to replace it.")
+            refuse("new", "something that is there", "Use --force to replace it.")
         if existed and any(path.samefile(item) for item in (source, source.parent if is_folder else source)):
-            raise refuse("another one than IN", "the same", "Write beside it, then move it.")
+            refuse("another one than IN", "the same", "Write beside it, then move it.")
         return cls(path, is_folder, existed)
 
     def write(  # noqa: PLR0913  # the facts of one checkpoint
@@ -113,23 +116,22 @@ class Target:
         max_shard_bytes: int | None,
         lossy: bool = False,
     ) -> None:
-        """Write everything, with the small files of a model folder; nothing new is left when that fails.
+        """Write everything, with the small files of a model folder; what was there stays as it is when that fails.
+
+        The small files are copied to a folder of their own first, and take their names once the weights have theirs. A
+        run that was killed leaves that folder, and the next one removes it.
 
         Raises:
             CheckpointError, DialectError, WeightError: See ``q4core.save_checkpoint``.
         """
         home = source.path if source.path.is_dir() else source.path.parent
-        with contextlib.ExitStack() as stack:
-            if self.is_folder and not self.existed:
-                stack.callback(shutil.rmtree, self.path, ignore_errors=True)
-            try:
-                if self.is_folder:
-                    self.path.mkdir(exist_ok=True)
-                    for item in _companions(home):
-                        shutil.copyfile(item, self.path / item.name)
-            except OSError as error:
-                rule, reason = "a folder that can be written", error.strerror or str(error)
-                raise q4.CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
+        staging = self.path / _STAGING
+        try:
+            if self.is_folder:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                for item in _companions(home):
+                    shutil.copyfile(item, staging / item.name)
             q4.save_checkpoint(
                 self.path,
                 weights,
@@ -140,7 +142,17 @@ class Target:
                 max_shard_bytes=max_shard_bytes,
                 lossy=lossy,
             )
-            stack.pop_all()
+            for item in sorted(staging.iterdir()) if self.is_folder else ():
+                item.replace(self.path / item.name)
+        except BaseException as error:
+            if self.is_folder and not self.existed:
+                shutil.rmtree(self.path, ignore_errors=True)
+            if isinstance(error, OSError):
+                rule, reason = "a folder that can be written", error.strerror or str(error)
+                raise q4.CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
+            raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _companions(home: Path) -> list[Path]:
