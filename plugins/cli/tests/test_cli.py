@@ -50,13 +50,13 @@ def test_a_command_that_is_not_there_is_told_with_what_brings_it(
     command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a documented command is missing, the hint says what to install, or where to look why that isn't loaded."""
-    monkeypatch.setattr("q4_cli.failure._is_installed", lambda name: name != distribution)
+    monkeypatch.setattr("q4_cli.failure.find_spec", lambda name: name != distribution.replace("-", "_"))
     assert run([command, "x"], registry=q4.Registry([])) == 2
     told = capsys.readouterr().err
     assert f"No such command '{command}'" in told
     assert f"pip install {distribution}" in told
     assert "Did you mean" not in told
-    monkeypatch.setattr("q4_cli.failure._is_installed", lambda _: True)
+    monkeypatch.setattr("q4_cli.failure.find_spec", lambda _: True)
     assert run([command, "x"], registry=q4.Registry([])) == 2
     told = capsys.readouterr().err
     assert f"{distribution} brings it and is not loaded" in told

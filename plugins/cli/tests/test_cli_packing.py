@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import q4core as q4
 from q4_cli.app import run
-from q4_cli.packing_plan import make_recipe, split_tensors
+from q4_cli.packing import make_recipe, split_tensors
 from q4core.schema import TensorInfo
 from tests.support.commands import answer
 

@@ -14,12 +14,7 @@ _INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the ``q4`` command with the words of the process, and return its exit status.
-
-    Returns:
-        0 when all went well, 1 when nothing here can serve, 2 for bad input or usage, 70 for a fault of the program,
-        130 after Ctrl-C, 141 when the reader of the output went away.
-    """
+    """Run the ``q4`` command with the words of the process, and return its exit status; docs/cli.md lists them."""
     # Threads that spin while they wait take the cores from whatever else runs: results/waiting.json.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.

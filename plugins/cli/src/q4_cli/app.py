@@ -32,7 +32,6 @@ __all__ = ["build_app", "run"]
 
 PLUGIN_LIMIT_S = 30.0
 """How long ``q4 doctor`` waits for one plugin's import, or one hook of it."""
-_HELP = "4-bit checkpoints: look into them, make them, and see what runs them here, and why."
 
 
 def _version(value: bool) -> None:  # noqa: FBT001  # an option's callback
@@ -56,14 +55,11 @@ def build_app(registry: q4.Registry | None = None) -> typer.Typer:
     """Return the ``typer`` application: our commands, then those of the plugins.
 
     A plugin's command that takes a name of ours is left out with a warning, and so are all of them where typer can't
-    build one.
-
-    Args:
-        registry: The plugins to ask; the process's unless given.
+    build one. The registry is the process's unless given.
     """
     app = typer.Typer(
         name="q4",
-        help=_HELP,
+        help="4-bit checkpoints: look into them, make them, and see what runs them here, and why.",
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -72,12 +68,11 @@ def build_app(registry: q4.Registry | None = None) -> typer.Typer:
     for command in (doctor, inspect, explain, quantize, convert, bench):
         app.command(command.__name__)(command)
     ours = list(app.registered_commands)
-    names = {info.name for info in ours}
     with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints while it is loaded is no part of an answer
         (registry or q4.default_registry()).add_commands(app)
     for info in app.registered_commands[len(ours) :]:
         name = info.name or getattr(info.callback, "__name__", "")
-        if name in names:
+        if name in {own.name for own in ours}:
             warn(f"a plugin's command {name!r} is left out: the name is taken")
             app.registered_commands.remove(info)
     try:

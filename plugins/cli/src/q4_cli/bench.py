@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
 from q4_cli.doctor_report import versions
 from q4_cli.files import open_file
-from q4_cli.output import clean, open_output, print_table, say
+from q4_cli.output import open_output, print_table, say
 from q4_cli.timing import COLD_BYTES, copies_for, copy_bandwidth, quantile, require_right, time_calls
 from q4core.plugin_api import resolve_device
 
@@ -64,14 +63,8 @@ def bench(  # noqa: PLR0913  # one argument per option
         raise options.illegal("--format", "given with --shape, and with it alone", format)
     if shape is not None and (layer is not None or dialect is not None):
         raise options.illegal("--layer, --dialect", "used with FILE", "with --shape")
-    config = q4.resolve_config(
-        q4.SessionConfig(
-            device=device,
-            backend=backend,
-            compute_path=compute_path,
-            activation_precision=precision,
-            compute_dtype=options.parse_dtype(dtype),
-        )
+    config = options.resolve_config(
+        device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
     )
     with open_output(as_json=as_json) as output, contextlib.ExitStack() as stack:
         if file is None:
@@ -79,10 +72,9 @@ def bench(  # noqa: PLR0913  # one argument per option
         else:
             checkpoint = stack.enter_context(open_file(file, dialect=dialect))
             subjects = _of_each_kind(checkpoint, (rows[0], rows[-1])) if layer is None else [_named(checkpoint, layer)]
-        where = resolve_device(config, torch.device("cpu"))
         results: list[dict[str, Any]] = []
         with output.progress("measuring", len(subjects) * len(rows) + 1) as step:
-            bandwidth = copy_bandwidth(where, min(1.0, seconds))
+            bandwidth = copy_bandwidth(resolve_device(config, torch.device("cpu")), min(1.0, seconds))
             step("copy")
             for subject in subjects:
                 for result in _measure(subject, config, rows, seconds, is_cold=not warm):
@@ -178,33 +170,30 @@ def _calls(layers: Sequence[q4.Q4Linear], weight: q4.PackedWeight, rows: int) ->
 
 
 def _show(console: Console, record: Mapping[str, Any]) -> None:
-    rows = []
-    for item in record["results"]:
-        like = f" (×{item['layers_like_it']})" if item["layers_like_it"] > 1 else ""
-        rows.append(
-            [
-                f"{item['layer']}{like}",
-                str(item["m"]),
-                _time(item["median_us"]),
-                f"{item['backend']}/{item['path']}",
-                f"{item['packed_bytes_per_s'] / 1e9:.2f}",
-                f"{item['shape'][0]}×{item['shape'][1]}",
-                f"{100 * item['share_of_copy']:.1f} %",
-                f"{_time(item['p10_us'])} … {_time(item['p90_us'])}",
-                f"{item['flop_per_s'] / 1e9:.1f}",
-            ]
-        )
+    rows = [
+        [
+            item["layer"] + (f" (×{item['layers_like_it']})" if item["layers_like_it"] > 1 else ""),
+            str(item["m"]),
+            _time(item["median_us"]),
+            f"{item['backend']}/{item['path']}",
+            f"{item['packed_bytes_per_s'] / 1e9:.2f}",
+            f"{item['shape'][0]}×{item['shape'][1]}",
+            f"{100 * item['share_of_copy']:.1f} %",
+            f"{_time(item['p10_us'])} … {_time(item['p90_us'])}",
+            f"{item['flop_per_s'] / 1e9:.1f}",
+        ]
+        for item in record["results"]
+    ]
     print_table(console, _TITLES, rows)
-    machine = record["machine"]
-    head = record["results"][0]
+    machine, head = record["machine"], record["results"][0]
     source = "from caches where they hold it" if record["rotated_bytes"] is None else "from memory"
-    console.print()
+    say(console)
     text = (
         f"{head['device']}, x {head['dtype']}, {machine.torch_threads} threads, {machine.processor}; "
         f"a copy moves {record['copy_bytes_per_s'] / 1e9:.1f} GB/s (read + written). "
         f"GB/s counts the packed weight, read once per call {source}. Every answer was checked first."
     )
-    say(console, Text(clean(text), style="dim"))
+    say(console, (text, "dim"))
 
 
 def _time(microseconds: float) -> str:

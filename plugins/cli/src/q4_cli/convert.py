@@ -6,12 +6,11 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
 from q4_cli.files import Target, open_file, require_readable
-from q4_cli.output import bytes_text, clean, counted, open_output, say
+from q4_cli.output import bytes_text, counted, open_output, say
 from q4core.plugin_api import find_dialect
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def convert(  # noqa: PLR0913  # one argument per option
     started = time.perf_counter()
     with open_output(as_json=as_json) as output:
         chosen = find_dialect(dialect, q4.dialects())
-        shard_bytes = options.parse_size(shard_size)
         with open_file(source, dialect=read_as) as checkpoint:
             target = Target.check(out, checkpoint.path, force=force)
             require_readable(checkpoint, "q4 convert")
@@ -55,7 +53,7 @@ def convert(  # noqa: PLR0913  # one argument per option
                 checkpoint.dense,
                 checkpoint,
                 dialect=chosen.name,
-                max_shard_bytes=shard_bytes,
+                max_shard_bytes=options.parse_size(shard_size),
                 lossy=lossy,
             )
         record: dict[str, Any] = {
@@ -80,4 +78,4 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         f"({bytes_text(record['bytes_before'])}), {counted(record['dense_tensors'], 'dense tensor')} unchanged; "
         f"{record['seconds']:.1f} s → {record['out']}"
     )
-    say(console, Text(clean(text), style="bold"))
+    say(console, (text, "bold"))

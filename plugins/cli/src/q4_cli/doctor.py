@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import torch
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
 from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
-from q4_cli.output import bytes_text, clean, open_output, path_text, say
+from q4_cli.output import bytes_text, open_output, say, say_path
 from q4core.memory import availability
 from q4core.plugin_api import resolve_device
 
@@ -58,7 +57,21 @@ def doctor(
                 for provider in registry.memory_providers()
                 for place in devices
             ],
-            "backends": _backends(registry),
+            "backends": [
+                *(
+                    {
+                        "name": name,
+                        "state": "serves",
+                        "api_version": item.api_version,
+                        "capabilities": item.capabilities,
+                    }
+                    for name, item in registry.backends().items()
+                ),
+                *(
+                    {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
+                    for item in registry.invalid_backends()
+                ),
+            ],
             "verdicts": verdicts,
             "environment": variables,
         }
@@ -70,18 +83,6 @@ def doctor(
             raise typer.Exit(1)
 
 
-def _backends(registry: q4.Registry) -> list[dict[str, Any]]:
-    serving = [
-        {"name": name, "state": "serves", "api_version": backend.api_version, "capabilities": backend.capabilities}
-        for name, backend in registry.backends().items()
-    ]
-    refused = [
-        {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
-        for item in registry.invalid_backends()
-    ]
-    return [*serving, *refused]
-
-
 def _show(console: Console, record: Mapping[str, Any], problems: Iterable[str]) -> None:
     _show_lines(console, "Versions", record["versions"].items())
     _show_lines(console, "Machine", _machine_lines(record["machine"]))
@@ -90,25 +91,25 @@ def _show(console: Console, record: Mapping[str, Any], problems: Iterable[str]) 
     if record["environment"]:
         _show_lines(console, "Environment", record["environment"].items())
     for problem in problems:
-        say(console, Text(clean(problem), style="red"), label=Text("problem ", style="red"))
+        say(console, (problem, "red"), label=("problem ", "red"))
     broken = sum(1 for plugin in record["plugins"] if plugin.errors)
     if broken:
-        say(console, Text(f"{broken} of {len(record['plugins'])} plugins broken, see above", style="bold red"))
+        say(console, (f"{broken} of {len(record['plugins'])} plugins broken, see above", "bold red"))
     elif not record["problems"]:
-        console.print()
-        say(console, Text("No problems", style="bold green"))
+        say(console)
+        say(console, ("No problems", "bold green"))
 
 
 def _show_heading(console: Console, text: str) -> None:
-    console.print()
-    say(console, Text(text, style="bold"))
+    say(console)
+    say(console, (text, "bold"))
 
 
 def _show_lines(console: Console, heading: str, rows: Iterable[tuple[str, str]]) -> None:
     """Print names and values under a heading, the values below one another."""
     if heading:
         _show_heading(console, heading)
-    listed = [(clean(name), clean(value)) for name, value in rows]
+    listed = list(rows)
     width = max([_LABEL, *(len(name) for name, _ in listed)])
     for name, value in listed:
         say(console, value, label=f"  {name:<{width}}  ")
@@ -132,20 +133,18 @@ def _machine_lines(facts: q4.MachineFacts) -> Iterator[tuple[str, str]]:
 def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
     _show_heading(console, "Plugins")
     if not record["plugins"]:
-        say(console, Text("none: not even the reference; pip install q4-dequant-fallback", style="red"), label="  ")
-    width = max([_LABEL, *(len(clean(plugin.name)) for plugin in record["plugins"])])
+        say(console, ("none: not even the reference; pip install q4-dequant-fallback", "red"), label="  ")
+    width = max([_LABEL, *(len(plugin.name) for plugin in record["plugins"])])
     for plugin in record["plugins"]:
         style = "red" if plugin.errors else _STATE_STYLES[plugin.state]
-        state = Text.assemble((f"{plugin.state:<8}", style), f"  {clean(plugin.source)}")
-        say(console, state, label=f"  {clean(plugin.name):<{width}}  ")
+        say(console, (f"{plugin.state:<8}", style), f"  {plugin.source}", label=f"  {plugin.name:<{width}}  ")
         for error in plugin.errors:
-            say(console, Text(clean(error), style="red"), label=" " * (width + 4))
+            say(console, (error, "red"), label=" " * (width + 4))
     kinds = ("dialects", "checkpoint_readers", "memory_providers")
     _show_lines(console, "", [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
     for item in record["memory"]:
         word = "unified memory" if item["is_available"] else "no unified memory"
-        text = f"{word} for {item['device']}: {item['reason']}"
-        say(console, clean(text), label=f"  {clean(item['provider']):<{_LABEL}}  ")
+        say(console, f"{word} for {item['device']}: {item['reason']}", label=f"  {item['provider']:<{_LABEL}}  ")
 
 
 def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
@@ -158,19 +157,18 @@ def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
         for backend, verdicts in backends.items():
             _show_backend(console, backend, verdicts)
     if not devices:
-        say(console, Text("No backend may serve", style="bold red"))
+        say(console, ("No backend may serve", "bold red"))
     failed = {plugin.name for plugin in record["plugins"] if plugin.state == "failed"}
     for item in record["backends"]:
         if item["state"] == "refused" and item["name"] not in failed:
-            text = Text(f"refused: {clean(item['reason'])}", style="red")
-            say(console, text, label=f"  {clean(item['name'])}  ")
+            say(console, (f"refused: {item['reason']}", "red"), label=f"  {item['name']}  ")
 
 
 def _show_backend(console: Console, backend: str, verdicts: list[Mapping[str, Any]]) -> None:
     """Print what one backend does on one device, formats with the same answer together."""
     states = dict.fromkeys(item["native_load_state"] for item in verdicts)
-    told = clean(", ".join(state for state in states if state != "not asked"))
-    say(console, Text.assemble((clean(backend), "bold"), f"  {told}"), label="  ")
+    told = ", ".join(state for state in states if state != "not asked")
+    say(console, (backend, "bold"), f"  {told}", label="  ")
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for item in verdicts:
         reasons = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
@@ -178,12 +176,12 @@ def _show_backend(console: Console, backend: str, verdicts: list[Mapping[str, An
     for group in groups.values():
         head = group[0]
         word, style = _WORDS[head["serves"]]
-        say(console, clean(" ".join(item["format"] for item in group)), label=Text(f"    {word:<7}", style=style))
+        say(console, " ".join(item["format"] for item in group), label=(f"    {word:<7}", style))
         for path in head["paths"]:
-            say(console, path_text(path), label=" " * 11)
+            say_path(console, path, label=" " * 11)
         for reason in head["reasons"]:
             message = _general(reason["message"], head) if len(group) > 1 else reason["message"]
-            say(console, Text(clean(message), style="dim"), label=Text(f"{' ' * 11}{reason['code']}: ", style="dim"))
+            say(console, (message, "dim"), label=(f"{' ' * 11}{reason['code']}: ", "dim"))
 
 
 def _general(message: str, verdict: Mapping[str, Any]) -> str:

@@ -112,26 +112,18 @@ def representative_request(kind: q4.Format, device: torch.device, dtype: torch.d
 def survey_backends(
     registry: q4.Registry, devices: Iterable[torch.device], dtype: torch.dtype | None
 ) -> list[dict[str, Any]]:
-    """Return what each backend does with each format on each device.
+    """Return what each backend does with each format on each device; x is float32 on the CPU, bfloat16 elsewhere.
 
     Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
     paths by M, and the reasons why not (or why not for every M).
-
-    Args:
-        registry: The plugins.
-        devices: Where to compute.
-        dtype: dtype of x; float32 on the CPU and bfloat16 elsewhere unless given.
     """
     return [
-        _verdict(registry, backend, representative_request(kind, device, dtype or _usual_dtype(device)))
+        _verdict(registry, backend, representative_request(kind, device, dtype or usual))
         for device in devices
+        for usual in (torch.float32 if device.type == "cpu" else torch.bfloat16,)
         for backend in registry.backends()
         for kind in registry.formats().values()
     ]
-
-
-def _usual_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _verdict(registry: q4.Registry, backend: str, request: q4.Request) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
-from q4_cli.output import clean, counted, natural_key, open_output, path_text, say, say_first
+from q4_cli.output import counted, natural_key, open_output, say, say_first, say_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -41,15 +41,13 @@ def explain(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Show which backend and paths would run each layer here, and why each other one would not."""
     rows = options.parse_rows(m)
-    config = q4.resolve_config(
-        q4.SessionConfig(
-            device=device,
-            backend=backend,
-            compute_path=compute_path,
-            activation_precision=precision,
-            compute_dtype=options.parse_dtype(dtype),
-            gradients=gradients or None,
-        )
+    config = options.resolve_config(
+        device=device,
+        backend=backend,
+        compute_path=compute_path,
+        precision=precision,
+        dtype=dtype,
+        gradients=gradients or None,
     )
     with open_output(as_json=as_json) as output, open_file(file, dialect=dialect) as checkpoint:
         with output.progress("asking", len(checkpoint)) as step:
@@ -57,7 +55,7 @@ def explain(  # noqa: PLR0913  # one argument per option
         record: dict[str, Any] = {"file": file, "m": rows, "config": config, "layers": layers}
         record["unsupported"] = [str(problem) for problem in checkpoint.schema.unsupported]
         if refusal is not None:
-            record |= describe(refusal).to_dict()
+            record["error"] = describe(refusal)[1]
         output.answer(record, lambda console: _show(console, record, show_all=show_all))
     if refusal is not None:
         raise typer.Exit(CANT_SERVE)
@@ -73,8 +71,7 @@ def _explain_layers(
 ) -> tuple[list[dict[str, Any]], q4.BackendUnavailableError | None]:
     """Return ``Selection.to_dict()`` of each layer with its name, notes and error, and the first refusal.
 
-    Layers are read one at a time and let go. With ``prove`` one of each kind is prepared first, so that the self-probes
-    run. Options that are at fault themselves raise.
+    Layers are read one at a time. With ``prove`` one of each kind is prepared first, so that the self-probes run.
     """
     registry = q4.default_registry()
     layers: list[dict[str, Any]] = []
@@ -127,42 +124,37 @@ def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> Non
     refused = sum(1 for layer in layers if layer["backend"] is None)
     total = counted(len(layers), "packed layer") if layers else "no 4-bit layer"
     end = f", {refused} of them without a backend" if refused else ""
-    console.print(Text(f"{total}{end}", style="bold red" if refused else "bold"))
+    say(console, (f"{total}{end}", "bold red" if refused else "bold"))
 
 
 def _show_group(console: Console, group: list[Mapping[str, Any]]) -> None:
     head = group[0]
-    count = f"{len(group)} layers" if len(group) > 1 else clean(head["layer"])
+    count = f"{len(group)} layers" if len(group) > 1 else head["layer"]
     what = f"  {head['format']} on {head['device']}, x {head['dtype']}  →  "
     if head["backend"] is None:
-        say(console, Text.assemble((count, "bold"), what, ("nobody", "bold red")))
+        say(console, (count, "bold"), what, ("nobody", "bold red"))
     else:
         proven = ("proven", "green") if head["proven"] else ("not proven yet", "yellow")
-        state = f" ({clean(head['native_load_state'])}; "
-        say(console, Text.assemble((count, "bold"), what, (clean(head["backend"]), "bold green"), state, proven, ")"))
-    names = [layer["layer"] for layer in group] if len(group) > 1 else []
-    shapes = [f"{layer['shape'][0]}×{layer['shape'][1]}" for layer in group]
-    for texts in filter(None, (names, shapes)):
-        say(console, Text(clean(_patterns(texts)), style="dim"), label="  ")
+        state = f" ({head['native_load_state']}; "
+        say(console, (count, "bold"), what, (head["backend"], "bold green"), state, proven, ")")
+    if len(group) > 1:
+        say(console, (_patterns(layer["layer"] for layer in group), "dim"), label="  ")
+    say(console, (_patterns("{}×{}".format(*layer["shape"]) for layer in group), "dim"), label="  ")
     for path in head["paths"]:
-        say(console, path_text(path), label="  ")
+        say_path(console, path, label="  ")
     for word, style in (("fallback_reason", "yellow"), ("error", "red")):
         if head[word]:
-            say(console, clean(head[word]), label=Text(f"  {word.partition('_')[0]}  ", style=style))
+            say(console, head[word], label=(f"  {word.partition('_')[0]}  ", style))
     for item in head["rejections"]:
-        asked = (f" ({clean(item['native_load_state'])})", "dim")
-        say(console, Text.assemble(("not ", "dim"), clean(item["backend"]), asked), label="  ")
+        say(console, ("not ", "dim"), item["backend"], (f" ({item['native_load_state']})", "dim"), label="  ")
         for reason in item["reasons"]:
-            say(console, clean(reason["message"]), label=f"      {reason['code']}: ")
+            say(console, reason["message"], label=f"      {reason['code']}: ")
     for note in head["notes"]:
-        say(console, Text(clean(note), style="yellow"), label=Text("  note  ", style="yellow"))
-    console.print()
+        say(console, (note, "yellow"), label=("  note  ", "yellow"))
+    say(console)
 
 
 def _patterns(names: Iterable[str]) -> str:
     """Return names with their numbers as ``*``, and how many there are of each, in order of appearance."""
-    counts: dict[str, int] = {}
-    for name in names:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        counts[pattern] = counts.get(pattern, 0) + 1
+    counts = collections.Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
     return ", ".join(pattern if count == 1 else f"{pattern} ({count})" for pattern, count in counts.items())

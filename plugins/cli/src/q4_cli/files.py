@@ -19,30 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Target", "open_file", "require_readable"]
 
 SUFFIX = ".safetensors"
-_WEIGHT_FILES = (
-    SUFFIX,
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".onnx",
-    ".h5",
-    ".msgpack",
-)
+_WEIGHT_FILES = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _DIALECT_KEYS = frozenset({"q4core.dialect", "tensor_names"})
 _MOST_COMPANION_BYTES = 256 << 20
 _STAGING = ".q4-companions.tmp"
 
 
 def open_file(file: str, *, dialect: str | None = None) -> q4.Checkpoint:
-    """Open a checkpoint by what the user typed.
-
-    Raises:
-        CheckpointError: It is standard input, or see ``q4core.open``.
-        SchemaError, DialectError: See ``q4core.open``.
-    """
+    """Open a checkpoint by what the user typed; errors are those of ``q4core.open``."""
     if file == "-":
         hint = "A checkpoint is mapped into memory, which a pipe can't be; save it to a file first."
         raise q4.CheckpointError("checkpoint", name="FILE", rule="a file or a folder", value=file, hint=hint)
@@ -50,11 +34,7 @@ def open_file(file: str, *, dialect: str | None = None) -> q4.Checkpoint:
 
 
 def require_readable(checkpoint: q4.Checkpoint, what: str) -> None:
-    """Refuse to rewrite a checkpoint of which a part can't be read.
-
-    Raises:
-        CheckpointError: There is such a part.
-    """
+    """Refuse to rewrite a checkpoint of which a part can't be read."""
     for problem in checkpoint.schema.unsupported:
         hint = f"{problem}, for example; it could not be copied."
         raise q4.CheckpointError(what, name="IN", rule="readable as a whole", where=str(checkpoint.path), hint=hint)
@@ -70,16 +50,7 @@ class Target:
 
     @classmethod
     def check(cls, out: str, source: Path, *, force: bool) -> Target:
-        """Return the target for OUT, before any work is done.
-
-        Args:
-            out: A name that ends with ``.safetensors``, or a folder.
-            source: What is read.
-            force: Whether something that is there may be replaced.
-
-        Raises:
-            CheckpointError: OUT is standard output, is there already, is what is read, or has no folder to lie in.
-        """
+        """Return the target for OUT, or refuse it before any work is done; ``source`` is what is read."""
 
         def refuse(rule: str, value: object, hint: str | None = None) -> NoReturn:
             raise q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
@@ -119,10 +90,8 @@ class Target:
         """Write everything, with the small files of a model folder; what was there stays as it is when that fails.
 
         The small files are copied to a folder of their own first, and take their names once the weights have theirs. A
-        run that was killed leaves that folder, and the next one removes it.
-
-        Raises:
-            CheckpointError, DialectError, WeightError: See ``q4core.save_checkpoint``.
+        run that was killed leaves that folder, and the next one removes it. Errors are those of
+        ``q4core.save_checkpoint``.
         """
         home = source.path if source.path.is_dir() else source.path.parent
         staging = self.path / _STAGING

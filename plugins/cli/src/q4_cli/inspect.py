@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
@@ -13,7 +12,6 @@ from q4_cli.failure import BAD_INPUT, describe
 from q4_cli.files import open_file
 from q4_cli.output import (
     bytes_text,
-    clean,
     counted,
     first_of,
     natural_key,
@@ -47,8 +45,8 @@ def inspect(file: options.File, *, dialect: options.Dialect = None, as_json: opt
             if error.schema is None:
                 raise
             failure = error
-            record = _record(file, error.schema, None) | describe(error).to_dict()
-            record["problems"] = _problem_facts(error.problems)
+            wrong = {"problems": _problem_facts(error.problems), "error": describe(error)[1]}
+            record = _record(file, error.schema, None) | wrong
         output.answer(record, lambda console: _show(console, record))
         if failure is not None:
             if as_json:
@@ -161,13 +159,13 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     layers: Sequence[Mapping[str, Any]] = record["layers"]
     if layers:
         print_table(console, _TITLES, [_row(layer) for layer in layers])
-        console.print()
+        say(console)
     notes: dict[str, list[str]] = {}
     for layer in layers:
         for note in layer["notes"]:
             notes.setdefault(note, []).append(layer["name"])
     for note, names in notes.items():
-        say(console, Text(clean(f"note: {note} ({first_of(names)})"), style="yellow"))
+        say(console, (f"note: {note} ({first_of(names)})", "yellow"))
     unread = [
         f"{item['key']} must be {item['rule']}" + ("" if item["value"] is None else f", got {item['value']!r}")
         for item in record["unsupported"]
@@ -181,10 +179,10 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         text = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}: {size} "
         text += f"({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
         text += f"; {counted(len(unread), 'layer')} can't be read" if unread else ""
-    say(console, Text(clean(text), style="bold"))
+    say(console, (text, "bold"))
     by_dtype = record["dense"]["by_dtype"]
     kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in by_dtype)
-    say(console, Text(f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}"))
+    say(console, f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}")
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:

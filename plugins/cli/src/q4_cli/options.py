@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch  # noqa: TC002  # typer reads annotations at run time
 import typer
@@ -32,6 +32,7 @@ __all__ = [
     "parse_rows_list",
     "parse_shape",
     "parse_size",
+    "resolve_config",
 ]
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A checkpoint: a file, an index of shards or a folder.")]
@@ -47,15 +48,13 @@ ComputePath = Annotated[
     ),
 ]
 Precision = Annotated[
-    str | None,
-    typer.Option("--precision", metavar="KIND", help="How x may be rounded: auto, exact, int8 or fp4."),
+    str | None, typer.Option("--precision", metavar="KIND", help="How x may be rounded: auto, exact, int8 or fp4.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="dtype of x: float32, bfloat16 or float16.")
 ]
 Dialect = Annotated[
-    str | None,
-    typer.Option("--dialect", metavar="NAME", help="How to read keys that several dialects use."),
+    str | None, typer.Option("--dialect", metavar="NAME", help="How to read keys that several dialects use.")
 ]
 ShardSize = Annotated[
     str | None, typer.Option("--shard-size", metavar="SIZE", help="Split a folder's weights, such as 5GB.")
@@ -72,12 +71,14 @@ def illegal(option: str, rule: str, value: object, known: Iterable[str] = ()) ->
     return q4.ConfigError("option", name=option, rule=rule, value=value, hint=hint)
 
 
-def parse_dtype(text: str | None) -> torch.dtype | None:
-    """Return a dtype of x by name; None asks for none.
+def resolve_config(*, precision: str | None, dtype: str | None, **asked: Any) -> q4.SessionConfig:
+    """Return the configuration that options ask for; what is not given asks context, environment and defaults."""
+    asked |= {"activation_precision": precision, "compute_dtype": parse_dtype(dtype)}
+    return q4.resolve_config(q4.SessionConfig(**asked))
 
-    Raises:
-        ConfigError: It is none of the three.
-    """
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """Return a dtype of x by name; None asks for none."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     if text is None:
         return None
@@ -87,11 +88,7 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
 
 
 def parse_rows(text: str) -> tuple[int, int | None]:
-    """Return (lowest, highest) rows of x from ``LOW:HIGH``, ``LOW:`` (no upper end) or one number.
-
-    Raises:
-        ConfigError: It is nothing of that kind.
-    """
+    """Return (lowest, highest) rows of x from ``LOW:HIGH``, ``LOW:`` (no upper end) or one number."""
     match = re.fullmatch(r"\s*(\d{1,99})\s*(?:(:)\s*(\d{1,99})?)?\s*", text)
     rule = "LOW:HIGH with 1 <= LOW <= HIGH, LOW: for no upper end, or one number"
     if match:
@@ -105,11 +102,7 @@ def parse_rows(text: str) -> tuple[int, int | None]:
 
 
 def parse_rows_list(text: str) -> tuple[int, ...]:
-    """Return numbers of rows of x from a list with commas, in rising order.
-
-    Raises:
-        ConfigError: It is no such list.
-    """
+    """Return numbers of rows of x from a list with commas, in rising order."""
     parts = [part.strip() for part in text.split(",")]
     if all(re.fullmatch(r"\d{1,6}", part) and int(part) >= 1 for part in parts):
         return tuple(sorted({int(part) for part in parts}))
@@ -117,11 +110,7 @@ def parse_rows_list(text: str) -> tuple[int, ...]:
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Return (N, K) from ``NxK``.
-
-    Raises:
-        ConfigError: It is no such text, or a size is 0 or absurd.
-    """
+    """Return (N, K) from ``NxK``."""
     match = re.fullmatch(r"\s*(\d{1,7})\s*[x×*,]\s*(\d{1,7})\s*", text, re.IGNORECASE)
     if match and int(match[1]) and int(match[2]):
         return int(match[1]), int(match[2])
@@ -129,11 +118,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def parse_size(text: str | None) -> int | None:
-    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number; None asks for no limit.
-
-    Raises:
-        ConfigError: It is no such text, or 0.
-    """
+    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number; None asks for no limit."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
@@ -23,12 +22,15 @@ import torch
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    Part = str | tuple[str, str]
+    """A text, or a text and its style."""
 
 __all__ = [
     "Output",
@@ -39,10 +41,10 @@ __all__ = [
     "make_console",
     "natural_key",
     "open_output",
-    "path_text",
     "print_table",
     "say",
     "say_first",
+    "say_path",
     "to_plain",
     "warn",
     "warnings_on_stderr",
@@ -67,27 +69,27 @@ def make_console(file: TextIO) -> Console:
     return console
 
 
-def say(console: Console, text: Text | str, *, label: Text | str = "") -> None:
-    """Print a line; where the terminal is narrow it breaks between words, and goes on under its own beginning."""
-    head = label if isinstance(label, Text) else Text(label)
+def say(console: Console, *parts: Part, label: Part = "") -> None:
+    """Print a line; where the terminal is narrow it breaks between words, and goes on under its own beginning.
+
+    Control characters are written out: a name in a file must not steer the terminal.
+    """
+    text, head = (
+        Text.assemble(*((clean(part), "") if isinstance(part, str) else (clean(part[0]), part[1]) for part in line))
+        for line in (parts, (label,))
+    )
     if not head:
-        console.print(text if isinstance(text, Text) else Text(text))
+        console.print(text)
         return
     line = Table.grid(padding=0)
     line.add_column(no_wrap=True, width=head.cell_len)
     line.add_column(overflow="fold")
-    line.add_row(head, text if isinstance(text, Text) else Text(text))
+    line.add_row(head, text)
     console.print(line)
 
 
 def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under headings. Where the terminal is narrow the last columns go; then the first one's texts break.
-
-    Args:
-        console: Where to.
-        titles: The headings, what matters most first.
-        rows: A text for each heading; columns of numbers are aligned on the right.
-    """
+    """Print rows under headings. Where the terminal is narrow the last columns go; then the first one's texts break."""
     texts = [[clean(cell) for cell in row] for row in rows[:_MOST_ROWS]]
     widths = [max(map(cell_len, column)) for column in zip(titles, *texts, strict=True)]
     count = len(titles)
@@ -101,17 +103,17 @@ def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence
         table.add_row(*map(Text, row[:count]))
     console.print(table)
     if count < len(titles):
-        say(console, Text(f"(too narrow for: {', '.join(titles[count:])})", style="dim"))
+        say(console, (f"(too narrow for: {', '.join(titles[count:])})", "dim"))
     if len(rows) > _MOST_ROWS:
-        console.print(Text(f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", style="dim"))
+        say(console, (f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", "dim"))
 
 
 def say_first(console: Console, lines: Sequence[str], *, label: str, style: str = "yellow") -> None:
     """Print the first twenty lines under one label, and how many more there are."""
     for line in lines[:_MOST_LINES]:
-        say(console, Text(clean(line), style=style), label=Text(label, style=style))
+        say(console, (line, style), label=(label, style))
     if len(lines) > _MOST_LINES:
-        say(console, f"… and {len(lines) - _MOST_LINES:,} more; --json lists all", label=Text(label, style=style))
+        say(console, f"… and {len(lines) - _MOST_LINES:,} more; --json lists all", label=(label, style))
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -139,17 +141,17 @@ def bytes_text(count: int) -> str:
     return f"{size:,.1f} TiB"
 
 
-def path_text(path: Mapping[str, Any]) -> Text:
-    """Return one path as a line: M, name, kind, precision, tier, whether interpreted."""
+def say_path(console: Console, path: Mapping[str, Any], *, label: str) -> None:
+    """Print one path as a line: M, name, kind, precision, tier, whether interpreted."""
     low, high = path["m"]
     span = f"M {low}…{'∞' if high is None else high}"
     state = ", interpreted" if path["interpreted"] else ""
     facts = f"  {path['kind']}, {path['precision']}, tier {path['tier']}{state}"
-    return Text.assemble(f"{span:<12} ", (clean(path["name"]), "cyan"), facts)
+    say(console, f"{span:<12} ", (path["name"], "cyan"), facts, label=label)
 
 
 def clean(text: object) -> str:
-    """Return text with control characters written out: a name in a file must not steer the terminal."""
+    """Return text with control characters written out."""
     return "".join(
         character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
         for character in str(text)
@@ -166,8 +168,6 @@ def to_plain(value: Any) -> Any:  # noqa: PLR0911  # one line per kind of value
         return to_plain(value.value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, (torch.device, PurePath)):
-        return str(value)
     if attrs.has(type(value)):
         return {field.name: to_plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
     if isinstance(value, Mapping):
@@ -198,24 +198,13 @@ class Output:
 
     def note(self, text: str) -> None:
         """Write a line for people to stderr."""
-        self._side.print(Text(clean(text), style="dim"))
+        say(self._side, (text, "dim"))
 
     @contextlib.contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
         """Show a progress bar on stderr where that is a terminal; call what it gives after each step, with a name."""
-        if not self._side.is_terminal:
-            yield lambda _: None
-            return
-        bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[item]}", markup=False, style="dim"),
-            console=self._side,
-            transient=True,
-        )
-        with bar:
+        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[item]}", markup=False, style="dim"))
+        with Progress(*columns, console=self._side, transient=True, disable=not self._side.is_terminal) as bar:
             task = bar.add_task(label, total=total, item="")
             yield lambda item: bar.update(task, advance=1, item=clean(item))
 
@@ -230,7 +219,7 @@ def open_output(*, as_json: bool) -> Iterator[Output]:
 
 def warn(text: object) -> None:
     """Write a warning to stderr."""
-    say(make_console(sys.stderr), clean(text), label=Text("warning ", style="yellow"))
+    say(make_console(sys.stderr), str(text), label=("warning ", "yellow"))
 
 
 @contextlib.contextmanager

@@ -6,14 +6,12 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 import q4core as q4
 from q4_cli import options
 from q4_cli.files import Target, open_file, require_readable
-from q4_cli.output import bytes_text, clean, counted, first_of, open_output, print_table, say, say_first
-from q4_cli.packing_plan import make_recipe, split_tensors
-from q4_cli.quantize_job import Others, Packing, nothing_to_pack
+from q4_cli.output import bytes_text, counted, first_of, open_output, print_table, say, say_first
+from q4_cli.packing import Others, Packing, make_recipe, nothing_to_pack, split_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +76,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
             module=names[0].removesuffix(".weight"),
         )
         with output.progress("packing", len(names)) as step:
-            packing = Packing(checkpoint, names, kept, recipe, strict=strict, step=step)
+            packing = Packing(checkpoint.dense, names, kept, recipe, where=where, strict=strict, step=step)
             target.write(packing, Others(packing), checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
         packed = packing.packed
         record = {
@@ -115,7 +113,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         for item in record["layers"]
     ]
     print_table(console, _TITLES, rows)
-    console.print()
+    say(console)
     reasons: dict[str, list[str]] = {}
     for item in record["kept"]:
         if item.notable:
@@ -129,4 +127,4 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         f"{counted(totals['layers'], 'layer')} packed ({what}): {size}; {counted(len(record['kept']), 'tensor')} kept "
         f"({bytes_text(totals['kept_bytes'])}); {totals['seconds']:.1f} s → {record['out']}"
     )
-    say(console, Text(clean(text), style="bold"))
+    say(console, (text, "bold"))

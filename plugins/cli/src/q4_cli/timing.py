@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["COLD_BYTES", "copies_for", "copy_bandwidth", "quantile", "require_right", "time_calls"]
 
 COLD_BYTES = 256 << 20
-"""Weights rotate through this much, more than the caches of all but the largest machines, as a model's layers do."""
-
-_COPY_BYTES = 256 << 20
+"""Weights rotate through this much, and a copy moves as much: more than all but the largest machines' caches hold."""
 _MOST_COPIES = 64
 _CHECKED_ROWS = 256
 _MOST_SAMPLES = 5000
@@ -45,7 +43,7 @@ def copies_for(nbytes: int, *, is_cold: bool) -> int:
 def copy_bandwidth(device: torch.device, seconds: float) -> float:
     """Return the bytes per second that a copy of a large tensor moves on a device, read and written bytes together."""
     available = q4.machine_facts().memory_available_bytes or (4 << 30)
-    size = min(_COPY_BYTES, max(1 << 20, available // 8))
+    size = min(COLD_BYTES, max(1 << 20, available // 8))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samples = time_calls([lambda: target.copy_(source)], device, seconds)
@@ -55,10 +53,8 @@ def copy_bandwidth(device: torch.device, seconds: float) -> float:
 def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPath, rows: int) -> float:
     """Compare a layer's answer for ``rows`` rows with float64 from the reference codec; return the worst error / bound.
 
-    The activations lie on the grid of the path's precision, so that quantising them loses nothing.
-
-    Raises:
-        BackendError: An element is outside the bound of float32 arithmetic, or not finite.
+    The activations lie on the grid of the path's precision, so that quantising them loses nothing. An element outside
+    the bound of float32 arithmetic is a ``BackendError``.
     """
     scale = None if weight.activation_scale is None else float(weight.activation_scale)
     columns = weight.in_features
@@ -90,10 +86,7 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> tuple[float, ...]:
     """Call each in turn, round and round, and return how long each call took, in microseconds.
 
-    Args:
-        calls: At least one.
-        device: Where they compute; CUDA calls are timed by events on the current stream.
-        seconds: How long to measure, after the warm-up; at least five calls are measured, unless they take for ever.
+    After the warm-up at least five calls are measured, unless they take for ever; CUDA's by events on its stream.
     """
     with torch.no_grad():
         for index in range(max(_WARM_UP, min(len(calls), 8))):
