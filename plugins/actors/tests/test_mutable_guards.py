@@ -12,7 +12,7 @@ from sharing import LONG, Held, content_of, failing_block, until
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_actors.dual_view import Order
+from q4_actors.dual_view import DeviceSync
 from q4core.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def on_device(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> tuple[Mutab
     monkeypatch.setattr("q4_actors.dual_view.TorchStreams", lambda device, keep: streams)
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
     state._content.device = torch.device("cuda", 0)
-    state._content.order = Order(state._content)
+    state._content.sync = DeviceSync(state._content)
     state._content.device = torch.device("cpu")  # for who gives it new content
     assert streams.taken()[-1] == ("record", STREAM, None), "who made it may still be filling it"
     return state, streams

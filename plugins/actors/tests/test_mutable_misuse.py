@@ -236,7 +236,7 @@ def test_the_slots_that_readers_hold_are_counted_where_the_time_runs_out() -> No
 
 def test_sides_are_those_of_a_memory() -> None:
     """Anything else is refused when it is given, not when a block asks for a side."""
-    with pytest.raises(q4.ConfigError, match="sides must be both sides, got 'object'"):
+    with pytest.raises(q4.ConfigError, match="sides must be a dual view, got 'object'"):
         MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, copy=False, sides=object())  # type: ignore[arg-type]  # that is the test
 
 

@@ -19,7 +19,7 @@ from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
     from q4_actors.blocks import WriteBlock
-    from q4_actors.dual_view import Order
+    from q4_actors.dual_view import DeviceSync
     from q4core.memory import MemoryProvider
 
 __all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
@@ -64,7 +64,7 @@ class Content:
         self.mark = mark_of(tensor)
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.nbytes
-        self.order: Order | None = None  # where a device works behind the CPU's back
+        self.sync: DeviceSync | None = None  # for memory that a device works on
         self.version = 0
         self.poison: str | None = None
         self.is_closed = self.is_forked = False
@@ -86,7 +86,7 @@ class Content:
     def after_fork(self) -> None:
         """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
         self.renew()  # of the old one a lock may be held for ever
-        self.order = None  # its device, and the turns of its sides, are the parent's
+        self.sync = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
 
     # -- blocks that nobody leaves
@@ -111,16 +111,16 @@ class Content:
 
     def drop_read(self, view: ReadView) -> None:
         """Take back whatever a read that ends before its time has taken."""
-        if self.order is not None:
-            self.order.leave(view)
+        if self.sync is not None:
+            self.sync.leave(view)
         with self.lock:
             self.gate.end_read(view)
             self.release_read(view)
 
     def drop_write(self, block: WriteBlock) -> None:
         """Take back whatever an update that did not begin has taken."""
-        if self.order is not None:
-            self.order.leave(block)
+        if self.sync is not None:
+            self.sync.leave(block)
         with self.lock:
             if self.gate.end_write(block):
                 self.release_write()
@@ -208,9 +208,9 @@ class Content:
 
     def begin_read(self, view: ReadView) -> torch.Tensor:
         """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
-        order = self.order
-        if order is not None:
-            order.arrive(view)
+        sync = self.sync
+        if sync is not None:
+            sync.arrive(view)
         with self.lock:
             self.enter_read(view)
             if self.is_closed or self.poison is not None:
@@ -219,7 +219,7 @@ class Content:
             if mark_of(base) != mark:
                 self.refuse_touched(base, self.version)
             view.base, view.mark, view.number = base, mark, self.version
-        side = None if order is None else order.begin(view, base, is_reading=True)
+        side = None if sync is None else sync.begin(view, base, is_reading=True)
         return base.detach() if side is None else side
 
     def enter_read(self, view: ReadView) -> None:
@@ -236,8 +236,8 @@ class Content:
         is_late = False
         del view.base  # an old version goes with its last reader
         try:
-            if self.order is not None:  # before the memory is written again, or goes
-                self.order.end(view, base, is_reading=True)
+            if self.sync is not None:  # before the memory is written again, or goes
+                self.sync.end(view, base, is_reading=True)
         finally:
             with self.lock:
                 is_late = not self.gate.end_read(view) and (self.is_in_place or self.is_forked)
@@ -268,9 +268,9 @@ class Content:
 
     def begin_write(self, block: WriteBlock) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
-        order, side = self.order, None
-        if order is not None:
-            order.arrive(block)
+        sync, side = self.sync, None
+        if sync is not None:
+            sync.arrive(block)
         with self.lock:
             if block.healing:
                 self.check_healing()
@@ -281,8 +281,8 @@ class Content:
             base, mark = self.tensor, self.mark
             if mark_of(base) != mark and not block.healing:
                 self.refuse_touched(base, self.version)
-        if order is not None:
-            side = order.begin(block, base, is_reading=False)
+        if sync is not None:
+            side = sync.begin(block, base, is_reading=False)
         block.work = work = self.working_copy(block, base, mark)
         block.address, block.extent = work.data_ptr(), work.untyped_storage().nbytes()
         block.alias = alias = work.detach()
@@ -307,8 +307,8 @@ class Content:
 
     def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
         """Return what the writer changes: the content itself, or a copy of it (or of what replaces it)."""
-        if self.is_unsettled and self.order is not None:
-            self.order.settle()
+        if self.is_unsettled and self.sync is not None:
+            self.sync.settle()
             self.is_unsettled = False
         if self.is_in_place and (not block.healing or base.data_ptr() == mark[1]):
             return base
@@ -330,8 +330,8 @@ class Content:
                 self.check_form(block, work, alias)
         except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
             problem = raised
-        if self.order is not None:
-            problem = self.order.end_write(block, work, problem)
+        if self.sync is not None:
+            problem = self.sync.end_write(block, work, problem)
         is_kept = self.is_in_place and not alias.requires_grad
         self.kept = None
         with self.lock:

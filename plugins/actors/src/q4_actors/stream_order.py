@@ -1,7 +1,7 @@
-"""``Fences``: who uses memory next waits for just the device work that must come before, on the device where it can.
+"""``StreamEvents``: each block waits for the device work that it depends on, and for no other.
 
-A block that ends leaves an event behind what its thread has queued on the current stream. The next block on another
-stream makes that stream wait for the event, and the CPU goes on at once. Only a CPU side waits by itself.
+A block that ends records an event on its thread's current stream. The next block on another stream makes that stream
+wait for the event, and the CPU goes on at once. Only a block of the CPU tensor makes the CPU wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from q4core import InputError, LifecycleError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Fences", "Streams", "TorchStreams"]
+__all__ = ["StreamEvents", "Streams", "TorchStreams"]
 
 
 class Streams(Protocol):
@@ -99,8 +99,8 @@ class TorchStreams:
         torch.cuda.synchronize(self._device)
 
 
-class Fences:
-    """The events behind what has been done to one content. Writers are alone when they call; readers need not be.
+class StreamEvents:
+    """The last events of one content's readers and writers. Writers are alone when they call; readers need not be.
 
     Args:
         streams: The device's.
@@ -113,35 +113,40 @@ class Fences:
         self._written: dict[int, Any] = {}  # by stream; replaced whole, since VERSIONED readers look at any time
         self._read: dict[int, Any] = {}
 
-    def before(self, tensor: torch.Tensor, *, is_reading: bool) -> int | None:
-        """Let the current stream wait for what must come before.
+    def wait_on_stream(self, tensor: torch.Tensor, *, is_reading: bool) -> int | None:
+        """Let the current stream wait for the work that a block depends on.
 
         Returns:
-            The stream; None while it records a graph, whose replays belong into blocks of their own.
+            The stream; None while it captures a graph, whose replays belong into blocks of their own.
 
         Raises:
-            LifecycleError: A graph is recorded, and the address moves.
+            LifecycleError: A graph is captured, and the address moves.
         """
         if self._streams.is_capturing():
             if not self._is_in_place:
-                hint = "Use IN_PLACE, whose address stays."
-                self._refuse("VERSIONED content", "used outside a CUDA graph's capture", hint)
+                text = (
+                    f"{self._label} is VERSIONED, so its address moves, which the capture of a CUDA graph can't follow"
+                )
+                raise LifecycleError(text, hint="Use IN_PLACE, whose address stays.")
             return None
         stream = self._streams.current()
-        for event in self._before(is_reading=is_reading, stream=stream):
+        for event in self._dependencies(is_reading=is_reading, stream=stream):
             self._streams.follow(event)
         self._streams.keep(tensor)
         return stream
 
-    def after(self, tensor: torch.Tensor, begun_on: int | None, *, is_reading: bool) -> None:
-        """Leave an event behind what the block has queued.
+    def record(self, tensor: torch.Tensor, begun_on: int | None, *, is_reading: bool) -> None:
+        """Record an event after what the block has queued.
 
         Raises:
             LifecycleError: The block began before the capture in which it ends.
         """
         if self._streams.is_capturing():
             if begun_on is not None:
-                self._refuse("with block", "left outside the CUDA graph's capture, as it was entered", None)
+                text = (
+                    f"a with block of {self._label} was entered before the capture of a CUDA graph, and left inside it"
+                )
+                raise LifecycleError(text, hint="Enter and leave it outside the capture, or inside.")
             return
         stream = self._streams.current()
         if stream != begun_on:
@@ -156,18 +161,19 @@ class Fences:
         else:
             self._written = {**self._written, stream: event}
 
-    def check_cpu(self) -> None:
-        """Refuse the CPU side while a graph is recorded: its capture allows no waiting.
+    def refuse_capture(self) -> None:
+        """Refuse the CPU tensor while a graph is captured, which allows the CPU no waiting.
 
         Raises:
             LifecycleError: One is.
         """
         if self._streams.is_capturing():
-            self._refuse("CPU side", "used outside a CUDA graph's capture", "Capture first, or use the CUDA side.")
+            text = f"the CPU side of {self._label} can't be used during the capture of a CUDA graph"
+            raise LifecycleError(text, hint="Capture first, or use the CUDA side.")
 
-    def wait(self, *, is_reading: bool) -> None:
-        """Let the CPU wait for what must come before its own block."""
-        for event in self._before(is_reading=is_reading, stream=None):
+    def wait_on_cpu(self, *, is_reading: bool) -> None:
+        """Let the CPU wait for the work that its block depends on."""
+        for event in self._dependencies(is_reading=is_reading, stream=None):
             self._streams.wait_for(event)
         self._written = {}
         if not is_reading:
@@ -178,13 +184,8 @@ class Fences:
         self._streams.synchronise()
         self._written, self._read = {}, {}
 
-    def _before(self, *, is_reading: bool, stream: int | None) -> Iterable[Any]:
+    def _dependencies(self, *, is_reading: bool, stream: int | None) -> Iterable[Any]:
         events = tuple(self._written.items())
         if not is_reading:
             events += tuple(self._read.items())
         return (event for key, event in events if key != stream)
-
-    def _refuse(self, name: str, rule: str, hint: str | None) -> None:
-        raise LifecycleError(
-            self._label, name=name, rule=rule, hint=hint or "Begin and end it on one side of the capture."
-        )

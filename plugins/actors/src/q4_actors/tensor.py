@@ -11,7 +11,7 @@ from q4_actors.arguments import MutableMode, check_content, check_version, label
 from q4_actors.at_fork import CONTENTS
 from q4_actors.blocks import WriteBlock
 from q4_actors.content import Content, copied
-from q4_actors.dual_view import Order, to_side
+from q4_actors.dual_view import DeviceSync, to_side
 from q4_actors.rwlock import LOOK_INTERVAL_S
 from q4_actors.snapshot import MutableStats, Snapshot
 from q4core import ConfigError, InputError, LifecycleError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4_actors.blocks import ReadView
-    from q4_actors.dual_view import Sides
+    from q4_actors.dual_view import DualView
 
 __all__ = ["MutableTensor"]
 
@@ -56,7 +56,7 @@ class MutableTensor:
         LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
     """
 
-    _sides: Sides | None = None
+    _sides: DualView | None = None
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MutableTensor:
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
         copy: bool = True,
-        sides: Sides | None = None,
+        sides: DualView | None = None,
     ) -> None:
         label = label_of(name)
         self._mode = to_mode(label, mode)
@@ -75,7 +75,7 @@ class MutableTensor:
             )
         if sides is not None and not (callable(getattr(sides, "turn", None)) and hasattr(sides, "streams")):
             hint = "Give what a memory provider's dual_view returns."
-            raise ConfigError(label, name="sides", rule="both sides", value=type(sides).__name__, hint=hint)
+            raise ConfigError(label, name="sides", rule="a dual view", value=type(sides).__name__, hint=hint)
         check_content(label, tensor, copy=copy)
         self._name = name
         if not copy and was_taken_back(tensor):
@@ -84,7 +84,7 @@ class MutableTensor:
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
         if sides is not None or tensor.device.type == "cuda":
-            self._content.order = Order(self._content, sides)
+            self._content.sync = DeviceSync(self._content, sides)
         CONTENTS.add(self._content)
 
     # -- facts
@@ -300,8 +300,8 @@ class MutableTensor:
         with content.lock:
             content.is_closed = True
             content.tensor, content.kept = torch.empty(0, device="cpu"), None
-            if content.order is not None:
-                content.order.close()
+            if content.sync is not None:
+                content.sync.close()
             content.gate.wake()
             content.grown.notify_all()
 
