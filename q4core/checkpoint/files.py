@@ -51,14 +51,10 @@ def require_regular(path: Path, *, or_folder: bool = False) -> None:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise unreadable(path, error) from error
     if not stat.S_ISREG(mode) and not (or_folder and stat.S_ISDIR(mode)):
-        raise CheckpointError(
-            "checkpoint",
-            name="path",
-            rule="a regular file or a folder" if or_folder else "a regular file",
-            value=_KINDS.get(stat.S_IFMT(mode), "something else"),
-            where=str(path),
-            hint="A checkpoint is mapped into memory, which works with files alone; save it to one first.",
-        )
+        rule, kind = "a regular file or a folder" if or_folder else "a regular file", _KINDS.get(stat.S_IFMT(mode))
+        hint = "A checkpoint is mapped into memory, which works with files alone; save it to one first."
+        facts = {"value": kind or "something else", "where": str(path), "hint": hint}
+        raise CheckpointError("checkpoint", name="path", rule=rule, **facts)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -143,8 +143,6 @@ class Catalogue:
         self.load = load
         self.options = dict(options or {})
         self._below: dict[str, list[str]] = {}
-        self.places = {name: index for index, name in enumerate(self.tensors)}
-        """Name → its place in the order of the file."""
         for name in self.tensors:
             cut = len(name)
             for _ in range(_MAX_SUFFIX_PARTS):

@@ -177,9 +177,11 @@ def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, lis
         for layer in _found(dialect, catalogue):
             found.setdefault(layer.module, []).append(layer)
 
+    places = {name: index for index, name in enumerate(catalogue.tensors)}
+
     def first(module: str) -> int:
         keys = [key for layer in found[module] for key in layer.keys.values()]
-        return min((catalogue.places[key] for key in keys if key in catalogue), default=len(catalogue.places))
+        return min(places.get(key, len(places)) for key in keys)
 
     return {module: found[module] for module in sorted(found, key=first)}
 

@@ -68,7 +68,7 @@ def narrow(weight: PackedWeight, dim: int, start: int, length: int) -> PackedWei
         rule = f"a range inside {weight.shape}"
         _fail(weight, "narrow", name="dim, start, length", rule=rule, value=(dim, start, length))
     _require_row_blocks(weight, "narrow")
-    return _narrow_rows(weight, start, length) if dim == 0 else _narrow_columns(weight, start, length)
+    return _pick(weight, slice(start, start + length), length) if dim == 0 else _narrow_columns(weight, start, length)
 
 
 def take_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
@@ -85,32 +85,21 @@ def take_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 
 def _pick(weight: PackedWeight, rows: slice | torch.Tensor, count: int) -> PackedWeight:
-    """Return the ``count`` rows chosen; double quantisation is resolved for these alone."""
+    """Return the ``count`` rows chosen; their double quantisation is resolved where its blocks are cut."""
     changes: dict[str, Any] = {
         name: _index_rows(getattr(weight, name), rows) for name in _ROW_FIELDS if getattr(weight, name) is not None
     }
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         changes["global_scale"] = weight.global_scale[rows]
-    if weight.scale_kind is ScaleKind.DOUBLE_QUANT:
-        changes.update(scale=weight.resolved_scale(rows), scale_kind=ScaleKind.PLAIN)
-        changes.update(dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset")))
+    if weight.nested_scale is not None:
+        per_row, nested = weight.blocks_per_row, weight.nested_block_size
+        first, is_cut = divmod(rows.start * per_row, nested) if isinstance(rows, slice) else (0, 1)
+        if is_cut:
+            changes.update(scale=weight.resolved_scale(rows), scale_kind=ScaleKind.PLAIN)
+            changes.update(dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset")))
+        else:
+            changes["nested_scale"] = weight.nested_scale[first:][: -(-count * per_row // nested)]
     return attrs.evolve(weight, out_features=count, **changes)
-
-
-def _narrow_rows(weight: PackedWeight, start: int, length: int) -> PackedWeight:
-    rows = slice(start, start + length)
-    first = start * weight.blocks_per_row
-    if weight.nested_scale is None or first % weight.nested_block_size:
-        return _pick(weight, rows, length)
-    first //= weight.nested_block_size
-    count = -(-length * weight.blocks_per_row // weight.nested_block_size)
-    return attrs.evolve(
-        weight,
-        out_features=length,
-        qdata=weight.qdata[rows],
-        scale=weight.scale[rows],
-        nested_scale=weight.nested_scale[first : first + count],
-    )
 
 
 def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeight:
