@@ -1,7 +1,7 @@
 """Checkpoint files: the contract of readers and writers, which plugins bring, and the open checkpoint."""
 
 from q4core.checkpoint.contract import CheckpointReader, CheckpointSource, CheckpointWriter, OpenRequest, SaveRequest
-from q4core.checkpoint.opened import Checkpoint, DenseTensors
+from q4core.checkpoint.opened import Checkpoint
 from q4core.checkpoint.opening import open_by
 from q4core.checkpoint.saving import save_by
 
@@ -10,7 +10,6 @@ __all__ = [
     "CheckpointReader",
     "CheckpointSource",
     "CheckpointWriter",
-    "DenseTensors",
     "OpenRequest",
     "SaveRequest",
     "open_by",

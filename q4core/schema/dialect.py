@@ -69,7 +69,7 @@ class Dialect(abc.ABC):
         return stored if stored.is_floating_point() else None
 
     def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
-        """Return a layer of the catalogue with what side tensors told of it when only their metadata is at hand now.
+        """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
 
         ``earlier`` is what ``find`` gave for another catalogue, in which the same keys were this layer's.
         """

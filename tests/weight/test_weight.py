@@ -262,6 +262,16 @@ def test_take_rows(name: str, kind: Kind) -> None:
     assert torch.equal(bits(_values(weight.take_rows(rows))), bits(_values(weight)[rows]))
 
 
+def test_take_rows_of_a_second_level_with_blocks_of_one() -> None:
+    """Where each scale has an entry of its own in the second level, rows in any order get theirs."""
+    weight = random_weight("nf4", 6, 256, Kind.DOUBLE_QUANT)
+    second = torch.linspace(0.5, 2, weight.scale.numel())
+    weight = attrs.evolve(weight, nested_block_size=1, nested_scale=second)
+    rows = torch.tensor([5, 0, 2])
+    assert torch.equal(_values(weight.take_rows(rows)), _values(weight)[rows])
+    assert torch.equal(_values(weight.narrow(0, 1, 3)), _values(weight)[1:4])
+
+
 @pytest.mark.parametrize(
     "rows", [torch.tensor([6]), torch.tensor([-1]), torch.tensor([[0]]), torch.tensor([0.0]), torch.tensor([0])[:0]]
 )
