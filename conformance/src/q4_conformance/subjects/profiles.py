@@ -40,7 +40,6 @@ class UnknownTargetError(Q4Error, LookupError):
         self.available = tuple(available)
         self.closest = closest
         super().__init__(what, **data)
-        self._arguments.update(available=self.available, closest=closest)
 
     def __str__(self) -> str:
         """Return the message, which ``LookupError`` would otherwise quote."""
