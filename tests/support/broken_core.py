@@ -107,7 +107,9 @@ def _without(code: q4.ReasonCode) -> Callable[[Any], Any]:
 
 def _first_of_namesakes(backends: Any) -> Any:
     def first(self: registry.Registry) -> dict[str, q4.Backend]:
-        twice = {item.name: item for _, item in self._ask("q4_backends") if hasattr(item, "capabilities")}
+        hooks = self._implementations("q4_backends")
+        given = [item for hook in hooks for item in self._call("q4_backends", hook, hook.function) or ()]
+        twice = {item.name: item for item in given if hasattr(item, "capabilities")}
         return {**twice, **backends(self)}
 
     return first
