@@ -1,10 +1,10 @@
 """Structured events: every decision as a name with fields, to the ``logging`` tree and to observers.
 
-structlog is wrapped round the standard library's logger ``"q4core"``, never configured globally, and nothing goes to
-stdout. Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json`` or ``console``, and a
-level, separated by commas), in which case they go to stderr. Decisions are told at ``info``, what goes wrong at
-``warning`` and ``error``, details at ``debug``. Names bound with structlog's contextvars join each line; q4core binds
-``session`` and ``layer`` while it prepares a layer.
+Events go to the standard library's logger ``"q4core"``, rendered by structlog, which is never configured globally.
+Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json`` or ``console``, and a level,
+separated by commas), in which case they go to stderr. Decisions are told at ``info``, what goes wrong at ``warning``
+and ``error``, details at ``debug``. Names bound with structlog's contextvars join each line; q4core binds ``session``
+and ``layer`` while it prepares a layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, ConfigError, Q4PluginWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, MutableMapping
+    from collections.abc import Callable, Iterator
 
     from q4core.errors import Q4Warning
 
@@ -88,8 +88,13 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
             observer(event, dict(fields))
         except PLUGIN_FAULTS as error:
             faults.append((observer, error))
-    if _standard_logger().isEnabledFor(level):
-        _logger().log(level, event, **fields)
+    logger = _logger()
+    if logger.isEnabledFor(level):
+        import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
+
+        told = structlog.contextvars.merge_contextvars(logger, "", dict(fields))
+        text = " ".join([event, *(f"{key}={value}" for key, value in told.items())])
+        logger.log(level, text, extra={"q4_event": event, "q4_fields": told})
     # Last, when everybody has heard the event: where the application makes warnings errors, this raises.
     for broken, fault in faults:
         if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
@@ -122,27 +127,19 @@ def forget_warnings() -> None:
 
 
 def set_up_logging(wish: str) -> None:
-    """Send q4core's events to stderr as ``Q4_LOG`` asks.
-
-    Args:
-        wish: ``json`` or ``console``, and a level (``debug``, ``info``, ``warning``, ``error``), in any order. Unless
-            told ``console`` and ``info``.
+    """Send q4core's events to stderr as ``Q4_LOG`` asks: ``json`` or ``console``, and a level, in any order.
 
     Raises:
         ConfigError: A word is neither.
     """
-    level, style = logging.INFO, "console"
-    for word in filter(None, (part.strip().lower() for part in wish.split(","))):
-        if word in _LEVELS:
-            level = _LEVELS[word]
-        elif word in _FORMATS:
-            style = word
-        else:
-            legal = ", ".join(sorted(_FORMATS | set(_LEVELS)))
-            raise ConfigError("environment variable Q4_LOG", name="Q4_LOG", rule=f"words among {legal}", value=wish)
+    words = [part.strip().lower() for part in wish.split(",") if part.strip()]
+    if not _FORMATS | _LEVELS.keys() >= set(words):
+        legal = ", ".join(sorted(_FORMATS | _LEVELS.keys()))
+        raise ConfigError("environment variable Q4_LOG", name="Q4_LOG", rule=f"words among {legal}", value=wish)
+    level = next((_LEVELS[word] for word in reversed(words) if word in _LEVELS), logging.INFO)
     logger = logging.getLogger(LOGGER_NAME)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_EventFormatter(style))
+    handler.setFormatter(_EventFormatter(as_json="json" in words))
     for old in [item for item in logger.handlers if isinstance(item.formatter, _EventFormatter)]:
         logger.removeHandler(old)
     logger.addHandler(handler)
@@ -157,9 +154,9 @@ class _EventFormatter(logging.Formatter):
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
-    def __init__(self, style: str) -> None:
+    def __init__(self, *, as_json: bool) -> None:
         super().__init__()
-        self._as_json = style == "json"
+        self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
@@ -176,25 +173,9 @@ class _EventFormatter(logging.Formatter):
 
 
 @functools.cache
-def _standard_logger() -> logging.Logger:
+def _logger() -> logging.Logger:
     logger = logging.getLogger(LOGGER_NAME)
     logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where nobody set it up
     if os.environ.get("Q4_LOG"):
         set_up_logging(os.environ["Q4_LOG"])
     return logger
-
-
-@functools.cache
-def _logger() -> Any:
-    import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
-
-    processors: list[Any] = [structlog.contextvars.merge_contextvars, _to_standard_logging]
-    return structlog.wrap_logger(_standard_logger(), processors=processors, wrapper_class=structlog.stdlib.BoundLogger)
-
-
-def _to_standard_logging(
-    _logger: Any, _method: str, event: MutableMapping[str, Any]
-) -> tuple[tuple[str], Mapping[str, Any]]:
-    name = event.pop("event")
-    text = " ".join([name, *(f"{key}={value}" for key, value in event.items())])
-    return (text,), {"extra": {"q4_event": name, "q4_fields": dict(event)}}

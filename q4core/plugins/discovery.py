@@ -48,12 +48,7 @@ def call_plugin(
 ) -> tuple[Any, str | None]:
     """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through.
 
-    Args:
-        record: Whose code it is; ``failed`` once it hangs.
-        what: What is called, for the message.
-        call: The code.
-        arguments: What it is called with.
-        limit_s: Seconds after which a call is given up, in a thread that goes on alone. None waits, in this thread.
+    Under a limit the code runs in a thread of its own, which goes on alone once it is given up, as ``failed``.
     """
     told: list[tuple[Any, str | None]] = []
 
@@ -81,12 +76,7 @@ def call_plugin(
 def discover(
     given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
 ) -> tuple[pluggy.PluginManager, dict[str, PluginRecord], list[tuple[PluginRecord, str]]]:
-    """Find and load plugins; nothing is told and nothing is raised.
-
-    Args:
-        given: (name, plugin object) pairs to use instead of the installed entry points, or None.
-        environment: The ``Q4_PLUGIN*`` variables.
-        limit_s: Seconds that one plugin's import may take; None waits.
+    """Find and load plugins, the ``given`` ones or those of entry points; nothing is told and nothing is raised.
 
     Returns:
         pluggy's manager with every plugin that loaded; what became of each, by name; and what is wrong, not recorded
@@ -139,7 +129,7 @@ def _candidates(
     """Yield name, source and loader of each plugin."""
     if given is not None:
         for name, plugin in given:
-            yield name, "given", functools.partial(_itself, plugin)
+            yield name, "given", lambda plugin=plugin: plugin  # type: ignore[misc]
         return
     modules = _names(environment.get("Q4_PLUGIN_MODULES"))
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
@@ -148,10 +138,6 @@ def _candidates(
             yield point.name, f"{point.dist.name} {point.dist.version}" if point.dist else point.value, point.load
     for module in modules:
         yield module, "Q4_PLUGIN_MODULES", functools.partial(importlib.import_module, module)
-
-
-def _itself(plugin: object) -> object:
-    return plugin
 
 
 def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> bool:

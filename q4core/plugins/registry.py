@@ -81,12 +81,12 @@ class Registry:
 
     def _watch(self) -> None:
         """Pass events to the plugins that watch, for as long as this registry lives."""
-        mine = weakref.ref(self)
+        mine = weakref.WeakMethod(self._forward_event)
 
         def forward(event: str, fields: dict[str, Any]) -> None:
-            registry = mine()
-            if registry is not None:
-                registry._forward_event(event, fields)  # noqa: SLF001  # own class
+            forward_event = mine()
+            if forward_event is not None:
+                forward_event(event, fields)
 
         observe(forward)
         weakref.finalize(self, unobserve, forward).atexit = False

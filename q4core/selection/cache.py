@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -32,23 +32,18 @@ def resolve_device(config: SessionConfig, weight_device: torch.device) -> torch.
     Raises:
         ConfigError: It names a device that is not available.
     """
-    if config.device in {None, "auto"}:
-        return weight_device
-    return _available(torch.device(str(config.device)))
+    return weight_device if config.device in {None, "auto"} else _available(torch.device(str(config.device)))
 
 
 def _available(device: torch.device) -> torch.device:
     """Return the device with its index, if this machine has it."""
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device {str(device)!r} is not available: torch sees {count} CUDA devices",
-                value=str(device),
-                hint='Use device="cpu", or see `q4 doctor`.',
-            )
-        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-    return device
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        what = f"device {str(device)!r} is not available: torch sees {count} CUDA devices"
+        raise ConfigError(what, value=str(device), hint='Use device="cpu", or see `q4 doctor`.')
+    return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
 
 
 def apply_config(request: Request, config: SessionConfig) -> Request:
@@ -58,24 +53,21 @@ def apply_config(request: Request, config: SessionConfig) -> Request:
         ConfigError: The device of either is not available.
         PolicyConflictError: The two contradict each other.
     """
-    precision = config.activation_precision or ActivationPrecision.AUTO
-    if precision is not request.precision and precision is not ActivationPrecision.AUTO:
-        if request.precision is not ActivationPrecision.AUTO:
-            raise _conflict("precision", precision.value, request.precision.value)
-        request = attrs.evolve(request, precision=precision)
-    if config.gradients and not request.gradients:
-        request = attrs.evolve(request, gradients=True)
-    if config.compute_dtype is not None and config.compute_dtype is not request.dtype:
+    auto, asked = ActivationPrecision.AUTO, _available(request.device)
+    precision, device = config.activation_precision or auto, resolve_device(config, asked)
+    if auto not in {precision, request.precision} and precision is not request.precision:
+        raise _conflict("precision", precision.value, request.precision.value)
+    if config.compute_dtype not in {None, request.dtype}:
         raise _conflict("dtype", str(config.compute_dtype), str(request.dtype))
-    if config.device not in {None, "auto"}:
-        device = resolve_device(config, request.device)
-        if device != request.device:
-            if request.device.type != "cpu":  # a weight on the CPU moves to where the session computes
-                raise _conflict("device", str(device), str(request.device))
-            request = attrs.evolve(request, device=device)
-    if request.device.type == "cuda":
-        request = attrs.evolve(request, device=_available(request.device))
-    return request
+    if device != asked and asked.type != "cpu":  # a weight on the CPU moves to where the session computes
+        raise _conflict("device", str(device), str(request.device))
+    wanted: dict[str, Any] = {
+        "precision": request.precision if precision is auto else precision,
+        "gradients": request.gradients or bool(config.gradients),
+        "device": device,
+    }
+    changes = {name: value for name, value in wanted.items() if value != getattr(request, name)}
+    return attrs.evolve(request, **changes) if changes else request
 
 
 def _conflict(name: str, wanted: str, asked: str) -> PolicyConflictError:
@@ -101,16 +93,9 @@ def layer_request(
 def select_for(
     request: Request, config: SessionConfig, registry: Registry, failures: dict[str, tuple[Reason, ...]] | None = None
 ) -> Selection:
-    """Select under a resolved configuration; warm answers come from a cache.
+    """Select as ``select_backend`` under a resolved configuration; warm answers come from a cache.
 
-    Args:
-        request: What is asked.
-        config: A resolved configuration.
-        registry: The plugins to choose among.
-        failures: Backends that could not prepare just now, with the reasons; they are passed over.
-
-    Raises:
-        UnknownBackendError, PolicyConflictError, BackendUnavailableError: As ``select_backend``.
+    ``failures`` are the backends that could not prepare just now, with the reasons; they are passed over.
     """
     results = probe_results(registry)
     compute_path = config.compute_path or ComputePath.AUTO
