@@ -93,28 +93,19 @@ class Session:
         """
         self._require_open()
         _require_weight("session.linear", weight)
+        return self._layer(weight, bias, config=self.config, name=name, m=m)
+
+    def _layer(self, weight: PackedWeight, bias: torch.Tensor | None = None, **options: Any) -> Q4Linear:
+        """Return a new layer; one that is done after the session was closed is closed, too."""
         with bound(session=self.name):
-            layer = Q4Linear(weight, bias, config=self.config, registry=self._registry, name=name, m=m)
-        return self._adopted(layer)
-
-    def _adopted(self, layer: Q4Linear) -> Q4Linear:
-        """Adopt a layer that was just made here; one that came too late is closed."""
-        try:
-            self.adopt(layer)
-        except LifecycleError:
-            layer.close()
-            raise
-        return layer
-
-    def adopt(self, layer: Q4Linear) -> None:
-        """Let the session report and close a layer that was made elsewhere (a copy, say).
-
-        Raises:
-            LifecycleError: The session is closed.
-        """
+            layer = Q4Linear(weight, bias, registry=self._registry, **options)
         with self._lock:  # close() takes the layers under the same lock: none slips in behind it
-            self._require_open()
-            self._layers[id(layer)] = layer
+            if not self._closed:
+                self._layers[id(layer)] = layer
+        if self._closed:
+            layer.close()
+        self._require_open()
+        return layer
 
     def apply(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias`` through a layer that is cached as long as ``weight`` lives.
@@ -132,10 +123,7 @@ class Session:
             layer = self._by_weight.get(weight, {}).get(key)
         if layer is None:
             device = str(x.device) if config.device == "auto" else config.device
-            config = attrs.evolve(config, compute_dtype=x.dtype, device=device)
-            with bound(session=self.name):
-                made = Q4Linear(weight, config=config, registry=self._registry)
-            layer = self._adopted(made)
+            layer = self._layer(weight, config=attrs.evolve(config, compute_dtype=x.dtype, device=device))
             with self._lock:
                 layer = self._by_weight.setdefault(weight, {}).setdefault(key, layer)
         y: torch.Tensor = layer(x) if bias is None else layer.with_bias(x, bias)

@@ -140,18 +140,6 @@ def test_a_closed_layer_stays_closed() -> None:
         layer(X)
 
 
-def test_a_closed_session_adopts_nothing() -> None:
-    """A layer that was being made while its session closed is closed, not left behind."""
-    session = q4.Session(registry=registry())
-    layer = session.linear(_weight())
-    session.close()
-    stray = q4.Session(registry=registry()).linear(_weight())
-    with pytest.raises(q4.LifecycleError):
-        session.adopt(stray)
-    assert stray.is_prepared
-    assert not layer.is_prepared
-
-
 def test_a_layer_made_while_its_session_closes_is_closed() -> None:
     """close() in the middle of linear() gives every byte back: the layer is refused."""
 
