@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["linear_function"]
 
+_EXACT_OPS = {True: torch.ops.q4core.linear_input_grad.default, False: torch.ops.q4core.linear_exact.default}
+"""By whether they compute the gradient to the input."""
+
 
 def linear_function(
     x: torch.Tensor, buffers: Sequence[torch.Tensor], bias: torch.Tensor | None, plan: str
@@ -120,7 +123,7 @@ class _ExactFunction(torch.autograd.Function):
     @staticmethod
     def forward(tensor: torch.Tensor, plan: str, to_input: bool, *buffers: torch.Tensor) -> torch.Tensor:  # noqa: FBT001  # autograd passes arguments by position
         with below_autograd():
-            result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
+            result: torch.Tensor = _EXACT_OPS[to_input](tensor, list(buffers), plan)
         return result
 
     @staticmethod
@@ -169,12 +172,8 @@ def _differentiable(
     """Compute exactly: by the function under torch.func, which has rules for it, else by the op, for tracing."""
     if is_transformed():
         return exact_function(tensor, plan, buffers, to_input=to_input)
-    result: torch.Tensor = _exact_op(to_input)(tensor, list(buffers), plan)
+    result: torch.Tensor = _EXACT_OPS[to_input](tensor, list(buffers), plan)
     return result
-
-
-def _exact_op(to_input: bool) -> Any:  # noqa: FBT001  # one of two ops
-    return torch.ops.q4core.linear_input_grad.default if to_input else torch.ops.q4core.linear_exact.default
 
 
 def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor], str], torch.Tensor]:  # noqa: FBT001  # as above
@@ -182,7 +181,7 @@ def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor
         if is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad):
             return exact_function(tensor, plan, buffers, to_input=to_input)
         with below_autograd():
-            result: torch.Tensor = _exact_op(to_input)(tensor, buffers, plan)
+            result: torch.Tensor = _EXACT_OPS[to_input](tensor, buffers, plan)
         return result
 
     return run

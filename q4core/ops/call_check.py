@@ -126,17 +126,18 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
-def check_operand(name: str, tensor: torch.Tensor, width: int, device: torch.device, op: str) -> None:
-    """Refuse a tensor that is not floating-point [..., width] on the buffers' device.
+def check_operand(plan: Plan, device: torch.device, tensor: torch.Tensor, *, to_input: bool) -> None:
+    """Refuse a grad (``to_input``) or an x of the exact ops that is not floating-point [..., N or K] on that device.
 
     Raises:
         InputError: It does not fit.
     """
+    op, name, width = ("input_grad", "grad", plan.out_features) if to_input else ("exact", "x", plan.in_features)
     is_fit = tensor.is_floating_point() and tensor.layout is _STRIDED and tensor.device == device
     if not is_fit or tensor.dim() < 1 or tensor.shape[-1] != width:
         rule = f"floating-point [..., {width}] on {device}"
         value = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise InputError(op, name=name, rule=rule, value=value)
+        raise InputError(f"{_OP}_{op}", name=name, rule=rule, value=value)
 
 
 def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torch.device]:

@@ -8,6 +8,7 @@ which layer ran.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,14 @@ from q4core.ops.call_check import check_buffers, check_linear_call, check_operan
 from q4core.ops.plan import raise_broken_call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from q4core.backend import Prepared
     from q4core.ops.plan import Plan
 
-__all__ = ["LIBRARY", "LiveLayer", "forget_layer", "input_gradient", "register_layer", "run_op", "run_plan"]
+__all__ = ["KERNELS", "LIBRARY", "LiveLayer", "forget_layer", "register_layer", "run_op"]
 
-_GRADIENT_ROWS_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -79,7 +80,7 @@ def forget_layer(layer: LiveLayer) -> None:
         del _LIVE[layer.address]
 
 
-def run_plan(
+def _run_plan(
     plan: Plan, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> int | None:
     """Run a checked call: x [..., K] and out [..., N] of the plan's dtypes, on one device.
@@ -131,31 +132,49 @@ def run_plan(
     return index
 
 
-def input_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
-    """Return ``grad @ w`` with exact weights, accumulated in float32.
+def _exact_product(
+    plan: Plan, buffers: Sequence[torch.Tensor], tensor: torch.Tensor, *, to_input: bool
+) -> torch.Tensor:
+    """Return ``grad @ w``, or ``x @ wᵀ``, each the other's gradient, with exact weights and sums in float32.
 
-    The backend computes it where its input gradient is proven for so many rows; else the core does, chunk by chunk of
-    dequantised out-features.
+    The backend computes ``grad @ w`` where its input gradient is proven for so many rows; else the core does, chunk by
+    chunk of dequantised out-features.
 
     Args:
         plan: The layer's plan.
         buffers: The layer's buffers.
-        grad: [..., N].
+        tensor: grad [..., N], or x [..., K].
+        to_input: Whether it is grad.
 
     Returns:
-        [..., K] of the plan's x dtype.
+        [..., K] of the plan's x dtype, or [..., N] of its y dtype.
     """
-    flat = grad.reshape(-1, plan.out_features)
-    path = plan.gradient_path(flat.shape[0])
-    if path is not None and grad.dtype is plan.out_dtype:
-        return _backend_gradient(plan, buffers, flat.contiguous(), path).reshape(*grad.shape[:-1], plan.in_features)
+    flat = tensor.reshape(-1, plan.out_features if to_input else plan.in_features)
+    width, dtype = _result_of(plan, to_input=to_input)
+    path = plan.gradient_path(len(flat)) if to_input and tensor.dtype is plan.out_dtype else None
+    if path is not None:
+        result = _backend_gradient(plan, buffers, flat.contiguous(), path)
+    else:
+        result = torch.zeros((len(flat), width), dtype=torch.float32, device=tensor.device)
+        with without_casts(tensor.device.type):
+            for rows, dense in _dense_chunks(plan, buffers):
+                if to_input:
+                    result.addmm_(flat[:, rows].to(torch.float32), dense)
+                else:
+                    result[:, rows] = flat.to(torch.float32) @ dense.T
+    return result.to(dtype).reshape(*tensor.shape[:-1], width)
+
+
+def _result_of(plan: Plan, *, to_input: bool) -> tuple[int, torch.dtype]:
+    return (plan.in_features, plan.dtype) if to_input else (plan.out_features, plan.out_dtype)
+
+
+def _dense_chunks(plan: Plan, buffers: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
     weight = plan.weight(buffers)
-    total = torch.zeros((flat.shape[0], plan.in_features), dtype=torch.float32, device=grad.device)
-    with without_casts(grad.device.type):
-        for start, stop in _row_chunks(plan):
-            dense = dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True)
-            total.addmm_(flat[:, start:stop].to(torch.float32), dense)
-    return total.to(plan.dtype).reshape(*grad.shape[:-1], plan.in_features)
+    step = max(1, _CHUNK_BYTES // (4 * plan.in_features))
+    for start in range(0, plan.out_features, step):
+        rows = slice(start, min(start + step, plan.out_features))
+        yield rows, dequantize(weight, torch.float32, rows=rows, is_checked=True)
 
 
 def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor, path: str) -> torch.Tensor:
@@ -168,32 +187,6 @@ def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.T
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, plan.backend, path, "input_gradient")
     return out
-
-
-def exact_product(plan: Plan, buffers: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return ``x @ wᵀ`` with exactly dequantised weights, as ``input_gradient`` is computed; its own gradient.
-
-    Args:
-        plan: The layer's plan.
-        buffers: The layer's buffers.
-        x: [..., K].
-
-    Returns:
-        [..., N] of the plan's y dtype.
-    """
-    weight = plan.weight(buffers)
-    flat = x.reshape(-1, plan.in_features).to(torch.float32)
-    y = torch.empty((flat.shape[0], plan.out_features), dtype=torch.float32, device=x.device)
-    with without_casts(x.device.type):
-        for start, stop in _row_chunks(plan):
-            y[:, start:stop] = flat @ dequantize(weight, torch.float32, rows=slice(start, stop), is_checked=True).T
-    return y.to(plan.out_dtype).reshape(*x.shape[:-1], plan.out_features)
-
-
-def _row_chunks(plan: Plan) -> Iterator[tuple[int, int]]:
-    step = max(1, _GRADIENT_ROWS_BYTES // (4 * plan.in_features))
-    for start in range(0, plan.out_features, step):
-        yield start, min(start + step, plan.out_features)
 
 
 # -- registration
@@ -221,7 +214,7 @@ def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device
 
 
 def run_op(
-    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run the op's own kernel: find the plan, allocate y where there is no ``out``, call the backend, count."""
     plan, device, prepared, live = _find(buffers, key)
@@ -231,42 +224,33 @@ def run_op(
     if out is None:
         # Sizes one by one: a tuple of them costs 1 µs more.
         out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.out_dtype, device=device)
-    segment = run_plan(plan, prepared, x, out, bias)
+    segment = _run_plan(plan, prepared, x, out, bias)
     if live is not None and segment is not None:
         live.counts[segment] += 1
     return out
 
 
-def _linear(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
-    return run_op(x, buffers, bias, plan, None)
-
-
 def _linear_out(
-    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, key: str, out: torch.Tensor
 ) -> None:
-    run_op(x, buffers, bias, plan, out)
+    run_op(x, buffers, bias, key, out)
 
 
-def _linear_input_grad(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    call, device, *_ = _find(buffers, plan)
-    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
-    return input_gradient(call, buffers, grad)
+def _exact(tensor: torch.Tensor, buffers: list[torch.Tensor], key: str, *, to_input: bool) -> torch.Tensor:
+    plan, device, *_ = _find(buffers, key)
+    check_operand(plan, device, tensor, to_input=to_input)
+    return _exact_product(plan, buffers, tensor, to_input=to_input)
 
 
-def _linear_exact(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    call, device, *_ = _find(buffers, plan)
-    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
-    return exact_product(call, buffers, x)
-
-
-for _name, _function in (
-    ("linear", _linear),
-    ("linear_out", _linear_out),
-    ("linear_input_grad", _linear_input_grad),
-    ("linear_exact", _linear_exact),
-):
+KERNELS: dict[str, Callable[..., Any]] = {
+    "linear": run_op,
+    "linear_out": _linear_out,
+    "linear_input_grad": functools.partial(_exact, to_input=True),
+    "linear_exact": functools.partial(_exact, to_input=False),
+}
+for _name, _kernel in KERNELS.items():
     for _key in ("CPU", "CUDA"):
-        LIBRARY.impl(_name, _function, _key)
+        LIBRARY.impl(_name, _kernel, _key)
 
 # torch's own kernel for tensors with the negative bit expects an op to return what it writes to; ours turns the signs.
 LIBRARY.impl("linear_out", torch.library.fallthrough_kernel, "Negative")
@@ -285,19 +269,14 @@ def _linear_out_fake(
     check_linear_call(call, device, x, bias, out, is_fake=True)
 
 
-def _linear_input_grad_fake(grad: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
+def _exact_fake(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str, *, to_input: bool) -> torch.Tensor:
     call, device = check_buffers(plan, buffers)
-    check_operand("grad", grad, call.out_features, device, "q4core::linear_input_grad")
-    return torch.empty((*grad.shape[:-1], call.in_features), dtype=call.dtype, device=grad.device)
-
-
-def _linear_exact_fake(x: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-    call, device = check_buffers(plan, buffers)
-    check_operand("x", x, call.in_features, device, "q4core::linear_exact")
-    return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
+    check_operand(call, device, tensor, to_input=to_input)
+    width, dtype = _result_of(call, to_input=to_input)
+    return torch.empty((*tensor.shape[:-1], width), dtype=dtype, device=tensor.device)
 
 
 torch.library.register_fake("q4core::linear", _linear_fake, lib=LIBRARY)
 torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=LIBRARY)
-torch.library.register_fake("q4core::linear_input_grad", _linear_input_grad_fake, lib=LIBRARY)
-torch.library.register_fake("q4core::linear_exact", _linear_exact_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_input_grad", functools.partial(_exact_fake, to_input=True), lib=LIBRARY)
+torch.library.register_fake("q4core::linear_exact", functools.partial(_exact_fake, to_input=False), lib=LIBRARY)

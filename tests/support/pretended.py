@@ -43,12 +43,7 @@ _WAITING = {
 """Operations whose result, or its size, the host must know."""
 _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::index_put_"}
 _INDEXING = {"aten::index", "aten::index_put_"}
-_OPS: dict[str, Any] = {
-    "q4core::linear": registration._linear,
-    "q4core::linear_out": registration._linear_out,
-    "q4core::linear_input_grad": registration._linear_input_grad,
-    "q4core::linear_exact": registration._linear_exact,
-}
+_OPS = {f"q4core::{name}": kernel for name, kernel in registration.KERNELS.items()}
 
 
 @attrs.define
