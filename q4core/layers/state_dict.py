@@ -48,40 +48,26 @@ def load_weight(  # noqa: PLR0913  # the facts of one load
     missing_keys: list[str],
     unexpected_keys: list[str],
 ) -> PackedWeight | None:
-    """Return the weight that a state dict holds, in tensors of its own.
+    """Return the weight of [N, K] that ``split_state`` found, in tensors of its own on ``device`` (None: on theirs).
 
-    Args:
-        own: The entries that ``split_state`` gave.
-        prefix: The layer's prefix in the state dict.
-        shape: (N, K) of the layer.
-        device: Where the tensors go; None leaves them on their own.
-        formats: Further formats (from plugins).
-        missing_keys: Keys that should be there are added to it.
-        unexpected_keys: Keys that should not are added to it.
-
-    Returns:
-        None where a key is missing.
+    Keys that are missing, or should not be there, are added to the lists; None is returned where one is missing.
 
     Raises:
         WeightError: The spec or a tensor is not legal, or is that of a layer of another shape.
     """
-    entries = dict(own)
-    if prefix + _SPEC not in entries:
-        missing_keys.append(prefix + _SPEC)
-        unexpected_keys.extend(key for key in entries)
+    entries, key = dict(own), prefix + _SPEC
+    if key not in entries:
+        missing_keys.append(key)
+        unexpected_keys.extend(entries)
         return None
-    stored = _checked(prefix + _SPEC, entries.pop(prefix + _SPEC), needs_data=True)
+    stored = _checked(key, entries.pop(key), needs_data=True)
     if stored.dtype != torch.uint8:
-        raise WeightError("load_state_dict", name=prefix + _SPEC, rule="of dtype uint8", value=stored.dtype)
+        raise WeightError("load_state_dict", name=key, rule="of dtype uint8", value=stored.dtype)
     text = bytes(stored.cpu().reshape(-1).tolist()).decode("utf-8", errors="replace")
-    spec = WeightSpec.from_json(text, formats=formats, where=prefix + _SPEC)
+    spec = WeightSpec.from_json(text, formats=formats, where=key)
     if (spec.out_features, spec.in_features) != shape:
-        raise WeightError(
-            "load_state_dict",
-            name=prefix + _SPEC,
-            rule=f"that of a {shape[0]}×{shape[1]} weight",
-            value=f"{spec.out_features}×{spec.in_features}",
-        )
+        rule, got = f"that of a {shape[0]}×{shape[1]} weight", f"{spec.out_features}×{spec.in_features}"
+        raise WeightError("load_state_dict", name=key, rule=rule, value=got)
     expected = [f"{prefix}{_STATE}{field}" for field in spec.fields]
     absent = [key for key in expected if key not in entries]
     missing_keys.extend(absent)
@@ -95,11 +81,7 @@ def load_weight(  # noqa: PLR0913  # the facts of one load
 
 
 def _checked(key: str, value: object, *, needs_data: bool) -> torch.Tensor:
-    """Return an entry, once it is known to be a strided tensor, with data where that is needed.
-
-    Raises:
-        WeightError: It is something else.
-    """
+    """Return an entry, once it is known to be a strided tensor, with data where that is needed."""
     if not isinstance(value, torch.Tensor):
         raise WeightError("load_state_dict", name=key, rule="a tensor", value=value)
     if value.layout is not torch.strided or (needs_data and value.is_meta):

@@ -6,7 +6,8 @@ tangent of y. A batch axis is one more leading axis.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,7 +16,7 @@ from q4core.machine import below_autograd, dispatch_modes, is_forward_mode, is_t
 from q4core.ops.registration import LIBRARY, run_op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["linear_function"]
 
@@ -28,8 +29,7 @@ def linear_function(
 ) -> torch.Tensor:
     """Call the op with its derivatives, forward and backward, and its batching rule; for ``torch.func``."""
     call: Any = _LinearFunction.apply
-    y: torch.Tensor = call(x, bias, plan, *buffers)
-    return y
+    return cast("torch.Tensor", call(x, bias, plan, *buffers))
 
 
 def _require_unbatched(dims: Sequence[Any]) -> None:
@@ -43,8 +43,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, bias: torch.Tensor | None, plan: str, *buffers: torch.Tensor) -> torch.Tensor:
         with below_autograd():
-            y: torch.Tensor = torch.ops.q4core.linear.default(x, list(buffers), bias, plan)
-        return y
+            return cast("torch.Tensor", torch.ops.q4core.linear.default(x, list(buffers), bias, plan))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -110,8 +109,7 @@ def _linear_autograd(
     if type(x) is torch.Tensor and not dispatch_modes() and not x.is_meta:
         return run_op(x, buffers, bias, plan, None)
     with below_autograd():
-        y: torch.Tensor = torch.ops.q4core.linear.default(x, buffers, bias, plan)
-    return y
+        return cast("torch.Tensor", torch.ops.q4core.linear.default(x, buffers, bias, plan))
 
 
 LIBRARY.impl("linear", _linear_autograd, "Autograd")
@@ -123,8 +121,7 @@ class _ExactFunction(torch.autograd.Function):
     @staticmethod
     def forward(tensor: torch.Tensor, plan: str, to_input: bool, *buffers: torch.Tensor) -> torch.Tensor:  # noqa: FBT001  # autograd passes arguments by position
         with below_autograd():
-            result: torch.Tensor = _EXACT_OPS[to_input](tensor, list(buffers), plan)
-        return result
+            return cast("torch.Tensor", _EXACT_OPS[to_input](tensor, list(buffers), plan))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -156,14 +153,10 @@ class _ExactFunction(torch.autograd.Function):
         dim, _, _, *buffer_dims = in_dims
         _require_unbatched(buffer_dims)
         tensor = tensor if dim is None else tensor.movedim(dim, 0)
-        return exact_function(tensor, plan, buffers, to_input=to_input), None if dim is None else 0
+        return _differentiable(tensor, plan, buffers, to_input=to_input), None if dim is None else 0
 
 
-def exact_function(tensor: torch.Tensor, plan: str, buffers: Sequence[torch.Tensor], *, to_input: bool) -> torch.Tensor:
-    """Call ``linear_input_grad`` or ``linear_exact`` with its derivatives."""
-    call: Any = _ExactFunction.apply
-    result: torch.Tensor = call(tensor, plan, to_input, *buffers)
-    return result
+_apply_exact: Any = _ExactFunction.apply
 
 
 def _differentiable(
@@ -171,21 +164,16 @@ def _differentiable(
 ) -> torch.Tensor:
     """Compute exactly: by the function under torch.func, which has rules for it, else by the op, for tracing."""
     if is_transformed():
-        return exact_function(tensor, plan, buffers, to_input=to_input)
-    result: torch.Tensor = _EXACT_OPS[to_input](tensor, list(buffers), plan)
-    return result
+        return cast("torch.Tensor", _apply_exact(tensor, plan, to_input, *buffers))
+    return cast("torch.Tensor", _EXACT_OPS[to_input](tensor, list(buffers), plan))
 
 
-def _exact_autograd(to_input: bool) -> Callable[[torch.Tensor, list[torch.Tensor], str], torch.Tensor]:  # noqa: FBT001  # as above
-    def run(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str) -> torch.Tensor:
-        if is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad):
-            return exact_function(tensor, plan, buffers, to_input=to_input)
-        with below_autograd():
-            result: torch.Tensor = _EXACT_OPS[to_input](tensor, buffers, plan)
-        return result
-
-    return run
+def _exact_autograd(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str, *, to_input: bool) -> torch.Tensor:
+    if is_forward_mode() or (torch.is_grad_enabled() and tensor.requires_grad):
+        return cast("torch.Tensor", _apply_exact(tensor, plan, to_input, *buffers))
+    with below_autograd():
+        return cast("torch.Tensor", _EXACT_OPS[to_input](tensor, buffers, plan))
 
 
-LIBRARY.impl("linear_input_grad", _exact_autograd(to_input=True), "Autograd")
-LIBRARY.impl("linear_exact", _exact_autograd(to_input=False), "Autograd")
+LIBRARY.impl("linear_input_grad", functools.partial(_exact_autograd, to_input=True), "Autograd")
+LIBRARY.impl("linear_exact", functools.partial(_exact_autograd, to_input=False), "Autograd")

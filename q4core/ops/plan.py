@@ -78,7 +78,7 @@ class Plan:
     def segment_index(self, rows: int) -> int | None:
         """Return which segment serves ``rows`` rows of x, or None outside the range asked for."""
         for index, segment in enumerate(self.segments):
-            if segment.low <= rows and (segment.high is None or rows <= segment.high):
+            if segment.low <= rows <= (segment.high or rows):
                 return index
         return None
 
@@ -89,19 +89,17 @@ class Plan:
 
     def prepared(self, buffers: Sequence[torch.Tensor]) -> Prepared:
         """Return the backend's own view of the buffers."""
-        count = self.prepared_count
-        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count)]
-        return Prepared(tuple(typed), self.meta)
+        return Prepared(self._typed(buffers, 0, self.prepared_count), self.meta)
 
     def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
         if self.source is None:
             count = self.out_features if rows is None else rows.numel()
             return exported_weight(self.backend, self.prepared(buffers), rows, (count, self.in_features))
-        count = self.prepared_count
-        stop = count + len(self.source.fields)
-        typed = [_from_bytes(buffers[i], self.dtypes[i]) for i in range(count, stop)]
-        return self.source.build(typed)
+        return self.source.build(self._typed(buffers, self.prepared_count, len(self.dtypes) - 1))
+
+    def _typed(self, buffers: Sequence[torch.Tensor], start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        return tuple(_from_bytes(buffers[index], self.dtypes[index]) for index in range(start, stop))
 
 
 def exported_weight(
@@ -147,14 +145,7 @@ _lock = threading.Lock()
 
 
 def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source: PackedWeight | None) -> Plan:
-    """Return the plan for a prepared weight, the same object for equal facts.
-
-    Args:
-        selection: What was chosen.
-        backend: The winner.
-        prepared: What it prepared.
-        source: The source weight, for a backend without ``export``; else None.
-    """
+    """Return the plan for a prepared weight, the same object for equal facts; ``source`` where there is no export."""
     tensors = [*prepared.tensors, *([] if source is None else (tensor for _, tensor in source.tensors()))]
     kept = [as_bytes(tensor.detach()) for tensor in tensors]
     request, kind = selection.backend_request, type(backend)

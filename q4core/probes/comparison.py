@@ -68,14 +68,9 @@ def worst_ratio(out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor)
 def describe_wrong(
     out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, columns: torch.Tensor, name: str
 ) -> str:
-    """Return what is wrong with a result: how many elements, and the worst of them with its exact value and bound.
+    """Return what is wrong with a result that held NaN before: how many elements, and the worst of them.
 
-    Args:
-        out: As in ``worst_ratio``; it held NaN before.
-        reference: As there.
-        bound: As there.
-        columns: Which columns of the whole result the C are.
-        name: What the result is called.
+    The first three arguments are those of ``worst_ratio``; ``columns`` are the places of the C in the whole result.
     """
     elements = "elements" if int(columns[-1]) + 1 == columns.numel() else "compared elements"
     computed = out.to("cpu", torch.float64)

@@ -24,10 +24,7 @@ __all__ = ["probe_export"]
 
 
 def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> ProbeResult:
-    """Compare what a backend exports, whole and by rows, with the source, value by value.
-
-    Arguments and result are those of ``probe_path``.
-    """
+    """Compare what a backend exports, whole and by rows, with the source, value by value."""
     started = time.perf_counter()
     count, columns = source.shape
     rows = sampled(count)

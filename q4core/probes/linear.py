@@ -148,16 +148,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
 ) -> ProbeResult:
     """Run one path with some numbers of rows and compare every element of the (sampled) columns with float64.
 
-    Args:
-        backend: Who computes.
-        prepared: The weight in the backend's layout.
-        source: The weight that it was prepared from, on any device.
-        request: The request as the backend sees it; its ``op`` says whether y or an input gradient is computed.
-        path: Which path.
-        counts: Numbers of rows to run it with.
-
-    Returns:
-        The result; its ``fault`` says what was wrong first.
+    The request's ``op`` says whether y or an input gradient is computed; the result's ``fault`` what was wrong first.
     """
     started = time.perf_counter()
     computes: Any = backend  # ``input_gradient`` is declared by its op

@@ -48,13 +48,7 @@ def call_quantizer(
 def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> ProbeResult:
     """Run a quantiser on a sample with zeros, ties and small values, and judge what it writes.
 
-    Args:
-        backend: Who quantises.
-        request: What it is asked; the sample has its device, dtype and classes of N and K.
-        rounding: How it is to round.
-
-    Returns:
-        The result; its ``fault`` says what was wrong first.
+    The sample has the request's device, dtype and classes of N and K; the result's ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
     is_random = rounding is Rounding.STOCHASTIC
