@@ -56,7 +56,8 @@ def check_validate(case: Case, subject: DialectSubject) -> str:
             ways = {way for way, _ in changes.values()}
             broken = {key: value for key, (_, value) in changes.items()}
             what = f"{name}: {', '.join(f'{key} is {way}' for key, (way, _) in changes.items())}"
-            layers, told = _look(subject, _with(tensors, broken), metadata)
+            left = {key: tensor for key, tensor in {**tensors, **broken}.items() if tensor is not None}
+            layers, told = _look(subject, left, metadata)
             # One row less may be a smaller layer, and as right as the whole one.
             is_smaller = ways == {_SHORT} and all(item.shape not in {None, weight.shape} for item in layers)
             is_gone = _MISSING in ways and not layers
@@ -95,8 +96,3 @@ def _alone_and_together(damages: list[tuple[str, str, torch.Tensor | None]]) -> 
     for way in dict.fromkeys(way for way, _, _ in damages):
         if way != _MISSING:  # with all of them gone there is no layer
             yield {key: (way, value) for item, key, value in damages if item == way}
-
-
-def _with(tensors: Mapping[str, torch.Tensor], changes: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    both = {**tensors, **changes}
-    return {key: tensor for key, tensor in both.items() if tensor is not None}

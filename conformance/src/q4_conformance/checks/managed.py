@@ -40,10 +40,6 @@ def _layer(subject: MemorySubject, policy: UnifiedMemoryPolicy, provider: Any = 
     return layer
 
 
-def _x(subject: MemorySubject) -> torch.Tensor:
-    return draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0).to(subject.device)
-
-
 def _bytes_at(tensor: torch.Tensor) -> bytes:
     """Return what the CPU sees at a tensor's address, whatever device the tensor says it is on."""
     if tensor.is_cuda:
@@ -68,7 +64,7 @@ def check_capability(_case: Case, subject: MemorySubject) -> str:
 def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED promotes a layer where the provider can, else falls back with its reason; the numbers stay."""
     require_device(subject.device)
-    x = _x(subject)
+    x = draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0).to(subject.device)
     plain = _layer(subject, UnifiedMemoryPolicy.DISABLED)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     unable = UnableProvider(subject.provider, "told so by the kit", {"concurrentManagedAccess": 0})

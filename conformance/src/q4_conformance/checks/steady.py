@@ -17,8 +17,6 @@ from q4core import Feature
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendSubject
 
@@ -67,17 +65,13 @@ def check_varied_calls(case: Case, subject: BackendSubject) -> str:
     for _ in range(_STRETCHES):
         growth.look()
         for _ in range(_THREADS // _STRETCHES):
-            _in_thread(lambda: layer(x[:17]))
+            thread = threading.Thread(target=layer, args=(x[:17],))
+            thread.start()
+            thread.join()
     growth.look()
     limit = _THREADS * LOST_PER_THREAD
     expect(growth.bytes < limit, f"memory grew by {growth.bytes} bytes in {_THREADS} threads, {limit} at most")
     return f"{told}, by {growth.bytes} in {_THREADS} threads"
-
-
-def _in_thread(work: Callable[[], object]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
 
 
 @check("quantise_calls")

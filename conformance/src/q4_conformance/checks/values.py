@@ -15,8 +15,6 @@ from q4_conformance.subjects.backend import BackendLayer, BackendSubject
 from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
 
     from q4_conformance.contract.case import Case
@@ -75,17 +73,13 @@ def judge_call(
     return verdict.ratio, verdict.blind
 
 
-def _seeds(case: Case) -> Iterator[int]:
-    yield from case.seeds
-    yield from range(case.seeds[-1] + 1, case.seeds[-1] + 1 + _MOST_DRAWS - len(case.seeds))
-
-
 def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None) -> str:
     """Judge each M, drawing until every element has been seen."""
     worst, elements, draws = 0.0, 0, 0
+    further = range(case.seeds[-1] + 1, case.seeds[-1] + 1 + _MOST_DRAWS - len(case.seeds))
     for rows in rows_of(case, layer):
         unseen: np.ndarray | None = None
-        for count, seed in enumerate(_seeds(case), start=1):
+        for count, seed in enumerate((*case.seeds, *further), start=1):
             x = draw(case, layer, weight, rows, seed)
             ratio, blind = judge_call(layer, weight, x, layer(x.clone()), bias)
             worst, elements, draws = max(worst, ratio), elements + blind.size, draws + 1
@@ -138,12 +132,6 @@ def check_zero_inputs(case: Case, subject: Subject) -> str:
 _SHAPE_REASONS = frozenset({ReasonCode.SHAPE, ReasonCode.ALIGNMENT, ReasonCode.POLICY})
 
 
-def _is_about_shape(error: BackendUnavailableError) -> bool:
-    """Return whether a refusal speaks of sizes and places, not of wrong numbers or a broken plugin."""
-    codes = {reason.code for item in error.rejections for reason in item.reasons}
-    return codes <= _SHAPE_REASONS and codes != {ReasonCode.POLICY}
-
-
 @check("awkward")
 def check_awkward(case: Case, subject: Subject) -> str:
     """Awkward shapes and addresses are refused with a typed reason, or computed right."""
@@ -152,9 +140,11 @@ def check_awkward(case: Case, subject: Subject) -> str:
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     except FailureError as error:
         cause = error.__cause__
-        if isinstance(cause, BackendUnavailableError) and _is_about_shape(cause):
-            return f"refused: {cause}"
-        raise
+        if isinstance(cause, BackendUnavailableError):
+            codes = {reason.code for item in cause.rejections for reason in item.reasons}
+            if codes <= _SHAPE_REASONS and codes != {ReasonCode.POLICY}:
+                return f"refused: {cause}"
+        raise  # for wrong numbers, or a broken plugin
     except (WeightError, InputError) as error:
         return f"refused: {error}"
     return _sweep(case, layer, weight, None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import tempfile
-import threading
 from pathlib import Path  # noqa: TC003  # typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,19 +33,6 @@ if TYPE_CHECKING:
 _WHAT = "q4 conform"
 _PERF_SECONDS = 1.0
 _MOST_SECONDS = 86_400.0
-_NO_FOLDER = {
-    *(
-        errno.EACCES,
-        errno.EEXIST,
-        errno.EINVAL,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EPERM,
-    )
-}
-"""What the system says of a path that no folder can have; a full disk is none of it."""
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
     "--compare and --check exit with 1 where a case ended otherwise. A run of all cases makes a certificate; --case "
@@ -127,7 +112,8 @@ def _judge(query: Query, folder: Path | None, page: Path | None, *, is_perf: boo
     with _progress(query.name) as (announce, watch):
         seconds = _PERF_SECONDS if is_perf else 0.0
         run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds)
-    document = make_certificate(run, _command(query, folder, is_perf=is_perf))
+    words = query.command() + (["--perf"] if is_perf else []) + ([] if folder is None else ["--report", str(folder)])
+    document = make_certificate(run, words)
     files: Sequence[Path] = ()
     if folder is not None:
         files = write_files(folder, document, run.points, seconds=run.report.seconds)
@@ -150,16 +136,8 @@ def _require_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        if error.errno not in _NO_FOLDER:
-            raise
         rule, hint = "a folder that can be made and written", f"The system says: {error.strerror}."
         raise ConfigError(_WHAT, name="--report", rule=rule, value=str(folder), hint=hint) from error
-
-
-def _command(query: Query, folder: Path | None, *, is_perf: bool) -> list[str]:
-    """Return the words that repeat a run."""
-    words = [*query.command(), "--perf"] if is_perf else query.command()
-    return words if folder is None else [*words, "--report", str(folder)]
 
 
 @contextlib.contextmanager
@@ -179,8 +157,7 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
         console=console,
         transient=True,
     )
-    lock, bad = threading.Lock(), []
-
+    bad: list[str] = []
     task = bar.add_task(label, total=None, bad="", case="starting")
     try:
         bar.start()
@@ -189,11 +166,9 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
             bar.update(task, total=total)
 
         def watch(result: CaseResult) -> None:
-            with lock:
-                if result.outcome in BAD:
-                    bad.append(result.case)
-                text = f"{len(bad)} bad" if bad else ""
-                bar.update(task, advance=1, case=result.case, bad=text)
+            if result.outcome in BAD:
+                bad.append(result.case)
+            bar.update(task, advance=1, case=result.case, bad=f"{len(bad)} bad" if bad else "")
 
         yield announce, watch
     finally:

@@ -160,12 +160,6 @@ def _limit_memory(data_bytes: int) -> None:
             system.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what hides from its own parent is still found among ours
 
 
-def _words(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-2:]
-    place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in reversed(frames))
-    return said(error) + (f" (in {place})" if place else "")
-
-
 def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
     """Find who is meant and tell so; end where nobody is. Return also what was asked."""
     query = pipes.receive()
@@ -204,7 +198,9 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
     except FailureError as error:
         fault = str(error)
     except _FAULTS as error:
-        fault = f"{target.name!r} can't be had: {_words(error)}"
+        frames = traceback.extract_tb(error.__traceback__)[:-3:-1]
+        place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
+        fault = f"{target.name!r} can't be had: {said(error)}" + (f" (in {place})" if place else "")
     pipes.tell(step=f"asking {target.name!r} what it offers")
     if query["survey"] and fault is None:
         pipes.tell(manifest=manifest_of(subject, target.formats), undeclared=split(cases.values(), subject)[1])

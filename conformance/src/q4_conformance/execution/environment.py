@@ -47,10 +47,6 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _package(subject: object) -> str:
-    return type(subject).__module__.partition(".")[0]
-
-
 def _distribution_of(package: str) -> importlib.metadata.Distribution | None:
     """Return the distribution whose plugin lives in a package; no other one is asked, which would take long."""
     for point in importlib.metadata.entry_points(group=_GROUP):
@@ -161,11 +157,6 @@ def survey(target: ConformanceTarget) -> dict[str, Any]:
     }
 
 
-def _declared(capabilities: Capabilities) -> dict[str, Any]:
-    """Return every field of a manifest as sorted texts."""
-    return {field.name: sorted(map(_plain, getattr(capabilities, field.name))) for field in attrs.fields(Capabilities)}
-
-
 def _plain(item: object) -> str:
     return str(item.value) if isinstance(item, enum.Enum) else str(item).removeprefix("torch.")
 
@@ -194,11 +185,6 @@ def _path_facts(name: str, path: Any) -> dict[str, Any]:
     return told | {"standing": "interpreted" if path.interpreted else "ran"}
 
 
-def _numbers(version: object) -> object:
-    """Return a version as a list; what is none as it is."""
-    return list(version) if isinstance(version, (list, tuple)) else version
-
-
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     """Return what a subject declares, with its source and overrides, and for formats the paths that a backend offers.
 
@@ -208,20 +194,17 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     if judged is None:
         return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
     kind = type(judged)
-    told: dict[str, Any] = {
-        "name": None,
-        "api_version": None,
-        "class": f"{kind.__module__}.{kind.__qualname__}",
-        "source": {},
-        "overrides": [],
-    }
+    told: dict[str, Any] = {"name": None, "api_version": None, "class": f"{kind.__module__}.{kind.__qualname__}"}
+    told |= {"source": {}, "overrides": []}
     try:
         told["name"] = getattr(judged, "name", None)
         capabilities = getattr(judged, "capabilities", None)
         if isinstance(capabilities, Capabilities):  # before what may raise: it is judged on this
-            told["capabilities"] = _declared(capabilities)
-        told["source"] = source_of(_package(judged))
-        told["api_version"] = _numbers(getattr(judged, "api_version", ()))
+            fields = [field.name for field in attrs.fields(Capabilities)]
+            told["capabilities"] = {name: sorted(map(_plain, getattr(capabilities, name))) for name in fields}
+        told["source"] = source_of(kind.__module__.partition(".")[0])
+        version = getattr(judged, "api_version", ())
+        told["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
         if hasattr(subject, "dialect"):
             told["formats"] = sorted(judged.formats)
         told["overrides"] = [item.to_dict() for item in declared_by(subject)]

@@ -5,14 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 
 from q4_conformance.outcome import NotTestableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FORBIDDEN = 0
 _ALLOWED = 3  # reading and writing
@@ -27,10 +23,6 @@ def _library() -> ctypes.CDLL:
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
-
-
-def _unmapping(library: ctypes.CDLL, start: int, size: int) -> Callable[[], object]:
-    return lambda: library.munmap(start, size)
 
 
 def on_last_page(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,6 +41,6 @@ def on_last_page(tensor: torch.Tensor) -> torch.Tensor:
     if start in {None, ctypes.c_void_p(-1).value} or library.mprotect(start + readable, page, _FORBIDDEN):
         raise NotTestableError("no page could be taken away")
     area = (ctypes.c_uint8 * size).from_address(start + readable - size)
-    weakref.finalize(area, _unmapping(library, start, readable + page)).atexit = False
+    weakref.finalize(area, library.munmap, start, readable + page).atexit = False
     placed = torch.frombuffer(area, dtype=tensor.dtype).view(tensor.shape)  # which keeps the area
     return placed.copy_(tensor)

@@ -124,13 +124,13 @@ def _section(title: str, lead: str, body: str) -> str:
     return f"<section><h2>{_escape(title)}</h2>{first}{body}</section>"
 
 
-def _message(item: Mapping[str, Any]) -> str:
-    return "<br>".join(_escape(line) for line in item.get("message", "").splitlines())
-
-
 def _reproducer(item: Mapping[str, Any]) -> str:
-    lines = [_escape(line) for line in item.get("reproducer", "").splitlines()]
-    return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
+    lines = _lines(item, "reproducer", "\n")
+    return f"<pre>{lines}</pre>" if lines else ""
+
+
+def _lines(item: Mapping[str, Any], field: str, end: str) -> str:
+    return end.join(map(_escape, item.get(field, "").splitlines()))
 
 
 def _findings(document: Mapping[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _findings(document: Mapping[str, Any]) -> str:
         return ""
     lines = [
         f'<div class="finding {item["outcome"]}"><b>{SIGNS[item["outcome"]]} {_escape(NAMES[item["outcome"]])}</b> '
-        f"<code>{_escape(item['case'])}</code><br>{_message(item)}{_reproducer(item)}</div>"
+        f"<code>{_escape(item['case'])}</code><br>{_lines(item, 'message', '<br>')}{_reproducer(item)}</div>"
         for item in found[:_MOST_FINDINGS]
     ]
     if len(found) > _MOST_FINDINGS:
@@ -195,13 +195,9 @@ def _tone(name: str, number: int) -> str:
     return "fallback" if name == "passed_by_fallback" else name
 
 
-def _heading(document: Mapping[str, Any]) -> str:
-    subject, title = subject_of(document), title_of(document)
-    return f"<h1>{_escape(subject)}<small>{_escape(title.removeprefix(subject))}</small></h1>"
-
-
 def _header(document: Mapping[str, Any]) -> str:
     subject, counts, seal = document["subject"], document["counts"], seal_of(document)
+    name = subject_of(document)
     passed, required = required_of(document)
     tiles = [(name, counts[name], SIGNS[name]) for name in _OUTCOMES if name != Outcome.PASS.value]
     tiles.insert(0, ("passed_by_fallback", counts["passed_by_fallback"], "↺"))
@@ -220,7 +216,7 @@ def _header(document: Mapping[str, Any]) -> str:
     place += " through an interpreter, on no GPU" if device["interpreted"] else ""
     return (
         f'<header class="{seal.tone}"><div><p class="kicker">q4 conformance {document["kind"]}</p>'
-        f"{_heading(document)}"
+        f"<h1>{_escape(name)}<small>{_escape(title_of(document).removeprefix(name))}</small></h1>"
         f'<p class="lead">{_escape(subject["profile"])} profile on {_escape(subject["device"])} · {_escape(place)}<br>'
         f"{_escape(document['sentence'].capitalize())}.<br>{_escape(f'{counted(document)}. {not_meant(document)}')}"
         "</p></div>"

@@ -38,6 +38,9 @@ def to_markdown(document: Mapping[str, Any]) -> str:
     """Return the page."""
     counts = document["counts"]
     seal = seal_of(document)
+    others = [item.value for item in Outcome if item is not Outcome.PASS]
+    columns = ["cases", "pass", "passed_by_fallback", *others]
+    head = ["cases", "passed", "of them by fallback", *(NAMES[name] for name in others)]
     lines = [
         f"# {title_of(document)} on {document['subject']['device']}: {seal.sign} {seal.word}",
         "",
@@ -46,20 +49,8 @@ def to_markdown(document: Mapping[str, Any]) -> str:
         f"{counted(document)}. {not_meant(document)}".strip(),
         "",
         *_table(
-            [
-                "cases",
-                "passed",
-                "of them by fallback",
-                *(NAMES[item.value] for item in Outcome if item.value != "pass"),
-            ],
-            [
-                [
-                    counts["cases"],
-                    counts["pass"],
-                    counts["passed_by_fallback"],
-                    *(counts[item.value] for item in Outcome if item.value != "pass"),
-                ]
-            ],
+            ["cases", "passed", "of them by fallback", *(NAMES[name] for name in others)],
+            [[counts[name] for name in columns]],
         ),
         *(f"- not declared: {row['what']}, {row['cases']:,} cases" for row in document["not_declared"]),
         "",
@@ -71,7 +62,8 @@ def to_markdown(document: Mapping[str, Any]) -> str:
             lines.append(f"- {NAMES[item['outcome']]}: `{item['case']}`: {_escape(item['message'])}")
             lines += [f"  - `{_escape(line)}`" for line in item.get("reproducer", "").splitlines()]
         lines.append("")
-    lines += ["## Cases by format", "", _legend(), "", *_matrix(document)]
+    legend = ", ".join(f"{sign} {NAMES[name]}" for name, sign in SIGNS.items() if sign)
+    lines += ["## Cases by format", "", f"Signs: {legend}.", "", *_matrix(document)]
     if document["paths"]:
         lines += ["## Kernel paths that ran", "", *_paths(document)]
     lines += ["## What was not tested", "", *_not_tested(document), "## Overrides", ""]
@@ -80,10 +72,6 @@ def to_markdown(document: Mapping[str, Any]) -> str:
     lines += [] if declared else ["None: every bound is the kit's own."]
     lines += ["", "## Facts", "", *_table(["what", "value"], facts_of(document))]
     return "\n".join(lines)
-
-
-def _legend() -> str:
-    return "Signs: " + ", ".join(f"{sign} {NAMES[name]}" for name, sign in SIGNS.items() if sign) + "."
 
 
 def _matrix(document: Mapping[str, Any]) -> list[str]:

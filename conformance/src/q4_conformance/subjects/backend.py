@@ -168,13 +168,6 @@ def _require_hardware(reasons: Sequence[Reason]) -> None:
         raise NotTestableError("; ".join(reason.message for reason in reasons))
 
 
-def _refuse_interpreted(record: Diagnostics) -> None:
-    """Raise ``FailureError`` where a path on an accelerator is interpreted: it says nothing about the device."""
-    names = {segment.path.name for segment in record.segments if segment.path.interpreted}
-    if names:
-        raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(sorted(names))}")
-
-
 def _with_index(device: torch.device) -> torch.device:
     """Return a CUDA device with its index, as backends are asked about it."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -254,11 +247,11 @@ class BackendSubject:
             _require_hardware(own)
             raise FailureError(f"declared, then refused: {'; '.join(map(str, own)) or error}") from error
         record = module.diagnostics()
-        served = record.backend
-        if served != self.name:
-            raise FailureError(f"{served!r} serves, although {self.name!r} was asked for")
-        if self.device.type != "cpu":
-            _refuse_interpreted(record)
+        if record.backend != self.name:
+            raise FailureError(f"{record.backend!r} serves, although {self.name!r} was asked for")
+        names = sorted({segment.path.name for segment in record.segments if segment.path.interpreted})
+        if names and self.device.type != "cpu":  # it says nothing about the device
+            raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(names)}")
         paths = select(request, config, registry=self.registry).path_for
         return BackendLayer(module, session, paths, self.ran, self.tried)
 

@@ -113,14 +113,10 @@ def undeclared(subject: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[
     if declared is not None:
         lacking = [item for item in subject["formats"] if item not in with_cases(declared)]
         if lacking:
-            words = f"{_many('format', lacking)}; it declares {', '.join(declared) or 'none'}"
-            told.append(f"the manifest does not declare {words}")
+            words = f"format{'s' if len(lacking) > 1 else ''} {', '.join(lacking)}"
+            told.append(f"the manifest does not declare {words}; it declares {', '.join(declared) or 'none'}")
     devices = manifest.get("capabilities", {}).get("devices")
     kind = subject["device"].partition(":")[0]
     if devices is not None and kind not in devices:
         told.append(f"the manifest does not declare device {kind}; it declares {', '.join(devices) or 'none'}")
     return told
-
-
-def _many(noun: str, names: list[str]) -> str:
-    return f"{noun}{'s' if len(names) > 1 else ''} {', '.join(names)}"

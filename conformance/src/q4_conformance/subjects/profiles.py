@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4core import Backend, PluginRecord
 
-PROFILES = ("kernel", "memory", "dialect", "core")
 CORE = "q4core"
 _WHAT = "q4 conform"
 _LONGEST_FAULT = 400
@@ -73,23 +72,39 @@ def _refuse_profile(name: str, profile: str, choices: Iterable[str]) -> ConfigEr
     return ConfigError(_WHAT, name="profile", rule=rule, value=profile)
 
 
-def _backend_names() -> tuple[str, ...]:
+def _backend_names() -> Iterable[str]:
     registry = default_registry()
-    refused = {item.name for item in registry.invalid_backends()}
-    return tuple(sorted({*registry.backends(), *refused}))
+    return {*registry.backends(), *(item.name for item in registry.invalid_backends())}
 
 
-def _provider_names() -> tuple[str, ...]:
-    return tuple(sorted(item.name for item in default_registry().memory_providers()))
+@attrs.frozen
+class _Profile:
+    """Who is judged under a profile, by which cases, and what these are run against."""
+
+    names: Callable[[], Iterable[str]]
+    cases: Callable[[ConformanceTarget], tuple[Case, ...]]
+    subject: Callable[[ConformanceTarget], Any]
 
 
-_NAMES: dict[str, Callable[[], tuple[str, ...]]] = {
-    "kernel": _backend_names,
-    "memory": _provider_names,
-    "dialect": lambda: tuple(sorted(item.name for item in dialects() if item.formats)),
-    "core": lambda: (CORE,),
+_PROFILES = {
+    "kernel": _Profile(
+        _backend_names,
+        lambda target: cases_of(target.formats, target.device),
+        lambda target: BackendSubject(_backend(target.name), device=target.device),
+    ),
+    "memory": _Profile(
+        lambda: (item.name for item in default_registry().memory_providers()),
+        lambda _: memory_cases(),
+        lambda target: MemorySubject(_made(target.name) or target.name, device=target.device),
+    ),
+    "dialect": _Profile(
+        lambda: (item.name for item in dialects() if item.formats),
+        lambda target: dialect_cases(target.formats or tuple(BUILTIN_FORMATS)),
+        lambda target: DialectSubject(_made(target.name) or target.name),
+    ),
+    "core": _Profile(lambda: (CORE,), lambda _: core_cases(), lambda _: None),
 }
-"""Profile → the names that are judged under it."""
+PROFILES = tuple(_PROFILES)
 
 
 def target_names(profile: str | None = None) -> tuple[str, ...]:
@@ -98,10 +113,8 @@ def target_names(profile: str | None = None) -> tuple[str, ...]:
     Raises:
         ConfigError: There is no such profile.
     """
-    if profile is not None and profile not in _NAMES:
-        raise _refuse_profile("a target", profile, _NAMES)
-    chosen = _NAMES if profile is None else (profile,)
-    return tuple(sorted({name for item in chosen for name in _NAMES[item]()}))
+    chosen = PROFILES if profile is None else (profile,)
+    return tuple(sorted({name for item in chosen for name in _profile(item, "a target").names()}))
 
 
 def find_target(
@@ -141,7 +154,7 @@ def find_target(
 
 
 def _profile_of(name: str, profile: str | None) -> str:
-    having = [item for item, names in _NAMES.items() if name in names()]
+    having = [item for item, found in _PROFILES.items() if name in {*found.names()}]
     if not having:
         names = target_names(profile)  # which refuses a profile that there is not
         close = difflib.get_close_matches(name, names, n=1)
@@ -202,15 +215,7 @@ def cases_for(target: ConformanceTarget) -> tuple[Case, ...]:
     Raises:
         ConfigError: There is no such profile.
     """
-    if target.profile == "core":
-        return core_cases()
-    if target.profile == "kernel":
-        return cases_of(target.formats, target.device)
-    if target.profile == "memory":
-        return memory_cases()
-    if target.profile == "dialect":
-        return dialect_cases(target.formats or tuple(BUILTIN_FORMATS))
-    raise _refuse_profile(target.name, target.profile, _NAMES)
+    return _profile(target.profile, target.name).cases(target)
 
 
 def subject_for(target: ConformanceTarget) -> Any:
@@ -220,15 +225,13 @@ def subject_for(target: ConformanceTarget) -> Any:
         ConfigError: There is no such profile.
         FailureError: The target was found, but did not load; the message has the reasons.
     """
-    if target.profile == "core":
-        return None
-    if target.profile == "kernel":
-        return BackendSubject(_backend(target.name), device=target.device)
-    if target.profile == "dialect":
-        return DialectSubject(_made(target.name) or target.name)
-    if target.profile == "memory":
-        return MemorySubject(_made(target.name) or target.name, device=target.device)
-    raise _refuse_profile(target.name, target.profile, _NAMES)
+    return _profile(target.profile, target.name).subject(target)
+
+
+def _profile(profile: str, name: str) -> _Profile:
+    if profile not in _PROFILES:
+        raise _refuse_profile(name, profile, PROFILES)
+    return _PROFILES[profile]
 
 
 def _made(name: str) -> Any:
