@@ -48,10 +48,7 @@ def to_markdown(document: Mapping[str, Any]) -> str:
         "",
         f"{counted(document)}. {not_meant(document)}".strip(),
         "",
-        *_table(
-            ["cases", "passed", "of them by fallback", *(NAMES[name] for name in others)],
-            [[counts[name] for name in columns]],
-        ),
+        *_table(head, [[counts[name] for name in columns]]),
         *(f"- not declared: {row['what']}, {row['cases']:,} cases" for row in document["not_declared"]),
         "",
     ]
