@@ -16,12 +16,11 @@ from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.execution.environment import manifest_of
 from q4_conformance.execution.query import Query
 from q4_conformance.report.certificate import content_hash, not_tested, to_text, verdict_hash
-from q4_conformance.report.facts import counted, facts_of, required_of, title_of
 from q4_conformance.report.files import write_files
 from q4_conformance.report.html import to_html
 from q4_conformance.report.junit import to_junit
 from q4_conformance.report.markdown import to_markdown
-from q4_conformance.report.status import seal_of
+from q4_conformance.report.status import counted, facts_of, required_of, seal_of, title_of
 from q4_conformance.report.verify import schema
 from q4_conformance.subjects.dialect import DialectSubject
 

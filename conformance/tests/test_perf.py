@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from q4_conformance.measurement import yardsticks
-from q4_conformance.measurement.perf import figures, rounds
-from q4_conformance.measurement.yardsticks import Memory
+from q4_conformance.measurement import perf
+from q4_conformance.measurement.perf import Memory, figures, rounds
 
 CPU = torch.device("cpu")
 
@@ -76,7 +75,7 @@ def test_a_disturbed_machine_makes_no_share_larger() -> None:
 @pytest.mark.parametrize(("cache", "size"), [(1 << 20, 128 << 20), (48 << 20, 192 << 20), (1 << 30, 1 << 30)])
 def test_buffers_are_larger_than_several_caches(monkeypatch: pytest.MonkeyPatch, cache: int, size: int) -> None:
     """Four caches, where that is neither little nor more than a machine should be asked for."""
-    monkeypatch.setattr(yardsticks, "cache_bytes", lambda _: cache)
+    monkeypatch.setattr(perf, "cache_bytes", lambda _: cache)
     monkeypatch.setattr(torch, "ones", lambda count, **_: torch.empty(count, device="meta"))
     assert Memory(CPU).size == size
 
@@ -89,4 +88,4 @@ def test_copying_counts_both_ways_and_the_best_turn_is_taken() -> None:
 
 def test_this_machine_says_how_large_its_cache_is() -> None:
     """It is more than a kilobyte, and less than the memory."""
-    assert 1 << 10 < yardsticks.cache_bytes(CPU) < 1 << 36
+    assert 1 << 10 < perf.cache_bytes(CPU) < 1 << 36

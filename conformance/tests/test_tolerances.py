@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from q4_conformance.checks import rounding
+from q4_conformance.checks import device
 from q4_conformance.checks.lifetime import LOST_LAYERS
 from q4_conformance.checks.steady import LOST_PER_THREAD, LOST_RESULTS
-from q4_conformance.measurement import dense_check, heap
+from q4_conformance.measurement import allocations, dense_check
 from q4_conformance.oracle import exact
 
 judge = importlib.import_module("q4_conformance.oracle.compare")  # the package exports the function of that name
@@ -34,10 +34,10 @@ IN_CODE = {
     },
     "noise allowance": judge._NOISE_ALLOWANCE,
     "FP4 block": judge._FP4_BLOCK,
-    "draws by chance": rounding._DRAWS,
-    "one mean": rounding._MOST_ONE,
-    "all means": rounding._MOST_ALL,
-    "least variance": rounding._NORMAL,
+    "draws by chance": device._DRAWS,
+    "one mean": device._MOST_ONE,
+    "all means": device._MOST_ALL,
+    "least variance": device._NORMAL,
     "lost results": LOST_RESULTS,
     "lost per thread": LOST_PER_THREAD,
     "lost layers": LOST_LAYERS,
@@ -50,7 +50,7 @@ IN_CODE = {
     "bytes of activations": dense_check.ACTIVATION_BYTES,
     "least limit": dense_check.LEAST_BYTES,
     "calls": dense_check.CALLS,
-    "large block": heap.LARGE_BYTES,
+    "large block": allocations.LARGE_BYTES,
 }
 
 

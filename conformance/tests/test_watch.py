@@ -10,8 +10,7 @@ import torch
 from bloat import bloated
 
 from q4_conformance import Outcome, backend_cases, run_case
-from q4_conformance.measurement.allocations import taken_bytes, trim, watch
-from q4_conformance.measurement.heap import own_mappings
+from q4_conformance.measurement.allocations import own_mappings, taken_bytes, trim, watch
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance_faults import ToyKernel
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from q4_actors import MutableMode
-from q4_conformance.checks.mutable import judge_race
-from q4_conformance.checks.sharing import judge_processes
+from q4_conformance.checks.mutable import judge_processes, judge_race
 from q4_conformance.outcome import FailureError
 from q4_conformance_faults import MUTABLE_FAULTS, Fault
 from q4_conformance_faults.mutables import Register, SharedRegister

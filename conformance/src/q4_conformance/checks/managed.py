@@ -17,8 +17,8 @@ from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.oracle.weights import WeightRecipe
-from q4_conformance.subjects.devices import require_device
 from q4_conformance.subjects.memory import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
+from q4_conformance.subjects.reference import require_device
 from q4core import Precision, ScaleKind, Session, SessionConfig, UnifiedMemoryError, UnifiedMemoryPolicy, memory
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from q4_conformance.execution.process import Limits
 from q4_conformance.execution.query import Query
 from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import make_certificate
-from q4_conformance.report.facts import counted, title_of
 from q4_conformance.report.files import write_files
-from q4_conformance.report.status import line_of, seal_of
+from q4_conformance.report.status import counted, line_of, seal_of, title_of
 from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_check, show_run
 from q4_conformance.report.verify import committed_hash, compare, installed_source, read_certificate
 from q4_conformance.subjects.profiles import PROFILES

@@ -14,8 +14,7 @@ import attrs
 import torch
 
 from q4_conformance.contract.case import expect
-from q4_conformance.measurement.allocations import Allocations, taken_bytes, watch
-from q4_conformance.measurement.heap import own_mappings
+from q4_conformance.measurement.allocations import Allocations, own_mappings, taken_bytes, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -10,17 +10,17 @@ import importlib.resources
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import BAD, Outcome
-from q4_conformance.report.facts import (
+from q4_conformance.report.status import (
     counted,
     facts_of,
     not_meant,
     path_verdict,
     required_of,
     said_of,
+    seal_of,
     subject_of,
     title_of,
 )
-from q4_conformance.report.status import seal_of
 from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from q4_conformance.outcome import BAD, Outcome
-from q4_conformance.report.facts import counted, title_of
 from q4_conformance.report.html import NAMES, SIGNS
-from q4_conformance.report.status import line_of, seal_of
+from q4_conformance.report.status import counted, line_of, seal_of, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,8 +10,7 @@ import attrs
 import torch
 
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
-from q4_conformance.subjects.devices import require_device
-from q4_conformance.subjects.reference import REFERENCE, reference_backend
+from q4_conformance.subjects.reference import REFERENCE, reference_backend, require_device
 from q4core import (
     ActivationPrecision,
     BackendUnavailableError,

@@ -1,9 +1,12 @@
-"""The reference backend, which the kit needs beside whoever it judges: to fall back on, and to be chosen against."""
+"""What must be here to judge anybody: the reference backend, to fall back on and be chosen against, and the device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from q4_conformance.outcome import NotTestableError
 from q4core import Q4Error, default_registry
 
 if TYPE_CHECKING:
@@ -40,3 +43,16 @@ def reference_backend() -> Backend:
             hint=f"Install q4-{REFERENCE}, and shut it out by no Q4_* variable; `q4 doctor` says what became of it.",
         )
     return found
+
+
+def require_device(device: torch.device) -> None:
+    """Raise ``NotTestableError`` where torch sees no such device: what is declared for it can't be judged here."""
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise NotTestableError(f"{device} is not here: torch sees {count} CUDA devices")
+        return
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise NotTestableError(f"{device} is not here: {error}") from error
