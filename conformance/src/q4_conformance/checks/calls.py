@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -130,32 +131,24 @@ def check_threads(case: Case, subject: Subject) -> str:
     layers = [first, *_beside(case, subject, first)]
     draws = [draw(case, first, weight, rows, seed) for rows in rows_of(case, first) for seed in case.seeds]
     expected = [[layer(x).clone() for x in draws] for layer in layers]
-    problems: list[str] = []
     start = threading.Barrier(_THREADS)
 
-    def run(shift: int) -> None:
+    def run(shift: int) -> list[str]:
+        start.wait()
         own = attrs.evolve(first, module=first.session.linear(weight)) if isinstance(first, BackendLayer) else first
         names = [f"layer {index}" for index in range(_LAYERS)]
         mine = [(own, expected[0], "a layer made there"), *zip(layers, expected, names, strict=True)]
-        for turn in range(3 * len(draws)):
-            layer, wanted, name = mine[(turn + shift) % len(mine)]
-            index = (turn + shift) % len(draws)
+        problems = []
+        for turn in range(shift, shift + 3 * len(draws)):
+            layer, wanted, name = mine[turn % len(mine)]
+            index = turn % len(draws)
             if not torch.equal(layer(draws[index]), wanted[index]):
                 problems.append(f"M = {draws[index].shape[0]}: other bits from {name}")
+        return problems
 
-    def work(shift: int) -> None:
-        start.wait()
-        try:
-            run(shift)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # the plugin boundary; a thread would end in silence
-            problems.append(f"{type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work, args=(shift,)) for shift in range(_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expect(not problems, "; ".join(sorted(set(problems))))
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        problems = {problem for told in pool.map(run, range(_THREADS)) for problem in told}
+    expect(not problems, "; ".join(sorted(problems)))
     return f"{_THREADS} threads, {_LAYERS} layers and one of each thread, {3 * _THREADS * len(draws)} calls"
 
 

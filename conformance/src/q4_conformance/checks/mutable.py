@@ -5,6 +5,7 @@ The clock of the records is the system's, so that the operations of different pr
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib
 import multiprocessing
 import tempfile
@@ -16,7 +17,7 @@ import torch
 
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.history import Operation, Recorder, violations
-from q4_conformance.outcome import FailureError, NotTestableError
+from q4_conformance.outcome import FailureError, NotTestableError, said
 from q4core import ConfigError, WriteConflictError
 
 if TYPE_CHECKING:
@@ -46,24 +47,11 @@ def content_of(tensor: torch.Tensor) -> Hashable:
 
 def _run(workers: Iterable[Callable[[], None]], readers: Iterable[Callable[[], None]], done: threading.Event) -> None:
     """Run writers and readers together until the writers have ended; fail where one raised."""
-    problems: list[str] = []
-
-    def guarded(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001  # a thread's failure is the case's
-            problems.append(f"{type(error).__name__}: {error}")
-            done.set()
-
-    writing = [threading.Thread(target=guarded, args=(item,)) for item in workers]
-    reading = [threading.Thread(target=guarded, args=(item,)) for item in readers]
-    for thread in (*writing, *reading):
-        thread.start()
-    for thread in writing:
-        thread.join()
-    done.set()
-    for thread in reading:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(_WRITERS + _READERS) as pool:
+        writing, reading = ([pool.submit(act) for act in acts] for acts in (workers, readers))
+        concurrent.futures.wait(writing)
+        done.set()
+    problems = [said(error) for item in (*writing, *reading) if (error := item.exception()) is not None]
     expect(not problems, "; ".join(problems[:_SHOWN]))
 
 

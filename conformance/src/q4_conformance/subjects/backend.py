@@ -45,24 +45,19 @@ class Layer(Protocol):
     @property
     def device(self) -> torch.device:
         """Where x must be."""
-        ...
 
     @property
     def roundings(self) -> int:
         """How often each weight is rounded to x's dtype before it is multiplied, where that is claimed."""
-        ...
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
-        ...
 
     def precision(self, rows: int) -> Precision:
         """Return the precision in which that many rows are computed."""
-        ...
 
     def codebook(self, rows: int) -> tuple[float, ...] | None:
         """Return the values that the path uses in place of the format's codebook, or None."""
-        ...
 
 
 class Subject(Protocol):
@@ -86,7 +81,6 @@ class Subject(Protocol):
             NotDeclaredError: The subject does not claim to serve such a weight.
             FailureError: It claims to, and does not.
         """
-        ...
 
 
 def plugin_of(*backends: Backend) -> types.SimpleNamespace:
