@@ -380,16 +380,3 @@ def test_lines_of_a_message_stay_lines_on_the_page() -> None:
     name = told["results"][0]["case"]
     silent = CaseResult(case=name, contract="TC-09", outcome=Outcome.NOT_TESTABLE, message="no device\nno driver")
     assert "no device no driver" in to_html(documents.document({name: silent}))
-
-
-def test_performance_is_a_file_of_its_own(tmp_path: Path) -> None:
-    """Measurements stand beside the document, and on the page, and never in what is hashed."""
-    point = {"format": "q4_0", "point": "decode", "path": "dot", "precision": "exact", "rows": 1, "median_us": 5.0}
-    point |= {"p10_us": 4.0, "p90_us": 6.0, "gb_per_s": 3.0, "gflop_per_s": 2.0}
-    point |= {"share_of_read": 0.25, "share_of_copy": 0.5}
-    told = documents.document(points=(point,))
-    assert told["verdict_hash"] == documents.document()["verdict_hash"]
-    write_files(tmp_path, told, [point])
-    assert json.loads((tmp_path / "performance.json").read_text(encoding="utf-8"))["points"] == [point]
-    assert "50%" in (tmp_path / "certificate.html").read_text(encoding="utf-8")
-    assert "median_us" not in (tmp_path / "certificate.json").read_text(encoding="utf-8")

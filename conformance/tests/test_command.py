@@ -63,7 +63,6 @@ def test_help_says_it_all() -> None:
         "--case",
         "--device",
         "--report",
-        "--perf",
         "--jobs",
         "--verify",
         "--compare",
@@ -95,23 +94,7 @@ def test_a_failure_is_shown_and_exits_with_1(tmp_path: Path) -> None:
     assert "exit code 0" in result.stdout
     told = _answer(*words, status=1)
     assert told["certificate"]["standing"] == "failed"
-    assert told["files"] == told["performance"] == []
-
-
-@pytest.mark.slow
-def test_speed_is_measured_on_wish(tmp_path: Path) -> None:
-    """--perf gives points for decode and prefill, with median, spread and shares of memory's speed."""
-    told = _answer("dequant-fallback", "--format", "nf4", "--case", ONE, "--perf", "--report", tmp_path)
-    points = told["performance"]
-    assert [(point["point"], point["rows"]) for point in points] == [("decode", 1), ("prefill", 128)]
-    for point in points:
-        assert point["p10_us"] <= point["median_us"] <= point["p90_us"]
-        assert point["calls"] >= 5
-        assert point["gb_per_s"] > 0
-        assert 0 < point["share_of_read"] < 1
-        assert 0 < point["share_of_copy"] < 1
-    assert (tmp_path / "performance.json").exists()
-    assert told["certificate"]["counts"]["cases"] == 1
+    assert told["files"] == []
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from q4_conformance.outcome import CaseResult
 
 _WHAT = "q4 conform"
-_PERF_SECONDS = 1.0
 _MOST_SECONDS = 86_400.0
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
@@ -59,7 +58,6 @@ def conform(  # noqa: PLR0913  # one argument per option
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write JSON, JUnit XML, HTML and Markdown there.")
     ] = None,
-    perf: Annotated[bool, typer.Option("--perf", help="Measure speed after the cases; changes no verdict.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
     limit: Annotated[
         float,
@@ -101,23 +99,22 @@ def conform(  # noqa: PLR0913  # one argument per option
             jobs=jobs,
             limits=Limits(case_seconds=limit),
         )
-        _judge(query, report, check, is_perf=perf, as_json=as_json)
+        _judge(query, report, check, as_json=as_json)
 
 
-def _judge(query: Query, folder: Path | None, page: Path | None, *, is_perf: bool, as_json: bool) -> None:
+def _judge(query: Query, folder: Path | None, page: Path | None, *, as_json: bool) -> None:
     due = None if page is None else committed_hash(page)
     if folder is not None:
         _require_folder(folder)
     with _progress(query.name) as (announce, watch):
-        seconds = _PERF_SECONDS if is_perf else 0.0
-        run = run_target(query, announce=announce, watch=watch, measure_seconds=seconds)
-    words = query.command() + (["--perf"] if is_perf else []) + ([] if folder is None else ["--report", str(folder)])
+        run = run_target(query, announce=announce, watch=watch)
+    words = query.command() + ([] if folder is None else ["--report", str(folder)])
     document = make_certificate(run, words)
     files: Sequence[Path] = ()
     if folder is not None:
-        files = write_files(folder, document, run.points, seconds=run.report.seconds)
+        files = write_files(folder, document, seconds=run.report.seconds)
     if as_json:
-        told = {"certificate": document, "performance": list(run.points), "files": [str(path) for path in files]}
+        told = {"certificate": document, "files": [str(path) for path in files]}
         typer.echo(json.dumps(told, indent=2))
     else:
         show_run(document, run, files)

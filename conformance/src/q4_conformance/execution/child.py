@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.execution.environment import manifest_of, survey
 from q4_conformance.execution.in_process import run_case
-from q4_conformance.measurement.perf import measure
 from q4_conformance.outcome import CaseResult, FailureError, Outcome, said
 from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
@@ -216,8 +215,6 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
                 pipes.tell(result=result.to_dict())
                 continue
             pipes.tell(result=run_case(case, subject).to_dict())
-        if "measure" in order:
-            pipes.tell(points=[] if fault else measure(subject, order["measure"], order["seconds"]))
         pipes.tell(done=True)
 
 

@@ -97,7 +97,6 @@ def run_target(  # the facts of one run
     *,
     watch: Callable[[CaseResult], object] | None = None,
     announce: Callable[[int], object] | None = None,
-    measure_seconds: float = 0.0,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Run:
     """Judge a target in processes of its own. Whatever it does there, every case gets a result.
@@ -106,7 +105,6 @@ def run_target(  # the facts of one run
         query: Who, and on what.
         watch: Called with each result as soon as it is whole; a failure brings its reproducer.
         announce: Called with the number of cases before the first.
-        measure_seconds: How long to measure each point after the cases; 0 measures nothing.
         is_over: Says when to end, within a case as well; the report then says that results are missing.
 
     Raises:
@@ -126,8 +124,6 @@ def run_target(  # the facts of one run
         if announce is not None:
             announce(len(cases))
         _run_groups(runner, list(_groups(cases)), child)
-        if measure_seconds:
-            runner.measure(target.formats, measure_seconds)
     finally:
         if child is not None:
             child.close()
@@ -139,7 +135,6 @@ def run_target(  # the facts of one run
         report=Report(subject=query.name, expected=expected, results=ordered, undeclared=undeclared),
         facts=runner.facts,
         manifest=runner.manifest,
-        points=tuple(runner.points),
         seconds=time.monotonic() - started,
     )
 

@@ -82,7 +82,6 @@ class Run:
         report: The results.
         facts: What the first process told of the machine and of who was judged.
         manifest: What is declared.
-        points: Measurements, where they were asked for.
         seconds: How long it took.
     """
 
@@ -91,5 +90,4 @@ class Run:
     report: Report
     facts: Mapping[str, Any]
     manifest: Mapping[str, Any]
-    points: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -47,7 +45,6 @@ class Judging:
     ) -> None:
         self.query = query
         self.results: dict[str, CaseResult] = {}
-        self.points: list[Mapping[str, Any]] = []
         self.manifest: Mapping[str, Any] = {}
         self.facts: Mapping[str, Any] = {}
         self.undeclared: Mapping[str, str] = {}
@@ -68,7 +65,7 @@ class Judging:
         """Let no further case begin."""
         self._stopped.set()
 
-    def open(self, *, survey: bool = False, threads: int = _THREADS) -> Child:
+    def open(self, *, survey: bool = False) -> Child:
         """Start a process and let it find the target; with ``survey`` keep its facts and manifest.
 
         Raises:
@@ -76,7 +73,7 @@ class Judging:
             UnknownTargetError, ConfigError, MissingReferenceError: As ``run_target`` raises them.
         """
         query = self.query
-        child = Child(_MODULE, query.limits, threads=threads)
+        child = Child(_MODULE, query.limits, threads=_THREADS)
         try:
             child.send(
                 {
@@ -195,15 +192,6 @@ class Judging:
     def _give_up(self, cases: Iterable[Case], ended: Ended, why: str) -> None:
         for case in cases:
             self.keep(_bad(case, ended.outcome, f"{why}: {ended.reason}"))
-
-    def measure(self, formats: Iterable[str], seconds: float) -> None:
-        """Measure, one format after the other, in a process of its own each."""
-        for name in formats:
-            with contextlib.suppress(Ended, TimeoutError):
-                child = self.open(threads=os.cpu_count() or 1)
-                with contextlib.closing(child):
-                    child.send({"measure": name, "seconds": seconds})
-                    self.points += child.receive(self.query.limits.slow_seconds, is_over=self._over)["points"]
 
 
 def _bad(case: Case, outcome: Outcome, message: str) -> CaseResult:

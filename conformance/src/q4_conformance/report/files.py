@@ -1,8 +1,7 @@
-"""Writes the files of a run: JSON, JUnit XML, an HTML page, Markdown, and the measurements beside them."""
+"""Writes the files of a run: JSON, JUnit XML, an HTML page and Markdown."""
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,15 @@ from q4_conformance.report.junit import to_junit
 from q4_conformance.report.markdown import to_markdown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
 _SUFFIXES = ("json", "xml", "html", "md")
-_PERFORMANCE = "performance.json"
 
 
 def write_files(
     folder: Path,
     document: Mapping[str, Any],
-    points: Sequence[Mapping[str, Any]] = (),
     *,
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[Path, ...]:
@@ -34,7 +31,6 @@ def write_files(
     Args:
         folder: Where to; made where it is not there.
         document: What ``make_certificate`` gave.
-        points: Measurements, which get a file of their own.
         seconds: Case → how long it took, for the JUnit file; ``Report.seconds`` has it.
 
     Raises:
@@ -45,13 +41,9 @@ def write_files(
     texts = {
         f"{kind}.json": to_text(document),
         f"{kind}.xml": to_junit(document, seconds),
-        f"{kind}.html": to_html(document, points),
+        f"{kind}.html": to_html(document),
         f"{kind}.md": to_markdown(document),
     }
-    if points:
-        facts = {"subject": document["subject"], "device": document["device"], "versions": document["versions"]}
-        told = {**facts, "date": document["volatile"]["date"], "points": list(points)}
-        texts[_PERFORMANCE] = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
     written = []
     for name, text in texts.items():
         temporary = folder / f".{name}.{os.getpid()}.tmp"

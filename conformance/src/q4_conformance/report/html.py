@@ -225,32 +225,8 @@ def _header(document: Mapping[str, Any]) -> str:
     )
 
 
-def _speed(points: Sequence[Mapping[str, Any]]) -> str:
-    if not points:
-        return ""
-    rows = []
-    for point in points:
-        spread = f"{point['p10_us']:,.0f} to {point['p90_us']:,.0f}"
-        cells = [
-            f"{point['point']}, M = {point['rows']}",
-            point["path"],
-            f"{point['median_us']:,.0f}",
-            spread,
-            f"{point['gb_per_s']:.1f}",
-            f"{point['gflop_per_s']:,.0f}",
-            f"{point['share_of_read']:.0%}",
-            f"{point['share_of_copy']:.0%}",
-        ]
-        line = "".join(f"<td>{_escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{_escape(point["format"])}</th>{line}</tr>')
-    head = ["Format", "Point", "Path", "Median µs", "10 % to 90 %", "GB/s of weights", "GFLOP/s"]
-    head += ["Of reading memory", "Of copying memory"]
-    lead = "Measured on this machine after the cases, with weights that no cache holds; no verdict depends on it."
-    return _section("Performance", lead, _table(head, rows, label="Performance"))
-
-
-def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the page of a document, with measurements beside it."""
+def to_html(document: Mapping[str, Any]) -> str:
+    """Return the page of a document."""
     style = importlib.resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     title = f"{title_of(document)} on {document['subject']['device']}: {seal_of(document).word}"
     legend = "".join(
@@ -262,7 +238,6 @@ def to_html(document: Mapping[str, Any], points: Sequence[Mapping[str, Any]] = (
         _findings(document),
         _section("Cases by format", lead, f'<ul class="legend">{legend}</ul>' + _matrix(document)),
         _paths(document),
-        _speed(points),
         _not_tested(document),
         _declared(document),
         _manifest(document),

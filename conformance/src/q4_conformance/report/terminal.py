@@ -87,18 +87,8 @@ def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> No
         console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
     console.print(Text(counted(document), style="dim"))
     console.print(Text(f"{title_of(document)} on {document['subject']['device']}, in {run.seconds:.0f} s", style="dim"))
-    for point in run.points:
-        console.print(Text(_speed(point), style="dim"))
     for path in files:
         console.print(Text(f"wrote {path}", style="dim"))
-
-
-def _speed(point: Mapping[str, Any]) -> str:
-    return (
-        f"{point['format']} {point['point']} M={point['rows']} {point['path']}: {point['median_us']:,.0f} µs, "
-        f"{point['gb_per_s']:.1f} GB/s, {point['gflop_per_s']:,.0f} GFLOP/s; "
-        f"{point['share_of_read']:.0%} of reading memory, {point['share_of_copy']:.0%} of copying it"
-    )
 
 
 def show_changes(told: Mapping[str, Any]) -> None:
