@@ -65,7 +65,6 @@ def test_help_says_it_all() -> None:
         "--report",
         "--jobs",
         "--verify",
-        "--compare",
     ):
         assert word in text
     assert "Exits with 0" in text
@@ -149,9 +148,9 @@ def q4_backends():
         assert f"no case passed: not declared: {lacking}" in said
 
 
-@pytest.mark.parametrize("words", [(), ("a", "--verify", "b"), ("--verify", "a", "--compare", "a", "b")])
+@pytest.mark.parametrize("words", [(), ("a", "--verify", "b")])
 def test_one_thing_is_asked_for(words: tuple[str, ...]) -> None:
-    """A name, --verify and --compare exclude each other, and one must be there."""
+    """A name and --verify exclude each other, and one must be there."""
     assert isinstance(_call(*words).exception, q4.ConfigError)
 
 
@@ -161,8 +160,8 @@ def test_a_limit_that_is_none_is_bad_usage(limit: str) -> None:
     assert _call("dequant-fallback", "--limit", limit).exit_code == 2
 
 
-def test_verify_and_compare(tmp_path: Path) -> None:
-    """A good certificate is told to be so, a damaged one is refused, and two are compared."""
+def test_verify(tmp_path: Path) -> None:
+    """A good certificate is told to be so, and a damaged one is refused."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     text = to_text(documents.document())
     good.write_text(text, encoding="utf-8")
@@ -172,12 +171,6 @@ def test_verify_and_compare(tmp_path: Path) -> None:
     assert told["standing"] == "certified"
     assert "undamaged" in _call("--verify", good).stdout
     assert isinstance(_call("--verify", bad).exception, CertificateError)
-    assert _answer("--compare", good, good)["same_verdicts"]
-    assert "every case ended alike" in _call("--compare", good, good).stdout
-    other = tmp_path / "other.json"
-    cut = documents.run().report
-    other.write_text(to_text(documents.document(report=attrs.evolve(cut, results=cut.results[1:]))), encoding="utf-8")
-    assert _answer("--compare", good, other, status=1)["verdicts"][0]["change"] == "gone"
 
 
 def test_a_run_is_checked_against_a_committed_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import CaseResult, Outcome, Report
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
-from q4_conformance.report.verify import compare, read_certificate
+from q4_conformance.report.verify import read_certificate
 from q4_conformance.subjects.profiles import (
     ConformanceTarget,
     UnknownTargetError,
@@ -43,7 +43,6 @@ __all__ = [
     "cases_for",
     "check_core",
     "check_linear",
-    "compare",
     "core_cases",
     "device_cases",
     "dialect_cases",

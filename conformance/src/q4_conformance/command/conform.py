@@ -19,8 +19,8 @@ from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
 from q4_conformance.report.status import counted, line_of, seal_of, title_of
-from q4_conformance.report.terminal import STYLES, console_of, show_changes, show_check, show_run
-from q4_conformance.report.verify import committed_hash, compare, installed_source, read_certificate
+from q4_conformance.report.terminal import STYLES, console_of, show_check, show_run
+from q4_conformance.report.verify import committed_hash, installed_source, read_certificate
 from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
@@ -33,7 +33,7 @@ _WHAT = "q4 conform"
 _MOST_SECONDS = 86_400.0
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
-    "--compare and --check exit with 1 where a case ended otherwise. A run of all cases makes a certificate; --case "
+    "--check exits with 1 where a case ended otherwise. A run of all cases makes a certificate; --case "
     "and --format make a report."
 )
 
@@ -70,10 +70,6 @@ def conform(  # noqa: PLR0913  # one argument per option
     verify: Annotated[
         Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")
     ] = None,
-    compared: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Show what changed from certificate A to B instead."),
-    ] = None,
     check: Annotated[
         Path | None,
         typer.Option("--check", metavar="FILE", help="Fail where a case ends otherwise than in this certificate.md."),
@@ -81,14 +77,12 @@ def conform(  # noqa: PLR0913  # one argument per option
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")] = False,
 ) -> None:
     """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
-    asked = [item for item in (name, verify, compared) if item]
+    asked = [item for item in (name, verify) if item]
     if len(asked) != 1:
         hint = "Try 'q4 conform --help'."
-        raise ConfigError(_WHAT, name="arguments", rule="one of NAME, --verify FILE and --compare A B", hint=hint)
+        raise ConfigError(_WHAT, name="arguments", rule="one of NAME and --verify FILE", hint=hint)
     if verify is not None:
         _verify(verify, as_json=as_json)
-    elif compared is not None:
-        _compare(*compared, as_json=as_json)
     else:
         query = Query(
             name=name or "",
@@ -194,16 +188,6 @@ def _verify(path: Path, *, as_json: bool) -> None:
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))
-
-
-def _compare(before: Path, after: Path, *, as_json: bool) -> None:
-    told = compare(read_certificate(before), read_certificate(after))
-    if as_json:
-        typer.echo(json.dumps(told, indent=2))
-    else:
-        show_changes(told)
-    if told["is_weaker"] or not told["same_verdicts"]:
-        raise typer.Exit(1)
 
 
 def add_conform(app: typer.Typer) -> None:

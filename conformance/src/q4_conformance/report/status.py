@@ -15,8 +15,6 @@ from q4core import BUILTIN_FORMATS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ORDER = ("failed", "partial", "interpreted", "certified")
-"""Every standing, the least first."""
 _SENTENCES = {
     "certified": "every required case passed on this device",
     "interpreted": "every required case passed in an interpreter on the CPU; this certifies no GPU",

@@ -1,4 +1,4 @@
-"""What ``q4 conform`` prints of a run and of two certificates that are compared."""
+"""What ``q4 conform`` prints of a run."""
 
 from __future__ import annotations
 
@@ -89,23 +89,6 @@ def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> No
     console.print(Text(f"{title_of(document)} on {document['subject']['device']}, in {run.seconds:.0f} s", style="dim"))
     for path in files:
         console.print(Text(f"wrote {path}", style="dim"))
-
-
-def show_changes(told: Mapping[str, Any]) -> None:
-    """Show on stdout which cases ended differently in two certificates."""
-    console = console_of()
-    for item in told["verdicts"]:
-        style = {"worse": "red", "gone": "red", "better": "green"}.get(item["change"], "yellow")
-        line = Text(f"{item['change']:<7}", style=style)
-        console.print(line.append(f"{item['case']}: {item['before'] or 'none'} → {item['after'] or 'none'}"))
-    standing = told["standing"]
-    if standing["before"] != standing["after"]:
-        console.print(f"standing: {standing['before']} → {standing['after']}")
-    if told["same_verdicts"]:
-        console.print(Text("✓ every case ended alike", style="bold green"))
-    else:
-        style = "bold red" if told["is_weaker"] else "bold"
-        console.print(Text(f"{len(told['verdicts'])} cases ended differently", style=style))
 
 
 def show_check(page: Path, fresh: Path | None, *, is_same: bool) -> None:

@@ -1,4 +1,4 @@
-"""Reads a certificate, refusing what is damaged, edited or of another make; and says what changed between two."""
+"""Reads a certificate, refusing what is damaged, edited or of another make."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import json
 import re
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from q4_conformance.execution.environment import source_of
-from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
-from q4_conformance.report.status import ORDER
 from q4core import Q4Error
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-_BAD = {outcome.value for outcome in BAD}
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
 _HASH = re.compile(r"^\| Hash of the verdicts \| (sha256:[0-9a-f]{64}) \|$", re.MULTILINE)
@@ -113,42 +107,3 @@ def installed_source(document: dict[str, Any]) -> str:
     same = here["sha256"] == source["sha256"]
     verdict = "the same, byte for byte" if same else "NOT the one that was judged"
     return f"{source['package']} as installed here is {verdict}"
-
-
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changed, ready for JSON.
-
-    Returns:
-        ``same_verdicts``: whether every case ended alike, as the two hashes say; ``verdicts``: those that did not, each
-        with ``change`` one of ``worse``, ``better``, ``new``, ``gone`` and ``other``; ``standing``: before and after;
-        ``is_weaker``: whether the second certifies less than the first.
-    """
-    old, new = ({item["case"]: item["outcome"] for item in document["results"]} for document in (before, after))
-    verdicts = [
-        {
-            "case": case,
-            "before": old.get(case),
-            "after": new.get(case),
-            "change": _direction(old.get(case), new.get(case)),
-        }
-        for case in sorted(old.keys() | new.keys())
-        if old.get(case) != new.get(case)
-    ]
-    standing = {"before": before["standing"], "after": after["standing"]}
-    has_fallen = ORDER.index(after["standing"]) < ORDER.index(before["standing"])
-    return {
-        "same_verdicts": before["verdict_hash"] == after["verdict_hash"],
-        "is_weaker": has_fallen or any(item["change"] in {"worse", "gone"} for item in verdicts),
-        "standing": standing,
-        "verdicts": verdicts,
-    }
-
-
-def _direction(before: str | None, after: str | None) -> str:
-    if before is None or after is None:
-        return "new" if before is None else "gone"
-    if (after in _BAD) != (before in _BAD):
-        return "worse" if after in _BAD else "better"
-    if "pass" in {before, after}:
-        return "better" if after == "pass" else "worse"
-    return "other"
