@@ -137,7 +137,7 @@ def test_share_memory_shares_the_packed_buffers(backend: str, method: str, child
 
 def test_a_backend_of_another_registry_shares_too(children: list[Child]) -> None:
     """Which of a process's equal backends prepared a layer, the first or a later one, is nothing to other processes."""
-    layers = [
+    layers: list[Any] = [
         q4.Session(q4.SessionConfig(backend="dequant-fallback"), registry=registry()).linear(_weight())
         for _ in range(2)
     ]
@@ -146,7 +146,7 @@ def test_a_backend_of_another_registry_shares_too(children: list[Child]) -> None
     children[0].answer()
     children[0].send("zero")
     children[0].answer()
-    assert not model[0].packed_0.any()
+    assert not model.get_buffer("0.packed_0").any()
 
 
 def test_a_load_reaches_those_who_share(children: list[Child]) -> None:

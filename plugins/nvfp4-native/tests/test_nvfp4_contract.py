@@ -23,7 +23,7 @@ FEW = {"values", "bias"}
 def _marked(cases: list[Case], often: dict[str, set[str]]) -> list[object]:
     """Return the cases as parameters: the first of each part that is run often, the others with the mark ``soak``."""
     seen: set[tuple[str, str]] = set()
-    found = []
+    found: list[object] = []
     for case in cases:
         key = (case.weight_recipe.format.name, f"{case.contract}/{case.part}")
         is_often = case.part in often[key[0]] and case.dtype is torch.float32 and key not in seen
