@@ -156,7 +156,8 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
         proxy = Proxy(subject.backend)
         config = subject.config(compute_dtype=request.dtype, activation_precision=request.precision)
         call = functools.partial(select, request, config, registry=make_registry(proxy))
-        raised((BackendUnavailableError, PolicyConflictError), call, f"{request} is served, and not declared")
+        kinds = (BackendUnavailableError, PolicyConflictError)
+        raised(kinds, call, f"a request was served that is not declared: {request}")
         refused += 1
         expect(not reasons or proxy.checks == 0, f"the backend was asked, although its manifest refuses {request}")
     if not refused:
