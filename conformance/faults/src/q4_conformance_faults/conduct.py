@@ -18,17 +18,7 @@ from q4_conformance.outcome import Outcome
 from q4_conformance_faults.fault import NF4, backend_fault, numeric_fault
 from q4_conformance_faults.numbers import Spoils
 from q4_conformance_faults.toy import Floats, ToyKernel
-from q4core import (
-    KernelPath,
-    PackedWeight,
-    PathKind,
-    Precision,
-    Prepared,
-    PrepareError,
-    Reason,
-    ReasonCode,
-    Support,
-)
+from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, PrepareError, Reason, ReasonCode, Support
 
 if TYPE_CHECKING:
     from torch import Tensor

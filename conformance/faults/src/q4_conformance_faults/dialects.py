@@ -12,16 +12,7 @@ import torch
 
 from q4_conformance_faults.fault import dialect_fault
 from q4_conformance_faults.toy_dialect import CODES, SCALES, ToyDialect
-from q4core import (
-    Catalogue,
-    Dialect,
-    LayerSchema,
-    PackedWeight,
-    Packing,
-    Problem,
-    WrittenLayer,
-    dialects,
-)
+from q4core import Catalogue, Dialect, LayerSchema, PackedWeight, Packing, Problem, WrittenLayer, dialects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 _NOBODY = "nobody-has-this-name"
 _AVAILABILITIES = ("available", "refused", "broken", "leaving", "absent")
-_CODES = {
-    "refused": ReasonCode.NOT_BUILT,
-    "broken": ReasonCode.PLUGIN_ERROR,
-    "leaving": ReasonCode.PLUGIN_ERROR,
-}
+_CODES = {"refused": ReasonCode.NOT_BUILT, "broken": ReasonCode.PLUGIN_ERROR, "leaving": ReasonCode.PLUGIN_ERROR}
 _STATES = {"refused": "missing", "broken": "failed", "leaving": "failed"}
 """Availability → what is recorded of the native part."""
 

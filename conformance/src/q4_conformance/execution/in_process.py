@@ -77,12 +77,7 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     )
 
 
-def _run(
-    cases: tuple[Case, ...],
-    subject: Any,
-    name: str,
-    watch: Callable[[CaseResult], object] | None,
-) -> Report:
+def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] | None) -> Report:
     due, undeclared = split(cases, subject)
     results: list[CaseResult] = []
     for case in due:

@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any
 from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import Outcome
 from q4_conformance.report.status import kind_of, sentence_of, standing_of
-from q4_conformance.report.tally import (
-    count,
-    format_of,
-    formats_of,
-    part_of,
-    path_label,
-    paths_of,
-    undeclared_cases,
-)
+from q4_conformance.report.tally import count, format_of, formats_of, part_of, path_label, paths_of, undeclared_cases
 from q4_conformance.subjects.profiles import cases_for
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT
 

@@ -18,10 +18,7 @@ _SUFFIXES = ("json", "xml", "html", "md")
 
 
 def write_files(
-    folder: Path,
-    document: Mapping[str, Any],
-    *,
-    seconds: Mapping[str, float] | None = None,
+    folder: Path, document: Mapping[str, Any], *, seconds: Mapping[str, float] | None = None
 ) -> tuple[Path, ...]:
     """Write a document in every form, and return the files.
 

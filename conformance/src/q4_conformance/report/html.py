@@ -26,15 +26,7 @@ from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-SIGNS = {
-    "pass": "✓",
-    "fail": "✗",
-    "crash": "✸",
-    "timeout": "◷",
-    "not_declared": "–",
-    "not_testable": "○",
-    "empty": "",
-}
+SIGNS = {"pass": "✓", "fail": "✗", "crash": "✸", "timeout": "◷", "not_declared": "–", "not_testable": "○", "empty": ""}
 NAMES = {
     "pass": "passed",
     "fail": "failed",
