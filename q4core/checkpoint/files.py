@@ -34,6 +34,7 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFDIR: "a folder",
 }
+_MAX_JSON_BYTES = 200_000_000
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -133,9 +134,11 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         with open_regular(path) as file:
-            text = file.read()
+            text = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from error
+    if len(text) > _MAX_JSON_BYTES:
+        raise CheckpointError(what, name="size", rule=f"at most {_MAX_JSON_BYTES} bytes", where=str(path))
     found = parse_json(text, what=what, where=str(path))
     if not isinstance(found, dict):
         rule = f"an object, as {what}"

@@ -229,3 +229,12 @@ def test_many_empty_tensors_take_time_in_proportion(tmp_path: Path) -> None:
 
     calls(100)
     assert calls(2000) < 5 * calls(500)
+
+
+def test_a_config_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+    """A sparse file of a terabyte beside the weights is refused by its size, before memory runs out."""
+    q4.save_checkpoint(tmp_path / "x", packed(1), dialect="bitsandbytes")
+    with (tmp_path / "x" / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(q4.CheckpointError, match="size must be at most 200000000 bytes"):
+        q4.open(tmp_path / "x")
