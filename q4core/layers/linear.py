@@ -127,7 +127,7 @@ class Q4Linear(PackedModule):
         Raises:
             InputError: An index is out of range or not int64.
         """
-        plan, wanted = self._require_live().plan, dtype or self._dtype
+        plan, wanted = self._require_ready().plan, dtype or self._dtype
         label, rule = f"layer {self.name!r}", f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
         if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
             got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
@@ -148,7 +148,7 @@ class Q4Linear(PackedModule):
 
     def diagnostics(self) -> Diagnostics:
         """Return which backend and paths serve, what ran how often, and why not the others."""
-        live = self._require_live()
+        live = self._require_ready()
         return Diagnostics(
             layer=self.name,
             selection=live.selection,
@@ -240,30 +240,20 @@ class Q4Linear(PackedModule):
                 hint = "Ask for PREFER_UNIFIED, and give the graph activations in managed memory."
                 raise LifecycleError(what, hint=hint)
             return self._call(x, bias, out_dtype, out, tracing=True)
-        live = self._live or self._require_live()
+        live = self._live or self._require_ready()
         own: object = bias
         if own is not None and not isinstance(own, torch.Tensor):
             refuse_bias(f"layer {self.name!r}", own, self._dtype, self.out_features, self.device)
         if self._is_managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
-            self._check_call(live, x, bias, out, out_dtype)  # because something is done before the op is called
+            # Before the op is called, because something is done before that.
+            check_linear_call(live.plan, live.device, x, bias, out, out_dtype=out_dtype, label=f"layer {self.name!r}")
         try:
             placed = self._placed(live, x) if self._is_managed else x
             return self._call(placed, bias, out_dtype, out, tracing=False)
         except InputError as error:
             fault = error
-        self._check_call(live, x, bias, out, out_dtype)
+        check_linear_call(live.plan, live.device, x, bias, out, out_dtype=out_dtype, label=f"layer {self.name!r}")
         raise fault
-
-    def _check_call(
-        self,
-        live: LiveLayer,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None,
-        out_dtype: torch.dtype | None,
-    ) -> None:
-        label = f"layer {self.name!r}"
-        check_linear_call(live.plan, live.device, x, bias, out, out_dtype=out_dtype, label=label)
 
     def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
         label = f"layer {self.name!r}"

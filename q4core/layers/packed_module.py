@@ -79,7 +79,7 @@ class PackedModule(WeightOwner):
         Raises:
             LifecycleError: The buffers are in a memory provider's memory.
         """
-        tensors = self._require_live().tensors
+        tensors = self._require_ready().tensors
         owner = next((found for tensor in tensors if (found := provider_of(tensor))), None)
         if owner is not None:
             raise LifecycleError(
@@ -110,7 +110,7 @@ class PackedModule(WeightOwner):
         shared = self._live if self._is_shared() else None
         try:
             if self._closed:
-                self._require_live()
+                self._require_ready()
             formats = self._plugins().formats().values()
             weight = load_weight(own, prefix, shape, device, formats, missing_keys, unexpected_keys)
             if weight is not None:

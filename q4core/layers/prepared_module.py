@@ -169,7 +169,7 @@ class WeightOwner(nn.Module):
             LifecycleError: It is closed.
         """
         if self._closed:
-            self._require_live()
+            self._require_ready()
         return self
 
     def __exit__(
@@ -197,7 +197,7 @@ class WeightOwner(nn.Module):
 
     def packed_weight(self) -> PackedWeight:
         """Return the canonical weight: exported by the backend, or the source that was kept."""
-        plan = self._require_live().plan
+        plan = self._require_ready().plan
         with torch.no_grad():
             weight = plan.weight(self._own_buffers())
         return weight.relabelled(**self._content.labels, dtype=self._content.spec.dtype)
@@ -206,7 +206,7 @@ class WeightOwner(nn.Module):
         buffers = self._buffers
         return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
 
-    def _require_live(self) -> PreparedLayer:
+    def _require_ready(self) -> PreparedLayer:
         if self._live is None:
             if self._closed:
                 raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")
