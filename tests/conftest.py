@@ -8,12 +8,19 @@ import pytest
 
 import q4core as q4
 from q4_conformance_faults import plugin
+from tests.support.events import forget_warnings
 from tests.support.fakes import reference_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["reference_alone"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings() -> None:
+    """Let every warning be given again, so that each test sees its own."""
+    forget_warnings()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
@@ -298,3 +299,19 @@ def test_any_shape(pair: tuple[str, q4.ScaleKind], n: int, k: int, packing: str,
     name, kind = pair
     chosen = None if name == "q8_0" else PACKINGS[packing]
     _assert_exact(random_weight(name, n, k, kind, packing=chosen, seed=seed))
+
+
+def test_a_codebook_is_copied_to_a_device_once_and_never_a_watched_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plain tensor per format and device is kept, and nothing that a dispatch mode or inference mode made."""
+    monkeypatch.setattr(decode, "_TABLES", {})
+    form, device = q4.BUILTIN_FORMATS["nf4"], torch.device("meta")
+    with FakeTensorMode():
+        decode._table(form, device)
+    assert decode._TABLES == {}
+    with torch.inference_mode():
+        kept = decode._table(form, device)
+    assert not kept.is_inference()
+    assert decode._table(form, device) is kept
+    assert type(kept) is torch.Tensor
+    with FakeTensorMode():
+        assert decode._table(form, device) is not kept

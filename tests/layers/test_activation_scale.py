@@ -10,19 +10,12 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
 SCALES = (2.0**-100, 2.0**-20, 2.0**-14, 0.0173, 1.0, 37.5, 2.0**100)
 PATH = q4.KernelPath("static", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A4, 30)
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 WISH = q4.SessionConfig(activation_precision="fp4")
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
 
 
 def _weight(scale: float | None, columns: int = 64) -> q4.PackedWeight:

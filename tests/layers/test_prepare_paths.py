@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.selection.probe_results import row_counts
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 
 SMALL = attrs.evolve(KERNEL_PATH, name="small", m=(1, 100))
@@ -98,11 +97,3 @@ def test_a_path_wrong_in_one_range_serves_in_none() -> None:
 def test_a_context_of_ones_own_tells_no_paths() -> None:
     """Where nobody selected, as in a backend's own tests, no paths are told: prepare for all that are offered."""
     assert q4.PrepareContext("cpu").paths == ()
-
-
-def test_row_counts_of_a_range() -> None:
-    """An open end is looked at 16 rows above the lower one, a far one at 128 rows."""
-    assert row_counts(WIDE, (1, None)) == [1, 2, 17]
-    assert row_counts(WIDE, (7, 4096)) == [7, 8, 128]
-    assert row_counts(SMALL, (90, None)) == [90, 91, 100]
-    assert row_counts(SMALL, (3, 3)) == [3]

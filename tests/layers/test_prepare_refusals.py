@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from tests.support.events import heard
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 from tests.support.pretended import DEVICE, pretended_cuda
 
@@ -22,12 +22,6 @@ REASONS = (
     q4.Reason(q4.ReasonCode.DRIVER, "the driver is of 2019"),
 )
 OR_FALLBACK = q4.SessionConfig(compute_path=q4.ComputePath.KERNEL_OR_FALLBACK)
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
 
 
 def _weight(rows: int = 24, columns: int = 128, format_: str = "nf4") -> q4.PackedWeight:
@@ -147,18 +141,9 @@ def test_a_refusal_without_reasons_is_a_plugin_error(junk: Any) -> None:
 
 def test_a_refusal_is_told_as_an_event() -> None:
     """q4.prepare says who refused and why, and speaks of no error."""
-    events: list[dict[str, Any]] = []
-
-    def listen(event: str, fields: dict[str, Any]) -> None:
-        if event == "q4.prepare" and fields["backend"] == "refusing":
-            events.append(fields)
-
-    observe(listen)
-    try:
+    with heard("q4.prepare") as events:
         q4.Session(registry=registry(Refusing())).linear(_weight(), name="proj")
-    finally:
-        unobserve(listen)
-    (told,) = events
+    (told,) = (fields for fields in events if fields["backend"] == "refusing")
     assert told["layer"] == "proj"
     assert told["refused"] == [str(reason) for reason in REASONS]
     assert "error" not in told

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import q4core as q4
-from q4core.codec import decode
 from tests.support.fakes import registry
 from tests.support.pretended import DEVICE, Pretence, pretended_cuda
 from tests.support.samples import FLAT, FORMAT_KINDS, random_weight
@@ -103,19 +101,3 @@ def test_the_pretended_device_lets_pass_what_does_not_wait(seen: Pretence) -> No
     torch.full((2,), 3.0, device=DEVICE)
     there[:2] = there[2:]
     assert seen.waits == []
-
-
-def test_a_codebook_is_copied_to_a_device_once_and_never_a_watched_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plain tensor per format and device is kept, and nothing that a dispatch mode or inference mode made."""
-    monkeypatch.setattr(decode, "_TABLES", {})
-    form, device = q4.BUILTIN_FORMATS["nf4"], torch.device("meta")
-    with FakeTensorMode():
-        decode._table(form, device)
-    assert decode._TABLES == {}
-    with torch.inference_mode():
-        kept = decode._table(form, device)
-    assert not kept.is_inference()
-    assert decode._table(form, device) is kept
-    assert type(kept) is torch.Tensor
-    with FakeTensorMode():
-        assert decode._table(form, device) is not kept

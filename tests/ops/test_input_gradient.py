@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from tests.support.events import forget_warnings, heard
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -19,12 +19,6 @@ N, K = 40, 128
 PATH = q4.KernelPath("fake_gradient", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
 LONG = 300
 CONFIG = q4.SessionConfig(gradients=True)
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
 
 
 class Differentiating(FakeBackend):
@@ -146,26 +140,16 @@ def _raise(grad: torch.Tensor, _: str) -> torch.Tensor:
 @pytest.mark.parametrize("damage", [_one_zero, _raise, lambda grad, _: torch.zeros_like(grad)])
 def test_a_wrong_gradient_bars_the_gradient_alone(damage: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
     """The probe finds it: a warning, an event, a reason in the record; linear stays, and the core differentiates."""
-    heard: list[dict[str, Any]] = []
-
-    def hear(event: str, fields: Any) -> None:
-        if event == "q4.probe":
-            heard.append(dict(fields))
-
     backend = Differentiating(gradient_damage=damage)
-    observe(hear)
-    try:
-        with pytest.warns(q4.Q4ProbeWarning, match="core computes"):
-            layer = _layer(backend)
-    finally:
-        unobserve(hear)
+    with heard("q4.probe") as events, pytest.warns(q4.Q4ProbeWarning, match="core computes"):
+        layer = _layer(backend)
     record = layer.diagnostics()
     assert (record.backend, record.gradients) == ("differentiating", ())
     assert [reason.code for reason in record.gradients_refused] == [q4.ReasonCode.PROBE_FAILED]
     assert "fake_gradient" in str(record)
     assert record.to_dict()["gradients_refused"][0]["domain"] == "build"
     assert record.proven
-    told = [fields for fields in heard if fields["op"] == "input_gradient"]
+    told = [fields for fields in events if fields["op"] == "input_gradient"]
     assert [(fields["path"], fields["passed"]) for fields in told] == [("fake_gradient", False)]
     backend.gradients.clear()
     _assert_right(layer)

@@ -10,17 +10,12 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import emit, forget_warnings
+from q4core.plugin_api import emit
+from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, plugin, registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
 
 
 def _weight(rows: int = 24, columns: int = 128) -> q4.PackedWeight:

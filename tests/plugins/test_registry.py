@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 
 import q4core as q4
-from q4core.diagnostics.events import emit, forget_warnings
+from q4core.plugin_api import emit
+from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, plugin
-
-
-@pytest.fixture(autouse=True)
-def _fresh_warnings() -> None:
-    """Let each test see its own warnings."""
-    forget_warnings()
 
 
 def _nothing() -> list[Any]:

@@ -11,19 +11,12 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings
 from q4core.probes.comparison import error_bound
 from q4core.probes.linear import grid_activations, probe_path
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
 
 
 def _weight(format_: str = "nf4", rows: int = 40, columns: int = 128) -> q4.PackedWeight:

@@ -33,6 +33,22 @@ BUILT_UPON = {"q4_nn", "q4_triton_kernels"}
 KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
 """Each package of the kit → what else it may import: no plugin, and faults the kit that must catch them."""
 IMPORT_SECONDS = 0.3
+OUT_OF_ROOM = frozenset(
+    {
+        # Its quantisers, one rounding at a time, and with a registry of its own: nothing public takes these.
+        ("plugins/nvfp4-native/tests/test_nvfp4_quantizer.py", "q4core.session"),
+        ("tests/diagnostics/test_fault_places.py", "q4core.session"),
+        # With which numbers of rows the core probes the schedule's paths.
+        ("plugins/triton-kernels/tests/test_triton_schedule.py", "q4core.selection.probe_results"),
+        # What a policy does to a layer's source.
+        ("tests/memory/test_memory_placement.py", "q4core.layers"),
+        # Native quantisers are compared with the reference, and wrong ones given to the probe, which keeps results.
+        ("tests/session/test_quantizer.py", "q4core.codec"),
+        ("tests/session/test_quantizer.py", "q4core.probes.quantizer"),
+        ("tests/session/test_quantizer.py", "q4core.selection.probe_results"),
+    }
+)
+"""Test → private module of another room that it imports all the same."""
 
 
 def _packages() -> dict[str, Path]:
@@ -136,6 +152,20 @@ def test_package_uses_public_names_of_core(package: str) -> None:
     folder = PACKAGES[package]
     used = [item for item in _imports(folder) if _top(item) == "q4core"] + list(_attributes_of_core(folder))
     assert [str(item) for item in used if not _is_public(item)] == []
+
+
+def test_tests_import_private_modules_of_their_own_room() -> None:
+    """A test takes what is public from the core, and private modules of the room alone that its folder is named for."""
+    found = set()
+    for folder in (ROOT / "tests", ROOT / "plugins", ROOT / "conformance"):
+        for item in _imports(folder):
+            place = item.file.relative_to(ROOT)
+            if _top(item) != "q4core" or _is_public(item) or "tests" not in place.parts or "support" in place.parts:
+                continue
+            module = f"q4core.{item.name}" if item.module == "q4core" else item.module
+            if module.split(".")[1] not in {place.parent.name, "errors"}:
+                found.add((str(place), module))
+    assert found == OUT_OF_ROOM
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -38,7 +38,6 @@ from benchmarks.verdict import lines
 from benchmarks.weights import exact_value
 from q4_conformance import run_cases
 from q4_dequant_fallback import DequantFallback
-from q4core.selection.probe_results import ProbeResult
 from tests.support.gpu_results import LARGE, gpu_result
 
 if TYPE_CHECKING:
@@ -246,7 +245,7 @@ def _gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> dict[str, Any]
     monkeypatch.setattr(DequantFallback, "check", check)
     monkeypatch.setattr(DequantFallback, "input_gradient", computes, raising=False)
     if factor != 1.0:
-        monkeypatch.setattr("q4core.probes.runner.probe_path", lambda *_: ProbeResult(None, 0.0, 0.0))
+        monkeypatch.setattr("q4core.probes.runner.probe_path", lambda *_: q4.ProbeResult(None, 0.0, 0.0))
     return stages.STAGES["gradient"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
 
 

@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
 from q4core.selection.select import select_backend
+from tests.support.events import forget_warnings, heard
 from tests.support.fakes import plugin
 from tests.support.selection_casts import (
     ATTRIBUTES,
@@ -353,24 +353,17 @@ def _make(drawn: Sequence[Cast], wish: Wish, memory: Memory, x: torch.Tensor) ->
         unified_memory=memory.policy,
     )
     made = Made()
-
-    def listen(event: str, fields: dict[str, Any]) -> None:
-        if event == "q4.select":
-            made.events.append(fields)
-
-    observe(listen)
-    try:
-        with (
-            mock.patch.dict(os.environ, {"Q4_DISABLE_UM": "1"} if memory.is_turned_off else {}),
-            warnings.catch_warnings(record=True) as warned,
-        ):
-            warnings.simplefilter("always")
+    with (
+        heard("q4.select") as made.events,
+        mock.patch.dict(os.environ, {"Q4_DISABLE_UM": "1"} if memory.is_turned_off else {}),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        try:
             made.layer = q4.Session(config, registry=registry).linear(WEIGHT, m=(wish.low, wish.high))
             made.y = made.layer(x)
-    except q4.Q4Error as error:
-        made.error = error
-    finally:
-        unobserve(listen)
+        except q4.Q4Error as error:
+            made.error = error
     made.warned = [item.category for item in warned]
     return made
 

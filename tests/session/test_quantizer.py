@@ -12,10 +12,10 @@ import torch
 
 import q4core as q4
 from q4core import codec
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
 from q4core.probes.quantizer import probe_quantizer
 from q4core.selection.probe_results import probe_results
 from q4core.session import quantizer
+from tests.support.events import heard
 from tests.support.fakes import FakeBackend, registry
 from tests.support.pretended import DEVICE, pretended_cuda
 
@@ -27,23 +27,11 @@ PATH = q4.KernelPath.quantizer("quantize")
 LEVELS = torch.tensor(q4.BUILTIN_FORMATS["nf4"].codebook, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> None:
-    """Let every warning be given again."""
-    forget_warnings()
-
-
 @pytest.fixture
-def told() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+def told() -> Iterator[list[dict[str, Any]]]:
     """The events of one test."""
-    events: list[tuple[str, dict[str, Any]]] = []
-
-    def note(event: str, fields: dict[str, Any]) -> None:
-        events.append((event, fields))
-
-    observe(note)
-    yield events
-    unobserve(note)
+    with heard("q4.quantize", "q4.probe") as events:
+        yield events
 
 
 def _dense(rows: int = 24, columns: int = 128) -> torch.Tensor:
@@ -118,7 +106,7 @@ def test_a_quantiser_serves_no_linear_layer() -> None:
     assert [reason.code for reason in reasons] == [q4.ReasonCode.PLUGIN_ERROR]
 
 
-def test_rounding_by_chance_comes_from_a_proven_quantiser(told: list[tuple[str, dict[str, Any]]]) -> None:
+def test_rounding_by_chance_comes_from_a_proven_quantiser(told: list[dict[str, Any]]) -> None:
     """Codes are drawn by the seed; the event says who rounded, and the proof is done once."""
     backend = Quantiser()
     plugins = registry(backend)
@@ -128,9 +116,9 @@ def test_rounding_by_chance_comes_from_a_proven_quantiser(told: list[tuple[str, 
     assert [item for item in backend.asked if item[0] == (24, 128)] == [
         ((24, 128), q4.Rounding.STOCHASTIC, seed) for seed in (3, 3, 4)
     ]
-    probes = [fields for event, fields in told if event == "q4.probe"]
+    probes = [fields for fields in told if fields["event"] == "q4.probe"]
     assert [(fields["backend"], fields["passed"]) for fields in probes] == [("native", True)]
-    decided = [fields for event, fields in told if event == "q4.quantize"]
+    decided = [fields for fields in told if fields["event"] == "q4.quantize"]
     assert [(fields["backend"], fields["rounding"]) for fields in decided] == [("native", "stochastic")] * 3
 
 
@@ -335,7 +323,7 @@ def test_every_format_has_a_sample(format_: str, dtype: torch.dtype, choices: di
 
 @pytest.mark.parametrize("manner", ["right", "wrong"])
 def test_on_a_device_the_proven_quantiser_writes(
-    manner: str, told: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    manner: str, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded to nearest on CUDA, the native quantiser serves once its bytes were compared; else the reference does."""
     reference = codec.quantize
@@ -351,7 +339,7 @@ def test_on_a_device_the_proven_quantiser_writes(
         assert got.device == torch.device(DEVICE)
         codes = got.to("cpu").qdata
     assert torch.equal(codes, codec.quantize(_dense(), "nf4").qdata)
-    (decided,) = [fields for event, fields in told if event == "q4.quantize"]
+    (decided,) = [fields for fields in told if fields["event"] == "q4.quantize"]
     assert decided["backend"] == ("native" if manner == "right" else "reference")
     assert ("native" in (decided["fallback_reason"] or "")) == (manner == "wrong")
     assert ((24, 128) in {shape for shape, _, _ in backend.asked}) == (manner == "right")

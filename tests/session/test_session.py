@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ K = 128
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Start without warnings given and with the process's own registry."""
-    forget_warnings()
+    """End with the process's own session closed."""
     yield
     q4.default_session().close()
 

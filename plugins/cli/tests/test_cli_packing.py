@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.packing import make_recipe, split_tensors
-from q4core.schema import TensorInfo
 from tests.support.commands import answer
 
 if TYPE_CHECKING:
@@ -193,7 +192,7 @@ def test_convert_refuses_what_is_not_exact(
 
 def test_split_follows_names_shapes_and_patterns() -> None:
     """Matrices named ``<module>.weight`` are packed; ``--skip`` wins over ``--include``, which wins over embeddings."""
-    matrix, vector = TensorInfo(torch.bfloat16, (8, 64)), TensorInfo(torch.bfloat16, (8,))
+    matrix, vector = q4.TensorInfo(torch.bfloat16, (8, 64)), q4.TensorInfo(torch.bfloat16, (8,))
     infos = {
         "a.weight": matrix,
         "a.bias": vector,
@@ -201,8 +200,8 @@ def test_split_follows_names_shapes_and_patterns() -> None:
         "embed_tokens.weight": matrix,
         "wte.weight": matrix,
         "table": matrix,
-        "float8.weight": TensorInfo(torch.float8_e4m3fn, (8, 64)),
-        "empty.weight": TensorInfo(torch.bfloat16, (0, 64)),
+        "float8.weight": q4.TensorInfo(torch.float8_e4m3fn, (8, 64)),
+        "empty.weight": q4.TensorInfo(torch.bfloat16, (0, 64)),
         "model.layers.0.gate.weight": matrix,
     }
     chosen, kept, idle = split_tensors(infos, skip=["gate", "none"], include=["wte", "gate"])

@@ -11,7 +11,6 @@ import torch
 
 import q4core as q4
 from q4core.checkpoint import open_by
-from q4core.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,8 +48,8 @@ class FakeSource:
     path: Path
     reader: FakeReader
     metadata: Mapping[str, Any] = attrs.field(factory=lambda: {"kind": 7})
-    schema: Schema = attrs.field(
-        factory=lambda: Schema(
+    schema: q4.Schema = attrs.field(
+        factory=lambda: q4.Schema(
             layers={
                 "a": q4.LayerSchema(module="a", dialect="fake", format="nf4", keys={"qdata": "a.q", "scale": "a.q"})
             },

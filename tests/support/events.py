@@ -1,0 +1,29 @@
+"""What a test hears of the core: its events, and warnings that are given once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from q4core.diagnostics.events import forget_warnings, observe, unobserve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["forget_warnings", "heard"]
+
+
+@contextlib.contextmanager
+def heard(*names: str) -> Iterator[list[dict[str, Any]]]:
+    """Collect the fields of the events of these names that are sent inside the block; ``event`` is the name."""
+    events: list[dict[str, Any]] = []
+
+    def note(event: str, fields: dict[str, Any]) -> None:
+        if event in names:
+            events.append({"event": event, **fields})
+
+    observe(note)
+    try:
+        yield events
+    finally:
+        unobserve(note)
