@@ -144,7 +144,7 @@ def test_a_clock_that_a_subject_sets_is_not_read(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("makes_nothing", "a backend must have a name, got None"),
+        ("makes_nothing", "must have a name, got None"),
         ("no_version", "api_version must be"),
         ("never_made", "no kernel today"),
     ],

@@ -18,9 +18,10 @@ __all__ = ["TABLES", "UNCAUGHT", "catchers", "part_of", "parts"]
 
 
 def _tables() -> dict[str, tuple[Case, ...]]:
-    modules = {name: module for module in (cases, plain_cases) for name in module.__all__}
-    names = sorted(name for name in modules if name.endswith("_cases") and name != "select_cases")
-    return {name.removesuffix("_cases"): getattr(modules[name], name)() for name in names}
+    found = {name: value for module in (cases, plain_cases) for name, value in vars(module).items()}
+    others = {"plain_cases", "select_cases"}
+    names = sorted(name for name in found.keys() - others if name.endswith("_cases") and not name.startswith("_"))
+    return {name.removesuffix("_cases"): found[name]() for name in names}
 
 
 TABLES = _tables()
