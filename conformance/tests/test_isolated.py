@@ -70,7 +70,11 @@ def test_any_text_is_a_message(name: str, words: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "profile", "formats"), [("one_format", "kernel", ["nf4"]), ("right_dialect", "dialect", ["mxfp4"])]
+    ("name", "profile", "formats"),
+    [
+        pytest.param("one_format", "kernel", ["nf4"], marks=pytest.mark.soak),
+        ("right_dialect", "dialect", ["mxfp4"]),
+    ],
 )
 def test_what_a_function_makes_is_judged_on_all_that_it_declares(name: str, profile: str, formats: list[str]) -> None:
     """A right subject of one format is certified for it, and nothing of any other format is due."""

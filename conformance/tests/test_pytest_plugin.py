@@ -55,6 +55,7 @@ def counts(done: pytest.RunResult) -> dict[str, int]:
     return {words: int(number) for number, words in found}
 
 
+@pytest.mark.soak
 def test_what_a_function_makes_is_judged_on_all_that_it_declares(run: Callable[..., pytest.RunResult]) -> None:
     """A dialect that is made by a function has a whole run; the cases of formats that it lacks are no tests."""
     mark = '"q4_conformance_faults.toy_dialect:ToyDialect", profile="dialect"'
@@ -127,6 +128,7 @@ def test_conformance(q4_case):
 """
 
 
+@pytest.mark.soak
 def test_a_run_that_is_interrupted_writes_what_it_knows(
     run: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_run_that_is_interrupted_writes_what_it_knows(
     assert told["missing"]
 
 
+@pytest.mark.soak
 def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     """A folder that can't be written fails the run, and says why."""
     (tmp_path / "file").write_text("here", encoding="utf-8")
@@ -209,6 +212,7 @@ def pytest_addoption(parser):
 """
 
 
+@pytest.mark.soak
 def test_a_worker_judges_nobody(
     run: Callable[..., pytest.RunResult], pytester: pytest.Pytester, tmp_path: Path
 ) -> None:

@@ -11,19 +11,9 @@ from q4_conformance_faults import ToyKernel
 from q4core import ActivationPrecision, Feature
 
 FORMATS = ("nf4", "nvfp4", "q4_1", "int4")
-"""One of each kind: a table with flat blocks, two scale levels, an offset, zero points."""
-CHOSEN = ("nf4", "int4")
-"""In every run."""
-ONCE = {"varied", "frozen", "calls", "kind", "dispose", "long"}
-"""Parts that take seconds: in every run of the first of them."""
-
-
-def _is_in_every_run(case: Case) -> bool:
-    return case.weight_recipe.format.name in CHOSEN[: 1 if case.part in ONCE else None]
-
-
+"""One of each kind: a table with flat blocks, in each run; two scale levels, an offset, zero points."""
 CASES = [
-    pytest.param(case, id=case.id, marks=[] if _is_in_every_run(case) else pytest.mark.soak)
+    pytest.param(case, id=case.id, marks=[] if case.weight_recipe.format.name == FORMATS[0] else pytest.mark.soak)
     for case in split((*linear_cases(FORMATS), *backend_cases(FORMATS)), BackendSubject(ToyKernel()))[0]
 ]
 

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-FORMATS = ("nf4", "int4", "mxfp4", "nf4")
-"""One for each backend in every run."""
 LONG = {"kind", "calls", "varied", "long", "wide", "rows", "counts", "neighbours"}
 """Parts that take most of the time, and have little to do with how these backends compute: not in every run."""
 PAIRS = [
-    *((kernel.name, FORMATS[place], True) for place, kernel in enumerate(UNUSUAL)),
+    ("unusual-lazy", "mxfp4", True),
+    ("unusual-sliced", "nf4", True),
     *(
         pytest.param(kernel.name, name, False, marks=pytest.mark.soak)
         for kernel in UNUSUAL

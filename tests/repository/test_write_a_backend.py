@@ -82,6 +82,7 @@ def test_hello_world_serves(folder: Path) -> None:
     assert run(folder, "-c", USE, Q4_PLUGINS="hello,dequant-fallback") == RECORD
 
 
+@pytest.mark.soak
 def test_hello_world_holds_what_it_declares(folder: Path) -> None:
     """Every case that it declares passes, dense weight and all, because it says so."""
     program = "from q4_conformance import run_cases; report = run_cases('hello'); print(report); assert report.passed"

@@ -319,7 +319,7 @@ def test_device_is_waited_for_before_the_content_is_written_again(
             """Note the content at that instant."""
             seen.append((content.tensor.tolist(), content.version))
 
-    monkeypatch.setattr(content, "order", Watched())
+    monkeypatch.setattr(content, "sync", Watched())
     write(state, 1.0)
     assert seen == []
     Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0)).end()

@@ -321,7 +321,7 @@ WORDS = strategies.sampled_from(
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=80, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(words=strategies.lists(WORDS, max_size=7))
 def test_any_words_end_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the words, the status is 0, 1 or 2, and with ``--json`` stdout is one document, or the help."""

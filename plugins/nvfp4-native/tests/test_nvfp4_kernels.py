@@ -162,23 +162,27 @@ def test_a_row_depends_on_itself_alone(tile: str) -> None:
     assert torch.equal(whole[11:12], alone)
 
 
+PLANTED = [
+    ("gemm.cuh", "chunk_place(row, 2 * step + matrix / 2)", "chunk_place(row, 2 * step + matrix % 2)"),
+    ("gemm.cuh", "first + matrix / 2 * 8 + matrix_row", "first + matrix % 2 * 8 + matrix_row"),
+    ("gemm.cuh", "(first + lane % 2 * 8 + lane / 4)", "(first + lane / 4)"),
+    ("gemm.cuh", "(first + 8 + lane / 4) * T::SCALE_BYTES", "(first + lane / 4) * T::SCALE_BYTES"),
+    ("gemm.cuh", "row + 4 * step", "row"),
+    ("gemm.cuh", "start < k;\n        const uint8* from", "true;\n        const uint8* from"),
+    ("gemm.cuh", "start < k;\n        const int64 place", "true;\n        const int64 place"),
+    ("gemm.cuh", "first + row < total && start < k;\n        const uint8*", "start < k;\n        const uint8*"),
+    ("gemm.cuh", "first_m + i * 16 + half * 8 + lane / 4;", "first_m + i * 16 + lane / 4;"),
+    ("gemm.cuh", "wait_for_copies<T::STAGES - 2>();", "wait_for_copies<T::STAGES - 1>();"),
+    ("gemm.cuh", "        synchronize();  // everybody's", "        // everybody's"),
+]  # fmt: skip
+"""File, and what stands there → what is planted; the first three in each run, for each compiles anew."""
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new"),
-    [
-        ("gemm.cuh", "chunk_place(row, 2 * step + matrix / 2)", "chunk_place(row, 2 * step + matrix % 2)"),
-        ("gemm.cuh", "first + matrix / 2 * 8 + matrix_row", "first + matrix % 2 * 8 + matrix_row"),
-        ("gemm.cuh", "(first + lane % 2 * 8 + lane / 4)", "(first + lane / 4)"),
-        ("gemm.cuh", "(first + 8 + lane / 4) * T::SCALE_BYTES", "(first + lane / 4) * T::SCALE_BYTES"),
-        ("gemm.cuh", "row + 4 * step", "row"),
-        ("gemm.cuh", "start < k;\n        const uint8* from", "true;\n        const uint8* from"),
-        ("gemm.cuh", "start < k;\n        const int64 place", "true;\n        const int64 place"),
-        ("gemm.cuh", "first + row < total && start < k;\n        const uint8*", "start < k;\n        const uint8*"),
-        ("gemm.cuh", "first_m + i * 16 + half * 8 + lane / 4;", "first_m + i * 16 + lane / 4;"),
-        ("gemm.cuh", "wait_for_copies<T::STAGES - 2>();", "wait_for_copies<T::STAGES - 1>();"),
-        ("gemm.cuh", "        synchronize();  // everybody's", "        // everybody's"),
-    ],
+    [*PLANTED[:3], *(pytest.param(*row, marks=pytest.mark.soak) for row in PLANTED[3:])],
     ids=lambda text: text.split("\n")[0][:40],
-)  # fmt: skip
+)
 def test_a_planted_fault_is_caught(file: str, old: str, new: str) -> None:
     """With one index, wait or barrier of the kernel changed, the same product is wrong."""
     path = mutated_library({file: (old, new)})
