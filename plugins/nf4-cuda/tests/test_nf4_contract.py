@@ -24,11 +24,21 @@ from q4core import (
 FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
 INTERPRETED = Facts(torch_cuda=None, is_cuda_available=False, driver=None, triton=None, is_interpreted=True)
 """Where the manifest declares the CPU."""
-ONCE = {
-    *("threads", "counts", "kind", "long", "tiles", "neighbours", "rows", "awkward", "shapes", "inference"),
-    *("export", "copies", "ranges", "dtypes", "record", "modes", "compile", "mix", "isolation", "override"),
+LONG = {
+    "threads",
+    "counts",
+    "long",
+    "tiles",
+    "neighbours",
+    "rows",
+    "awkward",
+    "shapes",
+    "wide",
+    "many",
+    "modes",
+    "compile",
 }
-"""Parts that judge what all formats share, run for one of them: an interpreted kernel takes a second."""
+"""Parts that an interpreted kernel needs many seconds for: by the marker ``soak``."""
 MANY = {"calls", "varied", "frozen", "dispose", "elsewhere", "wide", "many"}
 """Parts of thousands of calls or rows, or of other processes, which an interpreter does not get through."""
 CASES = [
@@ -46,17 +56,21 @@ def subject() -> BackendSubject:
     return BackendSubject("nf4-cuda")  # the installed one: copies of layers look for their backend by its name
 
 
-def _is_common(case: Case) -> bool:
-    """Say whether each run takes a case: of two formats, a table and zero points, for one dtype of x."""
-    formats = {"nf4"} if case.part in ONCE or case.profile == "backend" else {"nf4", "int4"}
-    is_chosen = case.dtype is torch.bfloat16 or (case.profile == "backend" and case.part not in ONCE)
-    return is_chosen and case.weight_recipe.format.name in formats
+def _is_common(case: Case, seen: set[tuple[str, str]]) -> bool:
+    """Say whether each run takes a case: the first of its part, for a table and for zero points."""
+    key = (case.weight_recipe.format.name, f"{case.contract}/{case.part}")
+    is_first = key not in seen and key[0] in {"nf4", "int4"} and case.part not in LONG
+    seen |= {key} if is_first else set()
+    return is_first
+
+
+SEEN: set[tuple[str, str]] = set()
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.id, marks=() if _is_common(case) else pytest.mark.soak) for case in CASES],
+    [pytest.param(case, id=case.id, marks=() if _is_common(case, SEEN) else pytest.mark.soak) for case in CASES],
 )
 @pytest.mark.filterwarnings(*IGNORED_WARNINGS)
 def test_case(case: Case, subject: BackendSubject) -> None:
