@@ -37,6 +37,8 @@ LONG = {
     "many",
     "modes",
     "compile",
+    "kind",
+    "copies",
 }
 """Parts that an interpreted kernel needs many seconds for: by the marker ``soak``."""
 MANY = {"calls", "varied", "frozen", "dispose", "elsewhere", "wide", "many"}
