@@ -138,7 +138,8 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     if len(text) > _MAX_JSON_BYTES:
-        raise CheckpointError(what, name="size", rule=f"at most {_MAX_JSON_BYTES} bytes", where=str(path))
+        rule, size = f"at most {_MAX_JSON_BYTES} bytes", path.stat().st_size
+        raise CheckpointError(what, name="size", rule=rule, value=size, where=str(path))
     found = parse_json(text, what=what, where=str(path))
     if not isinstance(found, dict):
         rule = f"an object, as {what}"
