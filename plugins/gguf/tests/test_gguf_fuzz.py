@@ -18,7 +18,6 @@ from q4_gguf.values import ArrayValue
 if TYPE_CHECKING:
     from pathlib import Path
 
-MUTANTS = 1500
 _EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -62,8 +61,9 @@ def read_everything(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:
-    """1,500 mutants of a small file: each is read in full or refused by a Q4Error that names the file."""
+@pytest.mark.parametrize("mutants", [1500, pytest.param(25_000, marks=pytest.mark.soak)])
+def test_mutated_files(mutants: int, small_gguf: Path, tmp_path: Path) -> None:
+    """Mutants of a small file: each is read in full or refused by a Q4Error that names the file."""
     good = small_gguf.read_bytes()
     header_bytes = read_header(good, "good").data_start
     rng = random.Random(20261121)  # reproducible faults, no secrets
@@ -72,7 +72,7 @@ def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:
     slowest = 0.0
     tracemalloc.start()
     try:
-        for _ in range(MUTANTS):
+        for _ in range(mutants):
             path.unlink(missing_ok=True)  # a new file: the last one may still be mapped
             path.write_bytes(mutate(good, header_bytes, rng))
             start = time.perf_counter()
@@ -85,8 +85,8 @@ def test_mutated_files(small_gguf: Path, tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert refused > MUTANTS // 2, "the faults are too mild to test anything"
-    assert refused < MUTANTS, "not one mutant could be read: the reader refuses everything"
+    assert refused > mutants // 2, "the faults are too mild to test anything"
+    assert refused < mutants, "not one mutant could be read: the reader refuses everything"
     assert nameless == 0
     assert slowest < 2.0
     assert peak < 64 * 2**20

@@ -29,6 +29,22 @@ def test_protocol_holds(setting: Setting, least: int) -> None:
     assert found.states >= least
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        (Setting(in_place=True, writers=(2,), readers=(1,), kills=1), 160_000),
+        (Setting(in_place=True, writers=(1, 1), readers=(1,), kills=1), 100_000),
+        (Setting(in_place=True, writers=(), readers=(1,), watchers=1, healers=1, kills=1), 100_000),
+    ],
+    ids=str,
+)
+def test_protocol_holds_at_full_size(setting: Setting, least: int) -> None:
+    """The same with several processes at each of their steps, any of which may be killed."""
+    test_protocol_holds(setting, least)
+
+
 @pytest.mark.parametrize(
     ("setting", "least"),
     [

@@ -25,6 +25,22 @@ def test_protocol_holds(setting: Setting, least: int) -> None:
     assert found.states >= least
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        (Setting(writers=(3,), readers=(1,), kills=1), 130_000),
+        (Setting(writers=(2, 1), readers=(1,), kills=0), 40_000),
+        (Setting(writers=(1, 1), readers=(1,), kills=1), 100_000),
+    ],
+    ids=str,
+)
+def test_protocol_holds_at_full_size(setting: Setting, least: int) -> None:
+    """The same with any process killed beside readers, and with a reader beside writers that take turns."""
+    test_protocol_holds(setting, least)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found(fault: str) -> None:
     """Each way in which the protocol could be wrong is found, as what it leads to."""
