@@ -102,6 +102,7 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
     done.stdout.fnmatch_lines(["*q4 conform mine --case TC-09/bias/*"])
 
 
+@pytest.mark.soak
 def test_a_run_that_ends_early_writes_what_it_knows(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     """After the first failure the cases that nobody asked for have no result, and the report says so."""
     done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "bias or EX-01", "-x", f"--q4-report={tmp_path}")
@@ -166,6 +167,7 @@ def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunR
     done.stdout.fnmatch_lines(["CRASH *EX-01/rows*"])
 
 
+@pytest.mark.soak
 def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> None:
     """A target that declares nothing of what it is judged on has shown nothing."""
     done = run(RIGHT, "-k", "TC-09 and bias", mark='"mine", formats=["nf4"]')
@@ -173,6 +175,7 @@ def test_a_run_without_a_pass_fails(run: Callable[..., pytest.RunResult]) -> Non
     done.stdout.fnmatch_lines(["*nothing that mine declares has a case; not declared: *format 'nf4'*"])
 
 
+@pytest.mark.soak
 def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -> None:
     """Collection ends with the names there are."""
     done = run(RIGHT, mark='"mein"')
@@ -180,6 +183,7 @@ def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -
     done.stdout.fnmatch_lines(["*mein*mine*"])
 
 
+@pytest.mark.soak
 def test_the_mark_is_asked_for(run: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
     """A test that takes a case and names nobody is told how to."""
     pytester.makepyfile(test_other="def test_other(q4_case): pass")
@@ -232,6 +236,7 @@ def test_workers_of_xdist_are_refused(run: Callable[..., pytest.RunResult]) -> N
     done.stdout.fnmatch_lines(["*can't be distributed*run these tests with -n 0*"])
 
 
+@pytest.mark.soak
 def test_a_worker_runs_tests_that_ask_for_no_case(pytester: pytest.Pytester) -> None:
     """Whoever distributes other tests is left alone."""
     pytester.makeconftest(WORKER)
@@ -239,6 +244,7 @@ def test_a_worker_runs_tests_that_ask_for_no_case(pytester: pytest.Pytester) -> 
     pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("words", "status"), [(["--dist", "load", "--q4-report", "r"], 4), (["--dist", "load"], 0)])
 def test_no_report_is_promised_of_workers(pytester: pytest.Pytester, words: list[str], status: int) -> None:
     """A distributed run that asks for a report, which nobody could write, ends before it begins."""

@@ -1,4 +1,4 @@
-"""The core and its reference path pass the cases that concern them: detection, memory, training, mutable tensors."""
+"""The core and its reference path pass the cases that concern them; ``q4 conform q4core`` runs the slow ones too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 
 from q4_conformance import Case, Outcome, core_cases, run_case
 
-PARAMETERS = [pytest.param(case, id=case.id, marks=[pytest.mark.slow] if case.is_slow else []) for case in core_cases()]
+PARAMETERS = [
+    pytest.param(case, id=case.id, marks=[pytest.mark.slow, pytest.mark.soak] if case.is_slow else [])
+    for case in core_cases()
+]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)

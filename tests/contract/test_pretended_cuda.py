@@ -84,7 +84,13 @@ def subject() -> Iterator[BackendSubject]:
 DECLARED = split(CASES, BackendSubject(_Twin(), device=DEVICE))[0]  # type: ignore[arg-type]  # as below
 
 
-@pytest.mark.parametrize("case", DECLARED, ids=[case.id for case in DECLARED])
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Leave to ``soak`` what another format has shown in each run, and what makes thousands of calls."""
+    is_often = case.weight_recipe.format.name == "nf4" and case.part not in {"varied", "long", "wide"}
+    return [] if is_often or case.part == "values" else [pytest.mark.soak]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id, marks=_marks(case)) for case in DECLARED])
 def test_case(case: Case, subject: BackendSubject) -> None:
     """The case ends as it does on the CPU, with every tensor of the layer on the device."""
     result = run_case(case, subject)

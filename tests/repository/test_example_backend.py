@@ -46,6 +46,7 @@ def test_its_test_module_is_short() -> None:
     assert len(TESTS.read_text(encoding="utf-8").splitlines()) <= 15
 
 
+@pytest.mark.soak
 def test_it_holds_the_contract(base: Path, tmp_path: Path) -> None:
     """Every case of what it declares passes, and nothing comes from this folder."""
     status, text = certify(base, tmp_path, "--q4-report", "report")

@@ -426,6 +426,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_few_packages_are_enough(tmp_path: Path) -> None:
     """Without matplotlib, Hypothesis and others a dry run works, and each test that needs a GPU is collected."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)

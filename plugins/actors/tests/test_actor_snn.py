@@ -70,12 +70,22 @@ def test_actors_compute_what_one_loop_does(snn: Any, masters: dict[str, torch.Te
         assert (state[snn.COUNT].double() != expected[name]).double().mean() < 1 / 500
 
 
-@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_the_result_is_the_same_bit_for_bit(snn: Any, masters: dict[str, torch.Tensor], processes: bool) -> None:
+MANNERS = ((1, 0.0), (2, 0.0), (4, 0.0), (2, 0.02), (4, 0.02))
+"""Numbers of actors, and for how long each sleeps at most."""
+
+
+@pytest.mark.parametrize(
+    ("processes", "manners"),
+    [(False, MANNERS), (True, ((2, 0.02),)), pytest.param(True, MANNERS, marks=pytest.mark.soak)],
+    ids=["threads", "processes", "processes-all"],
+)
+def test_the_result_is_the_same_bit_for_bit(
+    snn: Any, masters: dict[str, torch.Tensor], processes: bool, manners: tuple[tuple[int, float], ...]
+) -> None:
     """One, two and four actors, steady and with random sleeps, leave the same bits; another pixel leaves others."""
     images = _images(snn)
     wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
-    for actors, jitter in ((1, 0.0), (2, 0.0), (4, 0.0), (2, 0.02), (4, 0.02)):
+    for actors, jitter in manners:
         got = snn.simulate(masters, images, snn.Plan(STEPS, actors, processes, 0, jitter))
         assert got.digest == wanted.digest, (actors, jitter)
     changed = images.clone()
@@ -145,9 +155,19 @@ def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
         (("--jitter", "nan"), "--jitter must be seconds, 0 or more"),
     ],
 )
-def test_the_command_refuses(tmp_path: Path, arguments: tuple[object, ...], complaint: str) -> None:
+def test_the_command_refuses(
+    snn: Any,
+    arguments: tuple[object, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Options that mean nothing are refused before anything is trained or written."""
-    done = run_example("actor_snn.py", *arguments, folder=tmp_path)
-    assert done.returncode == 2
-    assert complaint in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["actor_snn.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        snn.main()
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

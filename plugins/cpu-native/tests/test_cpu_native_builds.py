@@ -19,6 +19,7 @@ SEED = "1"
 """Fixed, so that a failure is a change's and not the day's; `q4_cpu_tests fuzz 1000000 $RANDOM` searches further."""
 COMMON = "-O1 -g1 -fno-sanitize-recover=all -DQ4_CPU_STALL_NS=1000000000000"
 """However slow threads are here, they share the work."""
+THREAD = pytest.param("thread", marks=pytest.mark.soak)  # a build of its own, and ten times as slow
 BUILDS = {
     "plain": [],
     "address": [f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=address,undefined -fno-omit-frame-pointer"],
@@ -95,25 +96,30 @@ def test_a_misspelt_command_fails() -> None:
     assert _run("plain", "fuzz", "1", "1", "mmx").returncode == 2
 
 
-@pytest.mark.parametrize("kind", ["plain", "address"])
-def test_buffers_may_end_at_forbidden_pages(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"), [("plain", 1500), ("address", 200), pytest.param("address", 3000, marks=pytest.mark.soak)]
+)
+def test_buffers_may_end_at_forbidden_pages(kind: str, count: int) -> None:
     """No load or store leaves the buffers that a caller passes."""
-    assert "1500 cases passed" in _passes(kind, "guard", "1500", SEED)
+    assert f"{count} cases passed" in _passes(kind, "guard", str(count), SEED)
 
 
-@pytest.mark.parametrize("kind", ["address", "thread"])
-def test_random_cases_under_sanitizers(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("address", 1000), *(pytest.param(kind, 5000, marks=pytest.mark.soak) for kind in ("address", "thread"))],
+)
+def test_random_cases_under_sanitizers(kind: str, count: int) -> None:
     """Addresses, undefined behaviour and data races: none is found, also in the kernels' own scratch."""
-    assert "3000 cases passed" in _passes(kind, "fuzz", "3000", "1000000")
+    assert f"{count} cases passed" in _passes(kind, "fuzz", str(count), "1000000")
 
 
-@pytest.mark.parametrize("kind", list(BUILDS))
+@pytest.mark.parametrize("kind", ["plain", "address", THREAD])
 def test_arguments_that_make_no_sense_are_refused(kind: str) -> None:
     """Every such argument gives -1, want of memory -2, and nothing is written."""
     assert "bad: passed" in _passes(kind, "bad")
 
 
-@pytest.mark.parametrize("kind", list(BUILDS))
+@pytest.mark.parametrize("kind", ["plain", "address", THREAD])
 def test_callers_on_several_threads(kind: str) -> None:
     """Calls at once from three threads all end, with the bits of calls made alone."""
     assert "threads: passed" in _passes(kind, "threads")
@@ -130,7 +136,10 @@ def test_children_compute(kind: str) -> None:
     assert "fork: passed" in _passes(kind, "fork")
 
 
-@pytest.mark.parametrize(("kind", "flaw"), [("address", "heap"), ("address", "sign"), ("thread", "race")])
+@pytest.mark.parametrize(
+    ("kind", "flaw"),
+    [("address", "heap"), ("address", "sign"), pytest.param("thread", "race", marks=pytest.mark.soak)],
+)
 def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
     """A flaw of the kind that each watches for ends the program, and the kernels are compiled in the same way."""
     assert _run("plain", "flaw", flaw).returncode == 0

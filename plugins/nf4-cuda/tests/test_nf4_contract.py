@@ -61,11 +61,15 @@ def subject() -> BackendSubject:
 def _is_common(case: Case, seen: set[tuple[str, str]]) -> bool:
     """Say whether each run takes a case: the first of its part, for a table and for zero points."""
     key = (case.weight_recipe.format.name, f"{case.contract}/{case.part}")
-    is_first = key not in seen and key[0] in {"nf4", "int4"} and case.part not in LONG
+    is_first = (
+        key not in seen and case.part not in LONG and (key[0] == "nf4" or (key[0] == "int4" and case.part in ZERO))
+    )
     seen |= {key} if is_first else set()
     return is_first
 
 
+ZERO = {"values", "bias", "gradient", "inference"}
+"""Parts that zero points could change."""
 SEEN: set[tuple[str, str]] = set()
 
 

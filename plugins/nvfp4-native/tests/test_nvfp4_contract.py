@@ -14,7 +14,7 @@ FORMATS = ("nvfp4", "mxfp4")
 PRODUCTS = [case for case in device_cases(FORMATS) if case.contract == "TC-15"]
 CASES = [case for case in (*linear_cases(FORMATS), *PRODUCTS) if case.precision is ActivationPrecision.FP4]
 PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
-OFTEN = {"values", "bias", "out", "shapes", "tiles", "awkward", "strided", "static", "gradient"}
+OFTEN = {"values", "bias", "out", "tiles", "awkward", "strided", "static", "gradient"}
 """Parts that depend on the kernels' own code: in each run by one case, which takes the emulator seconds."""
 FEW = {"values", "bias"}
 """Of these, what depends on the format as well, or on who launches."""
@@ -27,7 +27,7 @@ def _marked(cases: list[Case], often: dict[str, set[str]]) -> list[object]:
     for case in cases:
         key = (case.weight_recipe.format.name, f"{case.contract}/{case.part}")
         is_often = case.part in often[key[0]] and case.dtype is torch.float32 and key not in seen
-        is_often = is_often or (case in PRODUCTS and case.dtype is torch.float32)
+        is_often = is_often or (case in PRODUCTS and case.dtype is torch.float32 and key[0] == "mxfp4")
         seen |= {key} if is_often else set()
         found.append(pytest.param(case, id=case.id, marks=() if is_often else pytest.mark.soak))
     return found

@@ -78,7 +78,10 @@ def test_opening_50_gigabytes_is_quick_and_small(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @LINUX
-@pytest.mark.parametrize("how", ["read", "read and copied", "layers", "layers of copies"])
+@pytest.mark.parametrize(
+    "how",
+    ["layers", *(pytest.param(how, marks=pytest.mark.soak) for how in ("read", "read and copied", "layers of copies"))],
+)
 def test_loading_2_gigabytes_holds_no_second_copy(how: str, tmp_path: Path) -> None:
     """Peak anonymous memory of loading 2 GB layer by layer: what was prepared in memory + 2 × the largest tensor.
 
