@@ -40,12 +40,9 @@ PLAIN: type[torch.Tensor] = torch.Tensor
 
 
 def make_fast_path(layer: WeightOwner, live: LiveLayer) -> FastPath | None:
-    """Return ``fast(x, out)`` for a layer: y, or None where the call is not a plain one.
-
-    None is returned instead of a function where no call can be plain (neither on CPU nor on CUDA, another out dtype).
-    """
+    """Return ``fast(x, out)`` for a layer: y, or None where the call is not a plain one; None off CPU and CUDA."""
     device = live.device
-    if device.type not in {"cpu", "cuda"} or live.plan.out_dtype is not live.plan.dtype:
+    if device.type not in {"cpu", "cuda"}:
         return None
     if device.type == "cpu":
         return _make_anywhere(layer, live, torch.empty, is_cpu=True)
@@ -148,7 +145,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
             else:
                 linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
         except PLUGIN_FAULTS as error:
-            raise_broken_call(error, plan.backend, names[index])
+            raise_broken_call(error, plan.backend, "linear", names[index])
         counts[index] += 1
         return out
 

@@ -12,7 +12,7 @@ import torch
 from q4core.diagnostics.events import emit
 from q4core.errors import LifecycleError, Q4Error
 from q4core.formats import FLOATS
-from q4core.layers.preparation import copy_prepared
+from q4core.layers.preparation import copy_layer
 from q4core.layers.prepared_module import NOTHING, WeightOwner
 from q4core.layers.state_dict import load_weight, save_weight, split_state
 from q4core.machine import outside_inference
@@ -162,7 +162,7 @@ class PackedModule(WeightOwner):
         if prepared is None:
             content = attrs.evolve(content, empty=tuple(buffers))
         else:
-            prepared = copy_prepared(prepared, buffers[:-1], content.config, self._plugins())
+            prepared = copy_layer(prepared, buffers[:-1], content.config, self._plugins())
             content = attrs.evolve(content, prepared=prepared)
         twin._take(content)  # noqa: SLF001  # own class
         return twin

@@ -33,24 +33,7 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["PreparedLayer", "copy_prepared", "placer_for", "prepare_layer", "tell_memory"]
-
-
-@attrs.define(eq=False, kw_only=True)
-class PreparedLayer(LiveLayer):
-    """A weight in its backend's layout, with everything that a layer needs to call it and to tell about it.
-
-    Args:
-        plan: How it is called.
-        tensors: uint8 buffers: the backend's, then the source's where the backend has no export.
-        selection: What was chosen, and why not the others.
-        memory: What became of each of them under the unified-memory policy; empty under DISABLED.
-        source_bytes: Bytes of the source kept alive beside the prepared ones; 0 where the backend can export.
-    """
-
-    selection: Selection
-    memory: tuple[MemoryDecision, ...] = ()
-    source_bytes: int = 0
+__all__ = ["copy_layer", "placer_for", "prepare_layer", "tell_memory"]
 
 
 def placer_for(config: SessionConfig, registry: Registry, device: torch.device) -> Placer:
@@ -68,7 +51,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
     m: tuple[int, int | None] = (1, None),
     dtype: torch.dtype | None = None,
     name: str | None = None,
-) -> PreparedLayer:
+) -> LiveLayer:
     """Select, prepare and prove a weight; every decision is sent as an event unless the configuration says no.
 
     Args:
@@ -104,7 +87,7 @@ def _prepare(
     registry: Registry,
     m: tuple[int, int | None],
     dtype: torch.dtype | None,
-) -> PreparedLayer:
+) -> LiveLayer:
     _refuse_inside_trace(weight)
     weight.check_values()
     if config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED:  # fail before anything is done
@@ -140,7 +123,7 @@ def _prepare(
     buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *sources)]
     buffers, decisions = _place(buffers, placer, config, weight.name)
     _tell_selection(selection, weight)
-    return PreparedLayer(
+    return LiveLayer(
         plan=plan,
         tensors=tuple(buffers),
         selection=selection,
@@ -202,10 +185,7 @@ def tell_memory(
         emit("q4.memory", level=level, layer=layer, kind=kind, **fields)
 
 
-def copy_prepared(
-    prepared: PreparedLayer, buffers: list[torch.Tensor], config: SessionConfig, registry: Registry
-) -> PreparedLayer:
-    """Return a prepared layer over copies of its buffers, placed under the same policy."""
-    placer = placer_for(config, registry, prepared.selection.request.device)
-    placed, decisions = _place(buffers, placer, config)
-    return attrs.evolve(prepared, tensors=tuple(placed), memory=decisions)
+def copy_layer(live: LiveLayer, buffers: list[torch.Tensor], config: SessionConfig, registry: Registry) -> LiveLayer:
+    """Return a layer like ``live`` over copies of its buffers, placed under the same policy."""
+    placed, decisions = _place(buffers, placer_for(config, registry, live.device), config)
+    return attrs.evolve(live, tensors=tuple(placed), memory=decisions)

@@ -11,7 +11,7 @@ from torch import nn
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import as_bytes
 from q4core.layers.fast_path import make_fast_path
-from q4core.layers.preparation import PreparedLayer, prepare_layer
+from q4core.layers.preparation import prepare_layer
 from q4core.machine import outside_inference
 from q4core.ops.call_check import refuse_bias
 from q4core.ops.registration import forget_layer, register_layer
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4core.layers.fast_path import FastPath
+    from q4core.ops.registration import LiveLayer
 
 __all__ = ["NOTHING", "Content", "WeightOwner"]
 
@@ -52,7 +53,7 @@ class Content:
     config: SessionConfig
     dtype: torch.dtype
     device: torch.device
-    prepared: PreparedLayer | None
+    prepared: LiveLayer | None
     empty: tuple[torch.Tensor, ...] = ()
 
     def over(self, tensors: tuple[torch.Tensor, ...]) -> Content:
@@ -79,7 +80,7 @@ class WeightOwner(nn.Module):
     _content: Content
     _dtype: torch.dtype
     _fast: FastPath | None
-    _live: PreparedLayer | None
+    _live: LiveLayer | None
     _plan_key: str
     _is_managed: bool
     _buffer_names: tuple[str, ...]
@@ -206,7 +207,7 @@ class WeightOwner(nn.Module):
         buffers = self._buffers
         return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
 
-    def _require_ready(self) -> PreparedLayer:
+    def _require_ready(self) -> LiveLayer:
         if self._live is None:
             if self._closed:
                 raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")

@@ -6,6 +6,7 @@ compiled graph that carries the name means the same in another process, and laye
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import threading
@@ -22,12 +23,12 @@ from q4core.machine import on_device
 from q4core.weight import PackedWeight, WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from q4core.backend import Backend, Segment
     from q4core.selection.result import Selection
 
-__all__ = ["Plan", "exported_weight", "make_plan", "plan_by_key", "raise_broken_call"]
+__all__ = ["Plan", "exported_weight", "given_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
 def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -52,8 +53,7 @@ class Plan:
         gradients: Which of the backend's input gradients serves which M; empty where the core computes them.
         out_features: N.
         in_features: K.
-        dtype: dtype of x.
-        out_dtype: dtype of y.
+        dtype: dtype of x and of y.
     """
 
     key: str
@@ -68,7 +68,6 @@ class Plan:
     out_features: int
     in_features: int
     dtype: torch.dtype
-    out_dtype: torch.dtype
 
     @property
     def stem(self) -> str:
@@ -105,26 +104,31 @@ class Plan:
 def exported_weight(
     backend: Backend, prepared: Prepared, rows: torch.Tensor | None, shape: tuple[int, int]
 ) -> PackedWeight:
-    """Return what a backend exports, once it is known to be a weight of that shape.
+    """Return what a backend exports, whole or some rows, as ``given_weight`` does."""
+    export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
+    with on_device(prepared.tensors[0].device):
+        return given_weight(backend, "export", shape, functools.partial(export, prepared, rows))
+
+
+def given_weight(backend: Backend, method: str, shape: tuple[int, ...], call: Callable[[], object]) -> PackedWeight:
+    """Return the weight that a call of a backend's method gives, once it is known to be one of that shape.
 
     Raises:
-        BackendError: It raised, or gave something else.
+        BackendError: It gave something else, or raised; see ``raise_broken_call``.
     """
-    export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
     try:
-        with on_device(prepared.tensors[0].device):
-            weight: object = export(prepared, rows)
+        weight = call()
     except PLUGIN_FAULTS as error:
-        raise BackendError(f"export of backend {backend.name!r} raised {describe_exception(error)}") from error
+        raise_broken_call(error, backend, method)
     if not isinstance(weight, PackedWeight) or weight.shape != shape:
         got = f"one of {weight.shape}" if isinstance(weight, PackedWeight) else type(weight).__name__
         rule = f"a PackedWeight of {shape}"
-        raise BackendError(f"export of backend {backend.name!r}", name="result", rule=rule, value=got)
+        raise BackendError(f"{method} of backend {backend.name!r}", name="result", rule=rule, value=got)
     return weight
 
 
-def raise_broken_call(error: BaseException, backend: Backend, path: str, method: str = "linear") -> NoReturn:
-    """Tell the caller what a method of a backend raised in a live layer.
+def raise_broken_call(error: BaseException, backend: Backend, method: str, path: str | None = None) -> NoReturn:
+    """Tell the caller what a method of a backend raised.
 
     Running out of memory is the caller's to handle, and q4core's own errors say enough: they come through as they are.
 
@@ -133,8 +137,9 @@ def raise_broken_call(error: BaseException, backend: Backend, path: str, method:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, Q4Error)):
         raise error
+    place = "" if path is None else f", path {path!r},"
     raise BackendError(
-        f"{method} of backend {backend.name!r}, path {path!r}, raised {describe_exception(error)}",
+        f"{method} of backend {backend.name!r}{place} raised {describe_exception(error)}",
         hint="A fault of the backend; backend= or Q4_BACKEND names another one, Q4_DISABLE_PLUGINS leaves it out.",
     ) from error
 
@@ -160,7 +165,6 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
         "out_features": request.out_features,
         "in_features": request.in_features,
         "dtype": request.dtype,
-        "out_dtype": request.out_dtype,
     }
     told = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
     stem = f"{backend.name}/{hashlib.sha256(told.encode()).hexdigest()[:16]}"

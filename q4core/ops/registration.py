@@ -22,10 +22,12 @@ from q4core.ops.call_check import check_buffers, check_linear_call, check_operan
 from q4core.ops.plan import raise_broken_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from q4core.backend import Prepared
+    from q4core.memory import MemoryDecision
     from q4core.ops.plan import Plan
+    from q4core.selection.result import Selection
 
 __all__ = ["KERNELS", "LIBRARY", "LiveLayer", "forget_layer", "register_layer", "run_op"]
 
@@ -34,16 +36,22 @@ _CHUNK_BYTES = 16 << 20
 
 @attrs.define(eq=False, kw_only=True)
 class LiveLayer:
-    """What the op finds by the address of a layer's tag: its view of its buffers, and what is counted.
+    """A prepared and proven weight: what the op finds by the address of its tag, with what there is to tell of it.
 
     Args:
-        plan: The layer's plan.
-        tensors: Its buffers without the tag, uint8; ``buffers`` are these and the tag, others are somebody else's (a
-            functional call's).
+        plan: How it is called.
+        tensors: uint8 buffers: the backend's, then the source's where the backend has no export. ``buffers`` are these
+            and the tag; others are somebody else's (a functional call's).
+        selection: What was chosen, and why not the others.
+        memory: What became of each of them under the unified-memory policy; empty under DISABLED.
+        source_bytes: Bytes of the source kept alive beside the prepared ones; 0 where the backend can export.
     """
 
     plan: Plan
     tensors: tuple[torch.Tensor, ...]
+    selection: Selection
+    memory: tuple[MemoryDecision, ...] = ()
+    source_bytes: int = 0
     buffers: tuple[torch.Tensor, ...] = attrs.field(init=False)
     address: int = attrs.field(init=False)
     device: torch.device = attrs.field(init=False)
@@ -126,7 +134,7 @@ def _run_plan(
             else:
                 plan.backend.linear(prepared, flat, target, bias=bias, path=path)
     except PLUGIN_FAULTS as error:
-        raise_broken_call(error, plan.backend, path)
+        raise_broken_call(error, plan.backend, "linear", path)
     if not is_plain:
         out.copy_(target.view(out.shape))
     return index
@@ -135,58 +143,39 @@ def _run_plan(
 def _exact_product(
     plan: Plan, buffers: Sequence[torch.Tensor], tensor: torch.Tensor, *, to_input: bool
 ) -> torch.Tensor:
-    """Return ``grad @ w``, or ``x @ wᵀ``, each the other's gradient, with exact weights and sums in float32.
+    """Return ``grad @ w`` [..., K] of grad [..., N], or ``x @ wᵀ`` of x, with exact weights and sums in float32.
 
     The backend computes ``grad @ w`` where its input gradient is proven for so many rows; else the core does, chunk by
     chunk of dequantised out-features.
-
-    Args:
-        plan: The layer's plan.
-        buffers: The layer's buffers.
-        tensor: grad [..., N], or x [..., K].
-        to_input: Whether it is grad.
-
-    Returns:
-        [..., K] of the plan's x dtype, or [..., N] of its y dtype.
     """
-    flat = tensor.reshape(-1, plan.out_features if to_input else plan.in_features)
-    width, dtype = _result_of(plan, to_input=to_input)
-    path = plan.gradient_path(len(flat)) if to_input and tensor.dtype is plan.out_dtype else None
-    if path is not None:
-        result = _backend_gradient(plan, buffers, flat.contiguous(), path)
-    else:
-        result = torch.zeros((len(flat), width), dtype=torch.float32, device=tensor.device)
-        with without_casts(tensor.device.type):
-            for rows, dense in _dense_chunks(plan, buffers):
+    inner, width = _widths(plan, to_input=to_input)
+    flat = tensor.reshape(-1, inner)
+    path = plan.gradient_path(len(flat)) if to_input and tensor.dtype is plan.dtype else None
+    with without_casts(tensor.device.type):
+        if path is not None:
+            result = torch.empty((len(flat), width), dtype=plan.dtype, device=tensor.device)
+            backend: Any = plan.backend  # ``input_gradient`` is declared by its op
+            try:
+                with on_device(tensor.device):
+                    backend.input_gradient(plan.prepared(buffers), flat.contiguous(), result, path=path)
+            except PLUGIN_FAULTS as error:
+                raise_broken_call(error, plan.backend, "input_gradient", path)
+        else:
+            result = torch.zeros((len(flat), width), dtype=torch.float32, device=tensor.device)
+            weight, step = plan.weight(buffers), max(1, _CHUNK_BYTES // (4 * plan.in_features))
+            for start in range(0, plan.out_features, step):
+                rows = slice(start, min(start + step, plan.out_features))
+                dense = dequantize(weight, torch.float32, rows=rows, is_checked=True)
                 if to_input:
                     result.addmm_(flat[:, rows].to(torch.float32), dense)
                 else:
                     result[:, rows] = flat.to(torch.float32) @ dense.T
-    return result.to(dtype).reshape(*tensor.shape[:-1], width)
+    return result.to(plan.dtype).reshape(*tensor.shape[:-1], width)
 
 
-def _result_of(plan: Plan, *, to_input: bool) -> tuple[int, torch.dtype]:
-    return (plan.in_features, plan.dtype) if to_input else (plan.out_features, plan.out_dtype)
-
-
-def _dense_chunks(plan: Plan, buffers: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-    weight = plan.weight(buffers)
-    step = max(1, _CHUNK_BYTES // (4 * plan.in_features))
-    for start in range(0, plan.out_features, step):
-        rows = slice(start, min(start + step, plan.out_features))
-        yield rows, dequantize(weight, torch.float32, rows=rows, is_checked=True)
-
-
-def _backend_gradient(plan: Plan, buffers: Sequence[torch.Tensor], grad: torch.Tensor, path: str) -> torch.Tensor:
-    """Return the backend's own gradient [M, K] of contiguous rows [M, N]."""
-    out = torch.empty((grad.shape[0], plan.in_features), dtype=plan.dtype, device=grad.device)
-    backend: Any = plan.backend  # ``input_gradient`` is declared by its op
-    try:
-        with on_device(grad.device), without_casts(grad.device.type):
-            backend.input_gradient(plan.prepared(buffers), grad, out, path=path)
-    except PLUGIN_FAULTS as error:
-        raise_broken_call(error, plan.backend, path, "input_gradient")
-    return out
+def _widths(plan: Plan, *, to_input: bool) -> tuple[int, int]:
+    """Return how wide the operand and the result of an exact op are."""
+    return (plan.out_features, plan.in_features) if to_input else (plan.in_features, plan.out_features)
 
 
 # -- registration
@@ -223,7 +212,7 @@ def run_op(
         prepared = plan.prepared(buffers)
     if out is None:
         # Sizes one by one: a tuple of them costs 1 µs more.
-        out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.out_dtype, device=device)
+        out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.dtype, device=device)
     segment = _run_plan(plan, prepared, x, out, bias)
     if live is not None and segment is not None:
         live.counts[segment] += 1
@@ -256,27 +245,21 @@ for _name, _kernel in KERNELS.items():
 LIBRARY.impl("linear_out", torch.library.fallthrough_kernel, "Negative")
 
 
-def _linear_fake(x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str) -> torch.Tensor:
-    call, device = check_buffers(plan, buffers)
-    check_linear_call(call, device, x, bias, is_fake=True)
-    return torch.empty((*x.shape[:-1], call.out_features), dtype=call.out_dtype, device=x.device)
-
-
-def _linear_out_fake(
-    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor
-) -> None:
+def _linear_fake(
+    x: torch.Tensor, buffers: list[torch.Tensor], bias: torch.Tensor | None, plan: str, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
     call, device = check_buffers(plan, buffers)
     check_linear_call(call, device, x, bias, out, is_fake=True)
+    return x.new_empty((*x.shape[:-1], call.out_features)) if out is None else None
 
 
 def _exact_fake(tensor: torch.Tensor, buffers: list[torch.Tensor], plan: str, *, to_input: bool) -> torch.Tensor:
     call, device = check_buffers(plan, buffers)
     check_operand(call, device, tensor, to_input=to_input)
-    width, dtype = _result_of(call, to_input=to_input)
-    return torch.empty((*tensor.shape[:-1], width), dtype=dtype, device=tensor.device)
+    return tensor.new_empty((*tensor.shape[:-1], _widths(call, to_input=to_input)[1]), dtype=call.dtype)
 
 
 torch.library.register_fake("q4core::linear", _linear_fake, lib=LIBRARY)
-torch.library.register_fake("q4core::linear_out", _linear_out_fake, lib=LIBRARY)
+torch.library.register_fake("q4core::linear_out", _linear_fake, lib=LIBRARY)
 torch.library.register_fake("q4core::linear_input_grad", functools.partial(_exact_fake, to_input=True), lib=LIBRARY)
 torch.library.register_fake("q4core::linear_exact", functools.partial(_exact_fake, to_input=False), lib=LIBRARY)
