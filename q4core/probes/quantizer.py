@@ -34,24 +34,22 @@ _CLOSE = 2.0**-20
 """Of a step: values this close to a level count as that level."""
 
 
-def call_quantizer(
-    backend: Backend, dense: torch.Tensor, request: Request, rounding: Rounding, seed: int
-) -> PackedWeight:
+def call_quantizer(backend: Backend, dense: torch.Tensor, request: Request, seed: int) -> PackedWeight:
     """Call a backend's quantiser, with its device current; to nearest by the two arguments that every one has."""
     native: Any = backend.quantize  # type: ignore[attr-defined]  # declared by op "quantize"
-    options = {} if rounding is Rounding.NEAREST else {"rounding": rounding, "seed": seed}
+    options = {} if request.rounding is Rounding.NEAREST else {"rounding": request.rounding, "seed": seed}
     with torch.no_grad(), on_device(dense.device):
         packed: PackedWeight = native(dense, request, **options)
     return packed
 
 
-def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> ProbeResult:
+def probe_quantizer(backend: Backend, request: Request) -> ProbeResult:
     """Run a quantiser on a sample with zeros, ties and small values, and judge what it writes.
 
     The sample has the request's device, dtype and classes of N and K; the result's ``fault`` says what was wrong first.
     """
     started = time.perf_counter()
-    is_random = rounding is Rounding.STOCHASTIC
+    is_random = request.rounding is Rounding.STOCHASTIC
     sample = _sample(request)
     asked = attrs.evolve(request, out_features=sample.shape[0], in_features=sample.shape[1])
     is_signed = request.features.isdisjoint({Feature.ZERO_POINT, Feature.FLOAT_ZERO_POINT})
@@ -66,7 +64,7 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
             symmetric=request.format.name == "int4" and is_signed,
         )
         dense = sample.to(request.device, copy=True)
-        got = [call_quantizer(backend, dense, asked, rounding, seed) for seed in (_SEEDS if is_random else (0,))]
+        got = [call_quantizer(backend, dense, asked, seed) for seed in (_SEEDS if is_random else (0,))]
         message = next((told for item in got if (told := _misfit(wanted, item, request.device))), None)
         if not torch.equal(dense.to("cpu"), sample):
             message = "it wrote to dense"
@@ -76,7 +74,7 @@ def probe_quantizer(backend: Backend, request: Request, rounding: Rounding) -> P
     except PLUGIN_FAULTS as error:
         message = f"it raised {note_fault(backend.name, error)}"
     if message is not None:
-        message = f"the native quantiser, rounding {rounding.value}: {message}"
+        message = f"the native quantiser, rounding {request.rounding.value}: {message}"
     return probe_result(message, started)
 
 

@@ -10,13 +10,13 @@ import torch
 
 from q4core.backend import Prepared, Reason, ReasonCode
 from q4core.diagnostics.errors_of_plugins import note_fault
-from q4core.diagnostics.events import emit, warn_once
-from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError, Q4ProbeWarning
+from q4core.diagnostics.events import emit
+from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
 from q4core.probes.export import probe_export
 from q4core.probes.linear import probe_path
-from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts
+from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts, warn_of_fault
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, PrepareContext, Request
@@ -131,46 +131,27 @@ class Trial:
             BackendError: The backend wrote to the caller's weight.
         """
         name = self._backend.name
+        backend, given = self._backend, self._given
         with torch.no_grad():
-            shown = {part: self._probe(prepared, *part, rows) for part, rows in self._unproven.items()}
+            shown = {
+                (request, path): probe_export(backend, prepared, given)
+                if path is None
+                else probe_path(backend, prepared, given, request, path, rows)
+                for (request, path), rows in self._unproven.items()
+            }
         reason = self._bar_writer()  # first, because numbers from a weight that was changed mean nothing
         if reason is not None:
             emit("q4.probe", level=logging.ERROR, backend=name, passed=False, fault=reason.message)
             return False
         for (request, path), result in shown.items():
             self._results.record(name, path, request, result, self._unproven[request, path])
-            emit(
-                "q4.probe",
-                level=logging.DEBUG if result.fault is None else logging.ERROR,
-                backend=name,
-                path="export" if path is None else path.name,
-                op=request.op,
-                format=request.format.name,
-                device=str(request.device),
-                passed=result.fault is None,
-                worst_ratio=result.worst_ratio,
-                microseconds=round(result.microseconds),
-                fault=None if result.fault is None else result.fault.message,
-            )
         is_right = True
         for (request, path), rows in self._parts.items():
             known = self._known(request, path, rows)
-            if known is None or known.fault is None:
-                continue
-            is_right = False
-            what = "export" if path is None else path.name
-            told = f"backend {name!r} is not used"
-            if request.op == "input_gradient":
-                what = f"input gradient {what}"
-                told = f"{what} of backend {name!r} is not used, another one or the core computes it,"
-            message = f"{told} for {request.format.name}: {known.fault.message}"
-            warn_once((name, what, request.format.name), Q4ProbeWarning, message)
+            if known is not None and known.fault is not None:
+                is_right = False
+                warn_of_fault(name, path, request, known.fault)
         return is_right
-
-    def _probe(self, prepared: Prepared, request: Request, path: KernelPath | None, rows: list[int]) -> ProbeResult:
-        if path is None:
-            return probe_export(self._backend, prepared, self._given)
-        return probe_path(self._backend, prepared, self._given, request, path, rows)
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:

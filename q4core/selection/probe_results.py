@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 import weakref
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from q4core.backend import Request
+from q4core.diagnostics.events import emit, warn_once
+from q4core.errors import Q4ProbeWarning
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from q4core.backend import KernelPath, Reason, Segment
     from q4core.plugins.registry import Registry
 
-__all__ = ["ProbeResult", "ProbeResults", "probe_results", "row_counts"]
+__all__ = ["ProbeResult", "ProbeResults", "probe_results", "row_counts", "warn_of_fault"]
 
 _UNRELATED = {"precision", "gradients", "m", "out_features", "in_features"}
 _FACTS = operator.attrgetter(*(field.name for field in attrs.fields(Request) if field.name not in _UNRELATED))
@@ -57,12 +60,25 @@ class ProbeResults:
     def record(
         self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult, rows: Iterable[int] = ()
     ) -> None:
-        """Keep a result, and for which numbers of rows it was found; a path once wrong stays so."""
+        """Keep a result, and for which numbers of rows it was found, and tell it; a path once wrong stays so."""
         key = self.key(backend, path, request)
         with self._lock:
             known, seen = self._shown.get(key, (result, frozenset[int]()))
             self._shown[key] = (result if known.fault is None else known, seen.union(rows))
             self.generation += 1
+        emit(
+            "q4.probe",
+            level=logging.DEBUG if result.fault is None else logging.ERROR,
+            backend=backend,
+            path=_label(path, request),
+            op=request.op,
+            format=request.format.name,
+            device=str(request.device),
+            passed=result.fault is None,
+            worst_ratio=result.worst_ratio,
+            microseconds=round(result.microseconds),
+            fault=None if result.fault is None else result.fault.message,
+        )
 
     def refuse(
         self, backend: str, segments: tuple[Segment, ...], request: Request, reasons: tuple[Reason, ...]
@@ -99,6 +115,22 @@ class ProbeResults:
         """Return whether a path has passed its probe for this range of M in requests like this one."""
         result = self.result(backend, segment.path, request, row_counts(segment.path, segment.m))
         return result is not None and result.fault is None
+
+
+def warn_of_fault(backend: str, path: KernelPath | None, request: Request, fault: Reason) -> None:
+    """Warn that what a backend offers is not used, once for each format."""
+    what, told = _label(path, request), f"backend {backend!r} is not used"
+    if request.op == "input_gradient":
+        what = f"input gradient {what}"
+        told = f"{what} of backend {backend!r} is not used, another one or the core computes it,"
+    message = f"{told} for {request.format.name}: {fault.message}"
+    warn_once((backend, what, request.format.name), Q4ProbeWarning, message)
+
+
+def _label(path: KernelPath | None, request: Request) -> str:
+    if path is None:
+        return "export"
+    return f"{path.name}, {request.rounding.value}" if request.op == "quantize" else path.name
 
 
 def row_counts(path: KernelPath, wanted: tuple[int, int | None]) -> list[int]:

@@ -11,30 +11,22 @@ import torch
 
 from q4core import codec
 from q4core.backend import Request
-from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.errors_of_plugins import chained
-from q4core.diagnostics.events import emit, warn_once
-from q4core.errors import (
-    PLUGIN_FAULTS,
-    BackendError,
-    BackendUnavailableError,
-    InputError,
-    LifecycleError,
-    Q4Error,
-    Q4ProbeWarning,
-)
+from q4core.diagnostics.events import emit
+from q4core.errors import BackendUnavailableError, InputError, LifecycleError, Q4Error
 from q4core.formats import Format, find_format
+from q4core.ops.plan import given_weight
 from q4core.plugins.registry import default_registry
 from q4core.policy import Rounding, SessionConfig, to_option
 from q4core.probes.quantizer import call_quantizer, probe_quantizer
 from q4core.selection.cache import select_for
-from q4core.selection.probe_results import probe_results
-from q4core.weight import PackedWeight
+from q4core.selection.probe_results import probe_results, warn_of_fault
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath
     from q4core.formats import Packing, ScaleKind
     from q4core.plugins.registry import Registry
+    from q4core.weight import PackedWeight
 
 __all__ = ["Quantizer", "find_quantizer", "quantize", "quantize_request"]
 
@@ -48,7 +40,6 @@ class Quantizer:
     backend: Backend
     path: KernelPath
     request: Request
-    rounding: Rounding
 
     def quantize(self, dense: torch.Tensor, seed: int) -> PackedWeight:
         """Return a dense weight [N, K] of the request, of finite values, in four bits.
@@ -56,17 +47,8 @@ class Quantizer:
         Raises:
             BackendError: The quantiser failed, or gave something else.
         """
-        what = f"quantize of backend {self.backend.name!r}"
-        try:
-            packed: object = call_quantizer(self.backend, dense, self.request, self.rounding, seed)
-        except Q4Error:
-            raise
-        except PLUGIN_FAULTS as error:
-            raise BackendError(f"{what} raised {describe_exception(error)}") from error
-        if not isinstance(packed, PackedWeight) or packed.shape != tuple(dense.shape):
-            rule, shape = "a PackedWeight of the shape of dense", tuple(dense.shape)
-            raise BackendError(what, name="result", rule=f"{rule} {shape}", value=packed)
-        return packed
+        call = functools.partial(call_quantizer, self.backend, dense, self.request, seed)
+        return given_weight(self.backend, "quantize", tuple(dense.shape), call)
 
 
 def quantize(  # noqa: PLR0913  # one argument per wish
@@ -117,12 +99,12 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     why = "CPU tensors are quantised by the reference codec"
     if chosen is not Rounding.NEAREST or dense.device.type != "cpu":
         try:
-            request = quantize_request(dense, kind, **choices)
+            request = quantize_request(dense, kind, rounding=chosen, **choices)
         except Q4Error:
             codec.quantize(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
             raise
         try:
-            found = find_quantizer(plugins, request, chosen)
+            found = find_quantizer(plugins, request)
         except BackendUnavailableError as error:
             if chosen is not Rounding.NEAREST:
                 raise BackendUnavailableError(
@@ -164,18 +146,24 @@ def _sample(kind: Format, columns: int, dtype: torch.dtype, choices: tuple[tuple
     return codec.quantize(torch.zeros(1, columns, dtype=dtype), kind, **dict(choices))
 
 
-def quantize_request(dense: torch.Tensor, format: str | Format, **choices: Any) -> Request:  # noqa: A002  # the contract's name
+def quantize_request(
+    dense: torch.Tensor,
+    format: str | Format,  # noqa: A002  # the contract's name
+    *,
+    rounding: Rounding = Rounding.NEAREST,
+    **choices: Any,
+) -> Request:
     """Return what a quantiser is asked: the facts of the weight that the reference codec makes of ``dense`` [N, K]."""
     kind = find_format(format)
     rows, columns = dense.shape
     block = choices.get("block_size") or kind.block_size
     sample = _sample(kind, block + columns % block, dense.dtype, tuple(sorted(choices.items())))
     request = Request.for_weight(sample, device=dense.device, dtype=dense.dtype)
-    return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns)
+    return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns, rounding=rounding)
 
 
 @chained()
-def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> Quantizer:
+def find_quantizer(registry: Registry, request: Request) -> Quantizer:
     """Return the native quantiser that is best for a request of op ``"quantize"``, proven; what is proven stays so.
 
     Raises:
@@ -183,7 +171,6 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
         LifecycleError: It would have to be proven inside a CUDA-graph capture.
     """
     results = probe_results(registry)
-    request = attrs.evolve(request, rounding=rounding)
     while True:
         selection = select_for(request, SessionConfig(), registry)
         backend, path = registry.backends()[selection.backend], selection.path
@@ -193,20 +180,8 @@ def find_quantizer(registry: Registry, request: Request, rounding: Rounding) -> 
                 hint = "Quantise a weight of this kind once before the capture."
                 what = f"no quantiser of {request.format.name} is proven yet, and none can be inside a capture"
                 raise LifecycleError(what, hint=hint)
-            result = probe_quantizer(backend, request, rounding)
+            result = probe_quantizer(backend, request)
             results.record(backend.name, path, request, result)
-            emit(
-                "q4.probe",
-                level=logging.DEBUG if result.fault is None else logging.ERROR,
-                backend=backend.name,
-                path=f"{path.name}, {rounding.value}",
-                format=request.format.name,
-                device=str(request.device),
-                passed=result.fault is None,
-                microseconds=round(result.microseconds),
-                fault=None if result.fault is None else result.fault.message,
-            )
         if result.fault is None:
-            return Quantizer(backend, path, request, rounding)
-        message = f"backend {backend.name!r} is not used for {request.format.name}: {result.fault.message}"
-        warn_once((backend.name, path.name, rounding, request.format.name), Q4ProbeWarning, message)
+            return Quantizer(backend, path, request)
+        warn_of_fault(backend.name, path, request, result.fault)

@@ -157,8 +157,8 @@ def test_a_quantiser_that_rounds_otherwise_by_chance_is_refused(manner: str, fau
 def test_a_wrong_quantiser_is_told_by_its_first_wrong_code(manner: str, rounding: str, words: str) -> None:
     """The probe says which code or byte is wrong, what it should be, and how many are."""
     backend = Quantiser(manner=manner)
-    request = quantizer.quantize_request(_dense(), "nf4")
-    fault = probe_quantizer(backend, request, q4.Rounding(rounding)).fault
+    request = quantizer.quantize_request(_dense(), "nf4", rounding=q4.Rounding(rounding))
+    fault = probe_quantizer(backend, request).fault
     assert fault is not None
     assert re.search(words, fault.message), fault.message
 
@@ -182,10 +182,11 @@ def test_the_proof_is_kept_by_rounding() -> None:
         _quantize(plugins)
     results = probe_results(plugins)
     generation = results.generation
-    found = quantizer.find_quantizer(plugins, quantizer.quantize_request(_dense(), "nf4"), q4.Rounding.NEAREST)
+    found = quantizer.find_quantizer(plugins, quantizer.quantize_request(_dense(), "nf4"))
     assert found.backend is backend
     assert results.generation == generation + 1
-    found = quantizer.find_quantizer(plugins, quantizer.quantize_request(_dense(), "nf4"), q4.Rounding.STOCHASTIC)
+    by_chance = quantizer.quantize_request(_dense(), "nf4", rounding=q4.Rounding.STOCHASTIC)
+    found = quantizer.find_quantizer(plugins, by_chance)
     assert found.backend.name == "second"
     assert results.generation == generation + 1
 
@@ -251,17 +252,17 @@ def test_to_nearest_the_bytes_are_those_of_the_reference(manner: str) -> None:
     request = quantizer.quantize_request(_dense(), "nvfp4")
     plugins = registry(Quantiser(manner=manner))
     if manner == "right":
-        assert quantizer.find_quantizer(plugins, request, q4.Rounding.NEAREST).path == PATH
+        assert quantizer.find_quantizer(plugins, request).path == PATH
         return
     with pytest.warns(q4.Q4ProbeWarning, match="differ"), pytest.raises(q4.BackendUnavailableError):
-        quantizer.find_quantizer(plugins, request, q4.Rounding.NEAREST)
+        quantizer.find_quantizer(plugins, request)
 
 
 @pytest.mark.parametrize("rounding", q4.Rounding)
 def test_a_quantiser_that_writes_to_its_source_is_refused(rounding: q4.Rounding) -> None:
     """What it is held to is the sample as it was given."""
-    request = quantizer.quantize_request(_dense(), "nf4")
-    fault = probe_quantizer(Quantiser(manner="writes"), request, rounding).fault
+    request = quantizer.quantize_request(_dense(), "nf4", rounding=rounding)
+    fault = probe_quantizer(Quantiser(manner="writes"), request).fault
     assert fault is not None
     assert "wrote to dense" in fault.message
 
@@ -274,7 +275,7 @@ def test_a_quantiser_of_an_older_contract_still_rounds_to_nearest() -> None:
             return codec.quantize(dense, request.format)
 
     request = quantizer.quantize_request(_dense(), "nvfp4")
-    found = quantizer.find_quantizer(registry(Older(ops={"quantize"})), request, q4.Rounding.NEAREST)
+    found = quantizer.find_quantizer(registry(Older(ops={"quantize"})), request)
     assert found.quantize(_dense(), 0).shape == (24, 128)
 
 
@@ -298,7 +299,7 @@ def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pyt
     request = attrs.evolve(quantizer.quantize_request(_dense(), "nvfp4"), device=torch.device("meta"))
     monkeypatch.setattr(codec, "quantize", watched)
     # The quantiser can't quantise what holds no data.
-    assert probe_quantizer(Quantiser(), request, q4.Rounding.NEAREST).fault is not None
+    assert probe_quantizer(Quantiser(), request).fault is not None
     assert devices[0] == "cpu"
 
 
@@ -317,7 +318,7 @@ def test_every_format_has_a_sample(format_: str, dtype: torch.dtype, choices: di
             return codec.quantize(dense, request.format, **choices)
 
     request = quantizer.quantize_request(_dense(columns=columns).to(dtype), format_, **choices)
-    result = probe_quantizer(Reference(), request, q4.Rounding.NEAREST)
+    result = probe_quantizer(Reference(), request)
     assert result.fault is None
 
 

@@ -206,8 +206,8 @@ def test_the_core_proves_it(name: str, kind: ScaleKind, rounding: Rounding) -> N
     """The probe of the core passes to nearest and by chance; the quantiser is then what the public function uses."""
     plugins = make_registry(Nvfp4Native())
     dense = torch.randn(8, 64)
-    request = quantizer.quantize_request(dense, name, scale_kind=kind)
-    found = quantizer.find_quantizer(plugins, request, rounding)
+    request = quantizer.quantize_request(dense, name, scale_kind=kind, rounding=rounding)
+    found = quantizer.find_quantizer(plugins, request)
     assert (found.backend.name, found.path.kind) == ("nvfp4-native", PathKind.QUANTIZE)
     if rounding is Rounding.NEAREST:
         _assert_same(found.quantize(dense, 0), quantize(dense, name, scale_kind=kind))
