@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from q4core.selection.result import Selection
 
-    from q4core.backend import Reason, Segment
-    from q4core.selection.result import Rejection, Selection
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4core.backend import Segment
 
 __all__ = ["Diagnostics", "Report"]
 
@@ -19,12 +20,11 @@ _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load
 
 
 @attrs.frozen(kw_only=True)
-class Diagnostics:
+class Diagnostics(Selection):
     """The record of one layer: its selection, and what was counted; ``summary`` has five facts of it.
 
     Args:
         layer: Its name.
-        selection: Who serves, and why nobody else does.
         calls: How often each segment of the selection ran. Replayed CUDA graphs don't tick.
         prepared_bytes: Bytes of the buffers.
         source_bytes: Those of them that are the source, kept because the backend can't export.
@@ -34,7 +34,6 @@ class Diagnostics:
     """
 
     layer: str
-    selection: Selection
     calls: tuple[int, ...]
     prepared_bytes: int
     source_bytes: int
@@ -45,17 +44,7 @@ class Diagnostics:
     @property
     def format(self) -> str:
         """Name of the format."""
-        return self.selection.request.format.name
-
-    @property
-    def backend(self) -> str:
-        """Who serves."""
-        return self.selection.backend
-
-    @property
-    def compute_path(self) -> str:
-        """The policy under which it was chosen."""
-        return self.selection.compute_path.value
+        return self.request.format.name
 
     @property
     def path_name(self) -> str:
@@ -64,67 +53,33 @@ class Diagnostics:
         return self.segments[most].path.name
 
     @property
-    def fallback_reason(self) -> str | None:
-        """Why the reference serves although a kernel was wanted, or None."""
-        return self.selection.fallback_reason
-
-    @property
     def native_load_state(self) -> str:
         """What the backend said of its native part."""
-        return self.selection.native_state
-
-    @property
-    def rejections(self) -> tuple[Rejection, ...]:
-        """Every other backend, with all its reasons; also when all went well."""
-        return self.selection.rejections
-
-    @property
-    def disqualified(self) -> tuple[Reason, ...]:
-        """Why paths that the backend itself offers may not run; empty when all may."""
-        return self.selection.disqualified
-
-    @property
-    def proven(self) -> bool:
-        """Whether every path has passed its self-probe in this process."""
-        return self.selection.proven
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Which path serves which range of M."""
-        return self.selection.segments
-
-    @property
-    def gradients(self) -> tuple[Segment, ...]:
-        """Which of the backend's input gradients serves which range of M; empty where the core computes them."""
-        return self.selection.gradients
-
-    @property
-    def gradients_refused(self) -> tuple[Reason, ...]:
-        """Why input gradients of the backend may not run, or all are left to the core."""
-        return self.selection.gradients_refused
+        return self.native_state
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.selection.request.out_features, self.selection.request.in_features
+        return self.request.out_features, self.request.in_features
 
     @property
     def device(self) -> str:
         """Where it runs."""
-        return str(self.selection.request.device)
+        return str(self.request.device)
 
     @property
     def dtype(self) -> str:
         """dtype of x."""
-        return str(self.selection.request.dtype).removeprefix("torch.")
+        return str(self.request.dtype).removeprefix("torch.")
 
     def summary(self) -> dict[str, str | None]:
         """Return ``format``, ``backend``, ``compute_path``, ``fallback_reason`` and ``native_load_state`` alone."""
-        return {name: getattr(self, name) for name in _SUMMARY}
+        record = super().to_dict()
+        return {name: record[name] for name in _SUMMARY}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON: those of the selection, and the counters."""
-        record = {"layer": self.layer} | self.selection.to_dict()
+        record = {"layer": self.layer} | super().to_dict()
         record["path_name"] = self.path_name
         record["paths"] = [path | {"calls": calls} for path, calls in zip(record["paths"], self.calls, strict=True)]
         counted = {name: getattr(self, name) for name in ("prepared_bytes", "source_bytes", "notes", "memory")}
@@ -134,16 +89,10 @@ class Diagnostics:
         """Return the record as a few lines."""
         size = f"{self.shape[0]}×{self.shape[1]}"
         proven = "proven" if self.proven else "not proven yet"
-        lines = [
-            f"{self.layer}: {self.format} {size} on {self.device}, {self.backend} ({self.native_load_state}; {proven})"
-        ]
+        lines = [f"{self.layer}: {self.format} {size} on {self.device}, {self.backend} ({self.native_state}; {proven})"]
         for segment, calls in zip(self.segments, self.calls, strict=True):
-            end = "∞" if segment.high is None else segment.high
-            path = segment.path
-            lines.append(f"  M {segment.low}…{end}: {path.name} [{path.facts}] ran {calls} ×")
-        for segment in self.gradients:
-            end = "∞" if segment.high is None else segment.high
-            lines.append(f"  gradient, M {segment.low}…{end}: {segment.path.name}")
+            lines.append(f"  M {_span(segment)}: {segment.path.name} [{segment.path.facts}] ran {calls} ×")
+        lines.extend(f"  gradient, M {_span(segment)}: {segment.path.name}" for segment in self.gradients)
         lines.extend(f"  gradient refused: {reason}" for reason in self.gradients_refused)
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
@@ -155,15 +104,15 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def _records(items: Iterable[Diagnostics]) -> tuple[Diagnostics, ...]:
-    return tuple(items)
+def _span(segment: Segment) -> str:
+    return f"{segment.low}…{'∞' if segment.high is None else segment.high}"
 
 
 @attrs.frozen
 class Report:
     """The records of many layers."""
 
-    layers: tuple[Diagnostics, ...] = attrs.field(converter=_records)
+    layers: tuple[Diagnostics, ...]
 
     @property
     def path_calls(self) -> dict[str, int]:

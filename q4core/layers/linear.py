@@ -151,7 +151,7 @@ class Q4Linear(PackedModule):
         live = self._require_ready()
         return Diagnostics(
             layer=self.name,
-            selection=live.selection,
+            **attrs.asdict(live.selection, recurse=False),
             calls=tuple(live.counts),
             prepared_bytes=sum(tensor.numel() for tensor in live.tensors),
             source_bytes=live.source_bytes,

@@ -27,11 +27,18 @@ if TYPE_CHECKING:
     from q4core.layers.fast_path import FastPath
     from q4core.ops.registration import LiveLayer
 
-__all__ = ["NOTHING", "Content", "WeightOwner"]
+__all__ = ["NOTHING", "Content", "WeightOwner", "require_weight"]
 
 _DISABLED = UnifiedMemoryPolicy.DISABLED
 NOTHING: dict[str, Any] = {"_fast": None, "_live": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
 """What a layer holds of its weight while it can't run; a copy gets its own from what is prepared for it."""
+
+
+def require_weight(what: str, weight: object) -> None:
+    """Refuse what is no ``PackedWeight``."""
+    if not isinstance(weight, PackedWeight):
+        hint = "Use q4.quantize(dense, format=…) or q4.open(path)[name]."
+        raise InputError(what, name="weight", rule="a PackedWeight", value=type(weight).__name__, hint=hint)
 
 
 @attrs.frozen(eq=False)
@@ -96,14 +103,7 @@ class WeightOwner(nn.Module):
         m: tuple[int, int | None] = (1, None),
     ) -> None:
         super().__init__()
-        if not isinstance(weight, PackedWeight):
-            raise InputError(
-                type(self).__name__,
-                name="weight",
-                rule="a PackedWeight",
-                value=type(weight).__name__,
-                hint="Use q4.quantize(dense, format=…) or q4.open(path)[name].",
-            )
+        require_weight(type(self).__name__, weight)
         self.out_features, self.in_features = weight.shape
         self.name = name or weight.name or "linear"
         self._registry = registry

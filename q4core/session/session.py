@@ -15,10 +15,10 @@ from q4core.diagnostics.events import bound
 from q4core.errors import ConfigError, InputError, LifecycleError
 from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear
+from q4core.layers.prepared_module import require_weight
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, resolve_config
 from q4core.selection.cache import apply_config, select_for
-from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4core.selection.result import Selection
+    from q4core.weight import PackedWeight
 
 __all__ = ["Session", "default_session", "explain", "linear", "select"]
 
@@ -92,7 +93,7 @@ class Session:
                 ``prepare_layer``.
         """
         self._require_open()
-        _require_weight("session.linear", weight)
+        require_weight("session.linear", weight)
         return self._layer(weight, bias, config=self.config, name=name, m=m)
 
     def _layer(self, weight: PackedWeight, bias: torch.Tensor | None = None, **options: Any) -> Q4Linear:
@@ -114,7 +115,7 @@ class Session:
             As ``linear``, and as ``Q4Linear.forward``.
         """
         self._require_open()
-        _require_weight("q4.linear", weight)
+        require_weight("q4.linear", weight)
         if not isinstance(x, torch.Tensor):
             raise InputError("q4.linear", name="x", rule="a tensor", value=type(x).__name__)
         config = resolve_config(self.config)
@@ -137,7 +138,7 @@ class Session:
     def report(self) -> Report:
         """Return what ran for which M, and why not the others, layer by layer."""
         self._require_open()
-        return Report([layer.diagnostics() for layer in self.layers() if layer.is_prepared])
+        return Report(tuple(layer.diagnostics() for layer in self.layers() if layer.is_prepared))
 
     def close(self) -> None:
         """Give every prepared byte back; closing twice is allowed."""
@@ -163,12 +164,6 @@ class Session:
     def __repr__(self) -> str:
         """Return state and number of layers."""
         return f"Session({'closed' if self._closed else 'open'}, {len(self.layers())} layers, {self.config})"
-
-
-def _require_weight(what: str, weight: object) -> None:
-    if not isinstance(weight, PackedWeight):
-        hint = "Use q4.quantize(dense, format=…) or q4.open(path)[name]."
-        raise InputError(what, name="weight", rule="a PackedWeight", value=type(weight).__name__, hint=hint)
 
 
 _default: Session | None = None
@@ -242,4 +237,4 @@ def explain(what: torch.nn.Module | Session) -> Report:
     if not isinstance(what, torch.nn.Module):
         raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
     layers = [(name, item) for name, item in what.named_modules() if isinstance(item, Q4Linear) and item.is_prepared]
-    return Report([attrs.evolve(layer.diagnostics(), **({"layer": name} if name else {})) for name, layer in layers])
+    return Report(tuple(attrs.evolve(item.diagnostics(), layer=name or item.name) for name, item in layers))

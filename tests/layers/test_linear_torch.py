@@ -143,7 +143,7 @@ def test_a_layer_needs_only_a_weight() -> None:
     """Without a session, context, environment and defaults fill the configuration, and other arguments are refused."""
     with q4.using(q4.SessionConfig(compute_path="dequant_matmul_only")):
         layer = q4.Q4Linear(_quantized())
-    assert layer.diagnostics().compute_path == "dequant_matmul_only"
+    assert layer.diagnostics().compute_path is q4.ComputePath.DEQUANT_MATMUL_ONLY
     wrong: Any
     for wrong in (torch.ones(N, K), K):
         with pytest.raises(q4.InputError, match=r"q4\.quantize"):

@@ -407,5 +407,5 @@ def _expect_record(record: q4.Diagnostics, facts: Sequence[Fact], result: model.
     assert unmatched(reasons_against(winner, result, wish), record.disqualified) == ([], [])
     _expect_fallback(record.fallback_reason, facts, result, wish)
     assert record.proven
-    assert (record.format, record.compute_path) == ("nf4", wish.compute_path.value)
+    assert (record.format, record.compute_path) == ("nf4", wish.compute_path)
     assert (record.native_load_state, record.path_name) == (winner.native_state, result.lane[0].name)

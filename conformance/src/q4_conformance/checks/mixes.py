@@ -132,7 +132,7 @@ def _check_one_mix(  # noqa: PLR0913  # the facts of one mix
     winner = subject if expected.is_subject else reference
     expect(record.format == weight.format.name, f"{where}: format {record.format!r}")
     expect(record.backend == winner, f"{where}: {record.backend!r} serves instead of {winner!r}")
-    expect(record.compute_path == config.compute_path.value, f"{where}: compute path {record.compute_path!r}")  # type: ignore[union-attr]  # set above
+    expect(record.compute_path is config.compute_path, f"{where}: compute path {record.compute_path!r}")
     state = registry.backends()[winner].check(_asked(weight, config, registry)).native_state
     expect(
         record.native_load_state == state,
@@ -203,7 +203,7 @@ def _expect_events(recording: Recording, record: Diagnostics, where: str, *, is_
     for field, value in (
         ("backend", record.backend),
         ("format", record.format),
-        ("compute_path", record.compute_path),
+        ("compute_path", record.compute_path.value),
         ("fallback_reason", record.fallback_reason),
         ("native_load_state", record.native_load_state),
         ("paths", list(dict.fromkeys(segment.path.name for segment in record.segments))),

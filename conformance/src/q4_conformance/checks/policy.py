@@ -81,7 +81,7 @@ def check_override(case: Case, subject: BackendSubject) -> str:
         _run(layer, case, weight)
         record = layer.diagnostics()
         expect(record.backend == subject.name, f"{policy.value}: {record.backend!r} serves")
-        expect(record.compute_path == policy.value, f"{policy.value}: recorded as {record.compute_path!r}")
+        expect(record.compute_path is policy, f"{policy.value}: recorded as {record.compute_path!r}")
         names = {path.name for path in offered}
         expect(record.path_name in names, f"{policy.value}: path {record.path_name!r} was not offered")
         expect(record.fallback_reason is None, f"{policy.value}: fallback {record.fallback_reason!r}")
