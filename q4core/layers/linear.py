@@ -30,6 +30,7 @@ __all__ = ["Q4Linear", "WeightInfo"]
 
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _STRIDED = torch.strided
+_NO_GRAD = "Call under torch.no_grad(), or leave out= away."
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
 
@@ -128,15 +129,15 @@ class Q4Linear(PackedModule):
             InputError: An index is out of range or not int64.
         """
         plan, wanted = self._require_ready().plan, dtype or self._dtype
-        label, rule = f"layer {self.name!r}", f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
+        rule = f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
         if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
             got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
-            raise InputError(label, name="index", rule=rule, value=got)
+            raise self._refusal("index", rule, got)
         if not index.numel():
             return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
         low, high = map(int, torch.aminmax(index))
         if low < 0 or high >= self.out_features:
-            raise InputError(label, name="index", rule=rule, value=low if low < 0 else high)
+            raise self._refusal("index", rule, low if low < 0 else high)
         flat = index.reshape(-1).to(self.device, torch.int64)
         with torch.no_grad():
             # Blocks that straddle rows can't be exported by rows.
@@ -148,7 +149,12 @@ class Q4Linear(PackedModule):
 
     def diagnostics(self) -> Diagnostics:
         """Return which backend and paths serve, what ran how often, and why not the others."""
-        live = self._require_ready()
+        live, bias = self._require_ready(), self._own_bias()
+        memory = [f"{item.action}: {item.reason}" for item in live.memory]
+        if bias is not None and self._is_managed:
+            provider = provider_of(bias)
+            where = "ordinary memory" if provider is None else f"memory of {provider.name}"
+            memory.append(f"left: the bias is its owner's parameter, in {where}")
         return Diagnostics(
             layer=self.name,
             **attrs.asdict(live.selection, recurse=False),
@@ -156,18 +162,9 @@ class Q4Linear(PackedModule):
             prepared_bytes=sum(tensor.numel() for tensor in live.tensors),
             source_bytes=live.source_bytes,
             notes=self._content.labels["notes"],
-            memory=(*(f"{item.action}: {item.reason}" for item in live.memory), *self._memory_of_bias()),
+            memory=tuple(memory),
             input_memory=dict(live.input_memory),
         )
-
-    def _memory_of_bias(self) -> tuple[str, ...]:
-        """Return what a report says of the bias under a unified-memory policy."""
-        bias = self._own_bias()
-        if bias is None or not self._is_managed:
-            return ()
-        provider = provider_of(bias)
-        where = "ordinary memory" if provider is None else f"memory of {provider.name}"
-        return (f"left: the bias is its owner's parameter, in {where}",)
 
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
@@ -226,8 +223,7 @@ class Q4Linear(PackedModule):
         """Call the registered op, which checks its arguments; what it refuses is told of the layer by its name."""
         given: object = x
         if not isinstance(given, torch.Tensor):
-            value, hint = type(given).__name__, "Use torch.as_tensor(x)."
-            raise InputError(f"layer {self.name!r}", name="x", rule="a tensor", value=value, hint=hint)
+            raise self._refusal("x", "a tensor", type(given).__name__, "Use torch.as_tensor(x).")
         if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(self._dtype)
         if out_dtype is not None or out is not None:
@@ -256,17 +252,17 @@ class Q4Linear(PackedModule):
         raise fault
 
     def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
-        label = f"layer {self.name!r}"
         if out_dtype is not None and out_dtype not in FLOATS:
             hint = "Leave out_dtype= away for the layer's own."
-            raise InputError(label, name="out_dtype", rule="float32, bfloat16 or float16", value=out_dtype, hint=hint)
+            raise self._refusal("out_dtype", "float32, bfloat16 or float16", out_dtype, hint)
         if out is not None and out.dtype is not (out_dtype or self._dtype):
             hint = "Give a tensor of that dtype, name its dtype by out_dtype=, or leave out= away."
-            raise InputError(label, name="out", rule=f"of dtype {out_dtype or self._dtype}", value=out.dtype, hint=hint)
+            raise self._refusal("out", f"of dtype {out_dtype or self._dtype}", out.dtype, hint)
         if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
-            rule = "a tensor that does not require gradients"
-            hint = "Call under torch.no_grad(), or leave out= away."
-            raise InputError(label, name="out", rule=rule, value="requires_grad=True", hint=hint)
+            raise self._refusal("out", "a tensor that does not require gradients", "requires_grad=True", _NO_GRAD)
+
+    def _refusal(self, name: str, rule: str, value: object, hint: str | None = None) -> InputError:
+        return InputError(f"layer {self.name!r}", name=name, rule=rule, value=value, hint=hint)
 
     def _call(
         self,
@@ -283,15 +279,13 @@ class Q4Linear(PackedModule):
             call = linear_function if by_function else _LINEAR
             y: torch.Tensor = call(x, buffers, bias, plan)
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
-        label = f"layer {self.name!r}"
         if by_function or (not tracing and is_forward_mode()):
-            raise InputError(label, name="out", rule="None under torch.func and in forward mode", value="a tensor")
+            raise self._refusal("out", "None under torch.func and in forward mode", "a tensor")
         if out.dtype is not self._dtype or tracing:
             out.copy_(_LINEAR(x, buffers, bias, plan))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            hint = "Call under torch.no_grad(), or leave out= away."
-            raise InputError(label, name="out", rule="None where gradients are recorded", value="a tensor", hint=hint)
+            raise self._refusal("out", "None where gradients are recorded", "a tensor", _NO_GRAD)
         _LINEAR_OUT(x, buffers, bias, plan, out)
         return out
 

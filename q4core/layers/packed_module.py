@@ -1,4 +1,8 @@
-"""``PackedModule``: how a module that owns a packed weight is moved, copied, pickled, saved and loaded."""
+"""``PackedModule``: how a module that owns a packed weight is moved, copied, pickled, saved and loaded.
+
+It is saved strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``) and one ``weight.<field>``
+per tensor field of ``PackedWeight``.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ import attrs
 import torch
 
 from q4core.diagnostics.events import emit
-from q4core.errors import LifecycleError, Q4Error
+from q4core.errors import LifecycleError, Q4Error, WeightError
 from q4core.formats import FLOATS
 from q4core.layers.preparation import copy_layer
 from q4core.layers.prepared_module import NOTHING, WeightOwner
-from q4core.layers.state_dict import load_weight, save_weight, split_state
 from q4core.machine import outside_inference
 from q4core.memory import provider_of
+from q4core.weight import PackedWeight, WeightSpec
 from q4core.weight.sending import Temporary, unwrapped
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PackedModule"]
 
+_STATE, _SPEC = "weight.", "weight.spec"
 _PICKLED, _SHARED = "packed_weight", "shared_buffers"
 
 
@@ -92,7 +97,11 @@ class PackedModule(WeightOwner):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_weight(self.packed_weight(), destination, prefix)
+        weight = self.packed_weight()
+        text = WeightSpec.of(weight).to_json()
+        destination[prefix + _SPEC] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        for field, tensor in weight.tensors():
+            destination[prefix + _STATE + field] = tensor
 
     def _load_from_state_dict(  # noqa: PLR0913  # nn.Module's signature
         self,
@@ -104,17 +113,15 @@ class PackedModule(WeightOwner):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own, rest = split_state(state_dict, prefix)
-        shape, device = (self.out_features, self.in_features), None if self.device.type == "meta" else self.device
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix + _STATE)}
+        rest = {key: value for key, value in state_dict.items() if key not in own}
         content = prepared = None
         shared = self._live if self._is_shared() else None
         try:
             if self._closed:
                 self._require_ready()
-            formats = self._plugins().formats().values()
-            weight = load_weight(own, prefix, shape, device, formats, missing_keys, unexpected_keys)
+            weight = self._loaded_weight(own, prefix, missing_keys, unexpected_keys)
             if weight is not None:
-                weight = weight.relabelled(**self._content.labels)
                 content = self._prepare(weight, self._dtype, self._content.config)
                 prepared = content.prepared
             if shared is not None and prepared is not None and prepared.plan is not shared.plan:
@@ -137,6 +144,41 @@ class PackedModule(WeightOwner):
         bias = self._own_bias()
         if bias is not None and bias.device.type != "meta":
             self.bias = self._as_bias(bias)  # assign=True takes whatever dtype the state has
+
+    def _loaded_weight(
+        self, own: Mapping[str, Any], prefix: str, missing_keys: list[str], unexpected_keys: list[str]
+    ) -> PackedWeight | None:
+        """Return a state dict's weight in tensors of its own, on the layer's device unless that is the meta device.
+
+        Keys that are missing, or should not be there, are added to the lists; None is returned where one is missing.
+
+        Raises:
+            WeightError: The spec or a tensor is not legal, or is that of a layer of another shape.
+        """
+        device, key = None if self.device.type == "meta" else self.device, prefix + _SPEC
+        if key not in own:
+            missing_keys.append(key)
+            unexpected_keys.extend(own)
+            return None
+        stored = _checked(key, own[key], needs_data=True)
+        if stored.dtype != torch.uint8:
+            raise WeightError("load_state_dict", name=key, rule="of dtype uint8", value=stored.dtype)
+        text = bytes(stored.cpu().reshape(-1).tolist()).decode("utf-8", errors="replace")
+        spec = WeightSpec.from_json(text, formats=self._plugins().formats().values(), where=key)
+        if (spec.out_features, spec.in_features) != (self.out_features, self.in_features):
+            rule = f"that of a {self.out_features}×{self.in_features} weight"
+            got = f"{spec.out_features}×{spec.in_features}"
+            raise WeightError("load_state_dict", name=key, rule=rule, value=got)
+        fields = [f"{prefix}{_STATE}{field}" for field in spec.fields]
+        absent = [field for field in fields if field not in own]
+        missing_keys.extend(absent)
+        unexpected_keys.extend(field for field in own if field not in {key, *fields})
+        if absent:
+            return None
+        tensors = [_checked(field, own[field], needs_data=device is not None).detach() for field in fields]
+        # Copies: a caller's later writes to the state dict must not reach the layer.
+        copies = [tensor.to(device or tensor.device).clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        return spec.build(copies, name=prefix.rstrip(".") or None).relabelled(**self._content.labels)
 
     # -- copying
 
@@ -207,3 +249,13 @@ class PackedModule(WeightOwner):
             emit("q4.share", level=logging.WARNING, layer=self.name, shared=stem, prepared=own)
             return content
         return content.over(buffers)
+
+
+def _checked(key: str, value: object, *, needs_data: bool) -> torch.Tensor:
+    """Return an entry, once it is known to be a strided tensor, with data where that is needed."""
+    if not isinstance(value, torch.Tensor):
+        raise WeightError("load_state_dict", name=key, rule="a tensor", value=value)
+    if value.layout is not torch.strided or (needs_data and value.is_meta):
+        rule = "a strided tensor with data" if needs_data else "a strided tensor"
+        raise WeightError("load_state_dict", name=key, rule=rule, value=f"{value.layout} on {value.device}")
+    return value

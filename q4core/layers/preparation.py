@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.backend import PrepareContext, Prepared
+from q4core.backend import PrepareContext, Prepared, Request
 from q4core.diagnostics.errors_of_plugins import chained
 from q4core.diagnostics.events import bound, emit, muted, warn_once
 from q4core.errors import LifecycleError, Q4FallbackWarning
@@ -21,9 +21,9 @@ from q4core.machine import outside_inference, without_casts
 from q4core.memory import Placer
 from q4core.ops.plan import make_plan
 from q4core.ops.registration import LiveLayer
-from q4core.policy import SessionConfig, UnifiedMemoryPolicy
+from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export
-from q4core.selection.cache import layer_request, select_for
+from q4core.selection.cache import resolve_device, select_for
 from q4core.selection.probe_results import probe_results
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
     config: SessionConfig,
     registry: Registry,
     *,
-    m: tuple[int, int | None] = (1, None),
-    dtype: torch.dtype | None = None,
-    name: str | None = None,
+    m: tuple[int, int | None],
+    dtype: torch.dtype | None,
+    name: str,
 ) -> LiveLayer:
     """Select, prepare and prove a weight; every decision is sent as an event unless the configuration says no.
 
@@ -60,7 +60,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
         registry: The plugins to choose among.
         m: Rows of x that must be served.
         dtype: dtype of x; the configuration's, else the weight's own.
-        name: The layer's name, for events and messages; the weight's own unless told.
+        name: The layer's name, for events and messages.
 
     Returns:
         The prepared layer. A path that computes wrong numbers is disqualified, loudly, and the next one is asked.
@@ -73,8 +73,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
     """
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
     with heard, chained(), without_casts("cpu"), without_casts("cuda"), outside_inference():
-        # The name goes with the weight, because everything below tells of it.
-        own = weight if name is None else weight.relabelled(name=name)
+        own = weight.relabelled(name=name)  # because everything below tells of it
         if any(tensor.is_inference() for _, tensor in own.tensors()):  # no call that records gradients may use these
             own = own.map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
         with bound(layer=own.name):
@@ -93,7 +92,14 @@ def _prepare(
     if config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED:  # fail before anything is done
         device = weight.device if config.device in {None, "auto"} else torch.device(str(config.device))
         placer_for(config, registry, device).weight(torch.empty(1), weight.name)
-    request = layer_request(weight, config, m, dtype)
+    request = Request.for_weight(
+        weight,
+        m=m,
+        dtype=dtype or config.compute_dtype or weight.dtype,
+        device=resolve_device(config, weight.device),
+        precision=config.activation_precision or ActivationPrecision.AUTO,
+        gradients=bool(config.gradients),
+    )
     placer = placer_for(config, registry, request.device)
     results = probe_results(registry)
     failures: dict[str, tuple[Reason, ...]] = {}

@@ -20,8 +20,6 @@ from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.weight import PackedWeight, WeightSpec
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from q4core.layers.fast_path import FastPath
@@ -173,9 +171,7 @@ class WeightOwner(nn.Module):
             self._require_ready()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the layer."""
         self.close()
 

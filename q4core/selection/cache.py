@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.backend import Request
 from q4core.diagnostics.errors_of_plugins import chained
 from q4core.errors import ConfigError, PolicyConflictError
 from q4core.policy import ActivationPrecision, ComputePath
@@ -15,13 +14,12 @@ from q4core.selection.probe_results import probe_results
 from q4core.selection.select import select_backend
 
 if TYPE_CHECKING:
-    from q4core.backend import Reason
+    from q4core.backend import Reason, Request
     from q4core.plugins.registry import Registry
     from q4core.policy import SessionConfig
     from q4core.selection.result import Selection
-    from q4core.weight import PackedWeight
 
-__all__ = ["apply_config", "layer_request", "resolve_device", "select_for"]
+__all__ = ["apply_config", "resolve_device", "select_for"]
 
 _CACHE_LIMIT = 4096
 
@@ -74,20 +72,6 @@ def _conflict(name: str, wanted: str, asked: str) -> PolicyConflictError:
     what = f"the request's {name} is {asked}, and the configuration asks for {wanted}"
     hint = f"Give Request.for_weight({name}=…), or leave it to the configuration."
     return PolicyConflictError(what, value=asked, hint=hint)
-
-
-def layer_request(
-    weight: PackedWeight, config: SessionConfig, m: tuple[int, int | None], dtype: torch.dtype | None = None
-) -> Request:
-    """Return the request that a layer over ``weight`` makes under a resolved configuration."""
-    return Request.for_weight(
-        weight,
-        m=m,
-        dtype=dtype or config.compute_dtype or weight.dtype,
-        device=resolve_device(config, weight.device),
-        precision=config.activation_precision or ActivationPrecision.AUTO,
-        gradients=bool(config.gradients),
-    )
 
 
 def select_for(

@@ -21,8 +21,6 @@ from q4core.policy import SessionConfig, resolve_config
 from q4core.selection.cache import apply_config, select_for
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from q4core.selection.result import Selection
@@ -155,9 +153,7 @@ class Session:
         self._require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the session."""
         self.close()
 
