@@ -34,17 +34,10 @@ def check_linear_call(  # noqa: PLR0913  # the arguments of one call
     is_fake: bool = False,
     label: str | None = None,
 ) -> None:
-    """Refuse an x, bias or out that does not fit a plan and its buffers' device.
+    """Refuse an x [..., K], bias [N] or out [..., N] that does not fit a plan and its buffers' device.
 
-    Args:
-        plan: How the layer is called.
-        device: Where its buffers are.
-        x: Must be [..., K] of the plan's dtype, strided.
-        bias: None, or [N] of the plan's dtype.
-        out: None, or [..., N] of ``out_dtype``, with a place of its own in memory for each element.
-        out_dtype: dtype of ``out``; the plan's unless told.
-        is_fake: Whether the tensors hold no memory, so that whether they overlap can't be asked.
-        label: Who is called, for messages: the op unless told.
+    All are strided, of the plan's dtype unless ``out_dtype`` says otherwise of out, and out has a place in memory of
+    its own for each element, which fake tensors can't be asked. ``label`` says who is called: the op unless told.
 
     Raises:
         InputError: One does not fit.
@@ -142,8 +135,8 @@ def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torc
     """Return the plan of that name and where a layer's buffers are, once these have the sizes that the plan reads.
 
     Raises:
-        LifecycleError: There are no buffers, because the layer was closed; or there is no such plan.
-        InputError: They are those of another kind of layer, cut, or spread over devices.
+        LifecycleError: The layer was closed, or there is no such plan.
+        InputError: The buffers are those of another kind of layer, cut, or spread over devices.
     """
     if not buffers:
         hint = "Make it again from its weight, and compile that."

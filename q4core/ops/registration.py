@@ -91,13 +91,9 @@ def forget_layer(layer: LiveLayer) -> None:
 def _run_plan(
     plan: Plan, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
 ) -> int | None:
-    """Run a checked call: x [..., K] and out [..., N] of the plan's dtypes, on one device.
+    """Run a checked call, and return which segment of M ran; None where M = 0.
 
-    Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device,
-    and treats M = 0.
-
-    Returns:
-        Index of the segment of M that ran; None where M = 0 and nothing had to.
+    Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device.
     """
     rows = x.numel() // plan.in_features
     if rows == 0:

@@ -53,13 +53,7 @@ def _error_ratios(
 
 
 def worst_ratio(out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:
-    """Return the largest error over its bound; NaN where a result is not finite and should be.
-
-    Args:
-        out: What the backend wrote, [M, C] of its own dtype, on any device.
-        reference: Exact results [D, C] in float64; row m % D is the m-th.
-        bound: The largest errors allowed, as ``reference``.
-    """
+    """Return the largest error over its bound, NaN where one is not finite; row m % D of ``reference`` is the m-th."""
     parts = out.to("cpu", torch.float64).split(len(reference))
     ratios = [_error_ratios(part, reference[: len(part)], bound[: len(part)], out.dtype).max() for part in parts]
     return float(torch.stack(ratios).max())
@@ -68,10 +62,7 @@ def worst_ratio(out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor)
 def describe_wrong(
     out: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor, columns: torch.Tensor, name: str
 ) -> str:
-    """Return what is wrong with a result that held NaN before: how many elements, and the worst of them.
-
-    The first three arguments are those of ``worst_ratio``; ``columns`` are the places of the C in the whole result.
-    """
+    """Say how many elements of a result that held NaN before are wrong, and which is worst; ``columns`` are its C."""
     elements = "elements" if int(columns[-1]) + 1 == columns.numel() else "compared elements"
     computed = out.to("cpu", torch.float64)
     repeated = torch.arange(len(computed)) % len(reference)

@@ -32,17 +32,10 @@ def can_export(backend: Backend) -> bool:
 
 
 class Trial:
-    """One backend's try at one weight, which it may read and not write.
+    """One backend's try at one weight, of which it is ``given`` a form, often the same tensors, to read and not write.
 
     Writes through torch move a tensor's version; writes through an address do not, so the first weight of a kind is
     compared with a copy, byte by byte.
-
-    Args:
-        results: What has been shown so far; new results are added.
-        selection: Which paths are to serve.
-        backend: Who tries.
-        weight: The caller's weight.
-        given: What the backend is given for it: often the same tensors.
     """
 
     def __init__(

@@ -29,23 +29,17 @@ _TABLE_STEPS = 126
 
 @attrs.frozen
 class Candidate:
-    """A backend that was asked.
-
-    Args:
-        name: Its name.
-        request: The request as it sees it.
-        support: Its answer.
-        segments: Which of its paths would serve which M; empty where it can't serve.
-        faults: Why paths may not run on this machine; where it refuses altogether, every reason why.
-        against: Why the request rules out further paths.
-    """
+    """A backend that was asked, with the request as it sees it, and its answer."""
 
     name: str
     request: Request
     support: Support
     segments: tuple[Segment, ...] = ()
+    """Which of its paths would serve which M; empty where it can't serve."""
     faults: tuple[Reason, ...] = ()
+    """Why paths may not run on this machine; where it refuses altogether, every reason why."""
     against: tuple[Reason, ...] = ()
+    """Why the request rules out further paths."""
 
     @property
     def is_ruled_out(self) -> bool:
@@ -145,13 +139,8 @@ def assess(  # noqa: PLR0913  # one argument per fact
 ) -> Candidate:
     """Return how a backend would serve a request with paths of some kinds, or every reason why not.
 
-    Args:
-        backend: Who is asked.
-        request: What is asked.
-        kinds: Which kinds of path may serve.
-        results: What self-probes have shown.
-        failures: Why it could not prepare the weight at hand; it is asked for its state alone.
-        forward: What it serves forward with, where its input gradients are asked for.
+    With ``failures``, for which it could not prepare the weight at hand, it is asked for its state alone. ``forward``
+    is what it serves forward with, where its input gradients are asked for.
     """
     name, is_gradient = backend.name, request.op == "input_gradient"
     # Which precision is asked for does not count for the reference, nor for gradients, which are always exact.

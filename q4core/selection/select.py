@@ -48,14 +48,8 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
 ) -> Selection:
     """Choose the backend and its paths for a request; a pure function of its arguments, whatever their order.
 
-    Args:
-        request: What is asked.
-        backends: The backends that may serve, by name.
-        compute_path: Which kinds of path may serve.
-        override: A backend asked for by name: obeyed or refused, never replaced.
-        invalid: Backends that may not serve at all, for the record.
-        results: What self-probes have shown; nothing unless told.
-        failures: Backends to pass over, with the reasons: they could not prepare the weight at hand.
+    An ``override`` is obeyed or refused, never replaced. ``invalid`` backends may not serve at all, and are recorded;
+    ``failures`` could not prepare the weight at hand, for these reasons.
 
     Raises:
         UnknownBackendError: No backend has the override's name.
