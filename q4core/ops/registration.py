@@ -137,7 +137,7 @@ def _run_plan(
 
 
 def _exact_product(
-    plan: Plan, buffers: Sequence[torch.Tensor], tensor: torch.Tensor, *, to_input: bool
+    plan: Plan, prepared: Prepared, buffers: Sequence[torch.Tensor], tensor: torch.Tensor, *, to_input: bool
 ) -> torch.Tensor:
     """Return ``grad @ w`` [..., K] of grad [..., N], or ``x @ wᵀ`` of x, with exact weights and sums in float32.
 
@@ -153,7 +153,7 @@ def _exact_product(
             backend: Any = plan.backend  # ``input_gradient`` is declared by its op
             try:
                 with on_device(tensor.device):
-                    backend.input_gradient(plan.prepared(buffers), flat.contiguous(), result, path=path)
+                    backend.input_gradient(prepared, flat.contiguous(), result, path=path)
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, plan.backend, "input_gradient", path)
         else:
@@ -183,10 +183,10 @@ LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Te
 LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
 
 
-def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared | None, LiveLayer | None]:
+def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared, LiveLayer | None]:
     """Return the plan of a call, where its buffers are, the backend's view of them, and the layer with their tag.
 
-    The view is None where the buffers are not that layer's own, which are checked here.
+    Buffers that are not that layer's own are checked.
     """
     live = _LIVE.get(buffers[-1].data_ptr()) if buffers else None
     if live is not None and live.plan.key == key:
@@ -195,7 +195,7 @@ def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device
     else:
         live = None
     plan, device = check_buffers(key, buffers)
-    return plan, device, None, live
+    return plan, device, plan.prepared(buffers), live
 
 
 def run_op(
@@ -204,8 +204,6 @@ def run_op(
     """Run the op's own kernel: find the plan, allocate y where there is no ``out``, call the backend, count."""
     plan, device, prepared, live = _find(buffers, key)
     check_linear_call(plan, device, x, bias, out)
-    if prepared is None:
-        prepared = plan.prepared(buffers)
     if out is None:
         # Sizes one by one: a tuple of them costs 1 µs more.
         out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.dtype, device=device)
@@ -222,9 +220,9 @@ def _linear_out(
 
 
 def _exact(tensor: torch.Tensor, buffers: list[torch.Tensor], key: str, *, to_input: bool) -> torch.Tensor:
-    plan, device, *_ = _find(buffers, key)
+    plan, device, prepared, _ = _find(buffers, key)
     check_operand(plan, device, tensor, to_input=to_input)
-    return _exact_product(plan, buffers, tensor, to_input=to_input)
+    return _exact_product(plan, prepared, buffers, tensor, to_input=to_input)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

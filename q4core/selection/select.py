@@ -76,8 +76,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
             able = {override: able[override]}
         fallback_reason = _why_fallback(asked.values(), unregistered, able, override)
     if not able:
-        own = [item[override] for item in rounds if override in item] if override else []
-        is_conflict = bool(own) and all(item.is_ruled_out for item in own)
+        is_conflict = override in asked and all(item[override].is_ruled_out for item in rounds)
         rejections = [*(item.rejection() for item in asked.values() if not item.segments), *unregistered]
         raise _unable(request, compute_path, override, rejections, is_conflict=is_conflict)
     cuts = _cuts(able.values())
