@@ -113,7 +113,7 @@ class Q4Linear(PackedModule):
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
         size = sum(buffer.numel() for buffer in self._own_buffers())
         shape, spec = torch.Size((self.out_features, self.in_features)), self._content.spec
-        return WeightInfo(shape, self._dtype, self.device, spec.format.name, size, spec=spec, read=self.packed_weight)
+        return WeightInfo(shape, self.dtype, self.device, spec.format.name, size, spec=spec, read=self.packed_weight)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return dequantised rows of the weight (embedding look-up in a tied head).
@@ -128,7 +128,7 @@ class Q4Linear(PackedModule):
         Raises:
             InputError: An index is out of range or not int64.
         """
-        plan, wanted = self._require_ready().plan, dtype or self._dtype
+        plan, wanted = self._require_ready().plan, dtype or self.dtype
         rule = f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
         if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
             got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
@@ -169,11 +169,12 @@ class Q4Linear(PackedModule):
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
         state = "closed" if self._closed else "not prepared"
-        if self._live is not None:
-            state = f"{self._live.selection.backend}/{self._live.selection.path.name}"
+        live = self._content.prepared
+        if live is not None:
+            state = f"{live.selection.backend}/{live.selection.path.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self._content.spec.format.name}, dtype={self._dtype}, backend={state}"
+            f"format={self._content.spec.format.name}, dtype={self.dtype}, backend={state}"
         )
 
     # -- running
@@ -224,8 +225,9 @@ class Q4Linear(PackedModule):
         given: object = x
         if not isinstance(given, torch.Tensor):
             raise self._refusal("x", "a tensor", type(given).__name__, "Use torch.as_tensor(x).")
-        if x.dtype is not self._dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-            x = x.to(self._dtype)
+        dtype = self._content.dtype
+        if x.dtype is not dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+            x = x.to(dtype)
         if out_dtype is not None or out is not None:
             self._check_options(out, out_dtype)
         if _is_tracing() or is_recorded():
@@ -236,11 +238,11 @@ class Q4Linear(PackedModule):
                 hint = "Ask for PREFER_UNIFIED, and give the graph activations in managed memory."
                 raise LifecycleError(what, hint=hint)
             return self._call(x, bias, out_dtype, out, tracing=True)
-        live = self._live or self._require_ready()
+        live = self._require_ready()
         own: object = bias
         if own is not None and not isinstance(own, torch.Tensor):
-            refuse_bias(f"layer {self.name!r}", own, self._dtype, self.out_features, self.device)
-        if self._is_managed or x.layout is not _STRIDED or (out is not None and out.dtype is not self._dtype):
+            refuse_bias(f"layer {self.name!r}", own, dtype, self.out_features, self.device)
+        if self._is_managed or x.layout is not _STRIDED or (out is not None and out.dtype is not dtype):
             # Before the op is called, because something is done before that.
             check_linear_call(live.plan, live.device, x, bias, out, out_dtype=out_dtype, label=f"layer {self.name!r}")
         try:
@@ -252,12 +254,13 @@ class Q4Linear(PackedModule):
         raise fault
 
     def _check_options(self, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+        dtype = out_dtype or self.dtype
         if out_dtype is not None and out_dtype not in FLOATS:
             hint = "Leave out_dtype= away for the layer's own."
             raise self._refusal("out_dtype", "float32, bfloat16 or float16", out_dtype, hint)
-        if out is not None and out.dtype is not (out_dtype or self._dtype):
+        if out is not None and out.dtype is not dtype:
             hint = "Give a tensor of that dtype, name its dtype by out_dtype=, or leave out= away."
-            raise self._refusal("out", f"of dtype {out_dtype or self._dtype}", out.dtype, hint)
+            raise self._refusal("out", f"of dtype {dtype}", out.dtype, hint)
         if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
             raise self._refusal("out", "a tensor that does not require gradients", "requires_grad=True", _NO_GRAD)
 
@@ -281,7 +284,7 @@ class Q4Linear(PackedModule):
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
         if by_function or (not tracing and is_forward_mode()):
             raise self._refusal("out", "None under torch.func and in forward mode", "a tensor")
-        if out.dtype is not self._dtype or tracing:
+        if tracing or out.dtype is not self.dtype:
             out.copy_(_LINEAR(x, buffers, bias, plan))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):

@@ -43,10 +43,10 @@ class PackedModule(WeightOwner):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002  # nn.Module's signature
         """Follow ``.to()``, ``.half()`` and the like: codes and scales keep their bytes; see ``docs/decisions``."""
-        probe = fn(torch.empty(0, dtype=self._dtype, device=self.device))
-        dtype = probe.dtype if probe.dtype in FLOATS else self._dtype
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        dtype = probe.dtype if probe.dtype in FLOATS else self.dtype
         content = None
-        if not self._closed and (dtype != self._dtype or probe.device != self.device):
+        if not self._closed and (dtype != self.dtype or probe.device != self.device):
             content = self._moved(probe.device, dtype)
         elif self.is_prepared and probe.is_cpu and probe.is_shared() and not self._is_shared():
             content = self._shared_content()
@@ -59,8 +59,8 @@ class PackedModule(WeightOwner):
         if content is not None:
             self._take(content)
         bias = self._own_bias()
-        if bias is not None and bias.dtype != self._dtype:
-            bias.data = bias.data.to(self._dtype)  # .double(), say
+        if bias is not None and bias.dtype != self.dtype:
+            bias.data = bias.data.to(self.dtype)  # .double(), say
         return self
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> Content:
@@ -116,13 +116,13 @@ class PackedModule(WeightOwner):
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix + _STATE)}
         rest = {key: value for key, value in state_dict.items() if key not in own}
         content = prepared = None
-        shared = self._live if self._is_shared() else None
+        shared = self._content.prepared if self._is_shared() else None
         try:
             if self._closed:
                 self._require_ready()
             weight = self._loaded_weight(own, prefix, missing_keys, unexpected_keys)
             if weight is not None:
-                content = self._prepare(weight, self._dtype, self._content.config)
+                content = self._prepare(weight, self.dtype, self._content.config)
                 prepared = content.prepared
             if shared is not None and prepared is not None and prepared.plan is not shared.plan:
                 raise LifecycleError(
@@ -221,7 +221,7 @@ class PackedModule(WeightOwner):
         """
         is_empty = not self.is_prepared and not self._closed
         weight = None if is_empty else Temporary(self.packed_weight())
-        live = self._live if self._is_shared() else None
+        live = self._content.prepared if self._is_shared() else None
         shared = None if live is None else (live.plan.stem, live.tensors)
         content = attrs.evolve(self._content, prepared=None)
         return {**self._kept(), "_registry": None, "_content": content, _PICKLED: weight, _SHARED: shared}

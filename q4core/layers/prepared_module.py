@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NOTHING", "Content", "WeightOwner", "require_weight"]
 
 _DISABLED = UnifiedMemoryPolicy.DISABLED
-NOTHING: dict[str, Any] = {"_fast": None, "_live": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
+NOTHING: dict[str, Any] = {"_fast": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
 """What a layer holds of its weight while it can't run; a copy gets its own from what is prepared for it."""
 
 
@@ -83,9 +83,7 @@ class WeightOwner(nn.Module):
     in_features: int
     out_features: int
     _content: Content
-    _dtype: torch.dtype
     _fast: FastPath | None
-    _live: LiveLayer | None
     _plan_key: str
     _is_managed: bool
     _buffer_names: tuple[str, ...]
@@ -130,8 +128,7 @@ class WeightOwner(nn.Module):
     def _take(self, content: Content) -> None:
         """Make what was prepared the layer's own; nothing here can fail."""
         self._let_go()
-        self._content, self._dtype = content, content.dtype
-        self._live = live = content.prepared
+        self._content, live = content, content.prepared
         buffers = content.empty if live is None else live.buffers
         self._buffer_names = tuple(f"packed_{index}" for index in range(len(buffers)))
         for key, buffer in zip(self._buffer_names, buffers, strict=True):
@@ -144,9 +141,9 @@ class WeightOwner(nn.Module):
 
     def _let_go(self) -> None:
         """Keep nothing of what was prepared; what a user put on the layer stays."""
-        live = self.__dict__.get("_live")
-        if live is not None:
-            forget_layer(live)
+        content: Content | None = self.__dict__.get("_content")
+        if content is not None and content.prepared is not None:
+            forget_layer(content.prepared)
         for key in self.__dict__.get("_buffer_names", ()):
             self._buffers.pop(key, None)
         self.__dict__.update(NOTHING)
@@ -185,12 +182,12 @@ class WeightOwner(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the activations that the layer takes."""
-        return self._dtype
+        return self._content.dtype
 
     @property
     def is_prepared(self) -> bool:
         """Whether the layer can run."""
-        return self._live is not None
+        return self._content.prepared is not None
 
     def packed_weight(self) -> PackedWeight:
         """Return the canonical weight: exported by the backend, or the source that was kept."""
@@ -204,12 +201,13 @@ class WeightOwner(nn.Module):
         return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
 
     def _require_ready(self) -> LiveLayer:
-        if self._live is None:
+        live = self._content.prepared
+        if live is None:
             if self._closed:
                 raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")
             what = f"layer {self.name!r} is on the meta device and has no weight yet"
             raise LifecycleError(what, hint="Load a state dict first (assign=True).")
-        return self._live
+        return live
 
     def _own_bias(self) -> nn.Parameter | None:
         """Return the bias where it is the layer's own parameter: neither parametrized, pruned nor deleted."""
@@ -217,7 +215,7 @@ class WeightOwner(nn.Module):
 
     def _as_bias(self, bias: torch.Tensor) -> nn.Parameter:
         """Return a Parameter for a bias: the very same one where it is one that fits."""
-        device, dtype, shape = self.device, self._dtype, (self.out_features,)
+        device, dtype, shape = self.device, self.dtype, (self.out_features,)
         if not isinstance(bias, torch.Tensor) or not bias.is_floating_point() or bias.shape != shape:
             refuse_bias(f"layer {self.name!r}", bias, dtype, self.out_features, device)
         if isinstance(bias, nn.Parameter) and bias.dtype is dtype and bias.device == device and not bias.is_inference():

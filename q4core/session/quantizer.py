@@ -23,32 +23,14 @@ from q4core.selection.cache import select_for
 from q4core.selection.probe_results import probe_results, warn_of_fault
 
 if TYPE_CHECKING:
-    from q4core.backend import Backend, KernelPath
     from q4core.formats import Packing, ScaleKind
     from q4core.plugins.registry import Registry
+    from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["Quantizer", "find_quantizer", "quantize", "quantize_request"]
+__all__ = ["find_quantizer", "quantize", "quantize_request"]
 
 _SEEDS = 1 << 31
-
-
-@attrs.frozen
-class Quantizer:
-    """A native quantiser that is proven for one kind of request."""
-
-    backend: Backend
-    path: KernelPath
-    request: Request
-
-    def quantize(self, dense: torch.Tensor, seed: int) -> PackedWeight:
-        """Return a dense weight [N, K] of the request, of finite values, in four bits.
-
-        Raises:
-            BackendError: The quantiser failed, or gave something else.
-        """
-        call = functools.partial(call_quantizer, self.backend, dense, self.request, seed)
-        return given_weight(self.backend, "quantize", tuple(dense.shape), call)
 
 
 def quantize(  # noqa: PLR0913  # one argument per wish
@@ -95,7 +77,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         "block_size": block_size, "scale_kind": scale_kind, "packing": packing, "symmetric": symmetric,
     }  # fmt: skip
     codec.check_dense(dense, name)
-    found: Quantizer | None = None
+    found: Selection | None = None
     why = "CPU tensors are quantised by the reference codec"
     if chosen is not Rounding.NEAREST or dense.device.type != "cpu":
         try:
@@ -123,7 +105,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         format=kind.name,
         device=str(dense.device),
         rounding=chosen.value,
-        backend="reference" if found is None else found.backend.name,
+        backend="reference" if found is None else found.backend,
         path=None if found is None else found.path.name,
         fallback_reason=None if found is not None else why,
     )
@@ -133,7 +115,9 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     # the device, where all is well: the extremes of a tensor with NaN are NaN.
     if not _is_capturing(dense.device) and not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
         codec.check_finite(dense, name)
-    packed = found.quantize(dense.detach(), seed)
+    backend = plugins.backends()[found.backend]
+    call = functools.partial(call_quantizer, backend, dense.detach(), found.request, seed)
+    packed = given_weight(backend, "quantize", tuple(dense.shape), call)
     return packed if name is None else packed.relabelled(name=name)
 
 
@@ -163,8 +147,8 @@ def quantize_request(
 
 
 @chained()
-def find_quantizer(registry: Registry, request: Request) -> Quantizer:
-    """Return the native quantiser that is best for a request of op ``"quantize"``, proven; what is proven stays so.
+def find_quantizer(registry: Registry, request: Request) -> Selection:
+    """Return who is best for a request of op ``"quantize"``, proven; what is proven stays so.
 
     Raises:
         BackendUnavailableError: There is none; ``rejections`` holds every reason.
@@ -183,5 +167,5 @@ def find_quantizer(registry: Registry, request: Request) -> Quantizer:
             result = probe_quantizer(backend, request)
             results.record(backend.name, path, request, result)
         if result.fault is None:
-            return Quantizer(backend, path, request)
+            return selection
         warn_of_fault(backend.name, path, request, result.fault)

@@ -153,7 +153,7 @@ def test_a_layer_on_the_meta_device_forgets_what_it_was() -> None:
     layer = q4.Session(config, registry=registry()).linear(_weight())
     layer(X)
     layer.to("meta")
-    assert (layer._fast, layer._live, layer._plan_key, layer._is_managed) == (None, None, "", False)
+    assert (layer._fast, layer._plan_key, layer._is_managed) == (None, "", False)
     assert layer._content.prepared is None
 
 

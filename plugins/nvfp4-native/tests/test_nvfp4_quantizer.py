@@ -208,9 +208,9 @@ def test_the_core_proves_it(name: str, kind: ScaleKind, rounding: Rounding) -> N
     dense = torch.randn(8, 64)
     request = quantizer.quantize_request(dense, name, scale_kind=kind, rounding=rounding)
     found = quantizer.find_quantizer(plugins, request)
-    assert (found.backend.name, found.path.kind) == ("nvfp4-native", PathKind.QUANTIZE)
+    assert (found.backend, found.path.kind) == ("nvfp4-native", PathKind.QUANTIZE)
     if rounding is Rounding.NEAREST:
-        _assert_same(found.quantize(dense, 0), quantize(dense, name, scale_kind=kind))
+        _assert_same(Nvfp4Native().quantize(dense, request), quantize(dense, name, scale_kind=kind))
         return
     got = quantizer.quantize(dense, name, scale_kind=kind, rounding=rounding, seed=9, registry=plugins)
     _assert_same(got, quantize_packed(dense, name, scale_kind=kind, stochastic=True, seed=9))
