@@ -1,10 +1,9 @@
 """The eager fast path of ``Q4Linear``: straight to the backend when nothing is out of the ordinary.
 
 A call through the registered op costs four to seven times what this one adds to the kernel (see
-``benchmarks/results/overhead*.json``), and a layer of a small model runs for 10-20 µs in all. So plain
-eager calls (no gradients, no dispatch modes, no transforms, nothing that records,
-the layer's own buffers) skip it. Everything is bound once,
-when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs.
+``benchmarks/results/overhead*.json``), and a layer of a small model runs for 10-20 µs in all. So plain eager calls (no
+gradients, no dispatch modes, no transforms, nothing that records, the layer's own buffers) skip it. Everything is bound
+once, when the layer is prepared: an attribute of an ``nn.Module`` costs up to 0.5 µs.
 """
 
 from __future__ import annotations

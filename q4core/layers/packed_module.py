@@ -233,22 +233,18 @@ class PackedModule(WeightOwner):
         super().__setstate__(rest)  # type: ignore[no-untyped-call]  # torch's
         if weight is not None:
             content = self._prepare(weight, content.dtype, content.config)
-            if shared is not None:
-                content = self._adopted(content, *shared)
+            stem, buffers = shared or ("", ())
+            # From a file, or a copy within this process, they did not come shared.
+            if content.prepared is not None and buffers and all(buffer.is_shared() for buffer in buffers):
+                own = content.prepared.plan.stem
+                if own == stem:
+                    content = content.over(buffers)
+                else:
+                    emit("q4.share", level=logging.WARNING, layer=self.name, shared=stem, prepared=own)
         self._take(content)
         bias = self._own_bias()
         if bias is not None:
             self.bias = self._as_bias(bias)  # the device may be another one here
-
-    def _adopted(self, content: Content, stem: str, buffers: tuple[torch.Tensor, ...]) -> Content:
-        """Return content over another process's shared buffers, if they came shared and hold what this one prepared."""
-        if content.prepared is None or not all(buffer.is_shared() for buffer in buffers):
-            return content  # from a file, or a copy within this process
-        own = content.prepared.plan.stem
-        if own != stem:
-            emit("q4.share", level=logging.WARNING, layer=self.name, shared=stem, prepared=own)
-            return content
-        return content.over(buffers)
 
 
 def _checked(key: str, value: object, *, needs_data: bool) -> torch.Tensor:

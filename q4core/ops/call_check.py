@@ -59,11 +59,7 @@ def check_linear_call(  # noqa: PLR0913  # the arguments of one call
     ):
         refuse_bias(label or _OP, bias, plan.dtype, plan.out_features, device)
     if out is not None:
-        _check_out(plan, x, out, out_dtype or plan.dtype, label or _OP)
-        if not is_fake and _overlap(x, out):
-            hint = "Give out= memory of its own, or leave it away."
-            rule = "apart from x in memory"
-            raise InputError(label or _OP, name="out", rule=rule, value="overlapping memory", hint=hint)
+        _check_out(plan, x, out, out_dtype or plan.dtype, label or _OP, is_fake=is_fake)
 
 
 def refuse_bias(label: str, bias: object, dtype: torch.dtype, out_features: int, device: torch.device) -> NoReturn:
@@ -92,7 +88,9 @@ def _refuse_x(plan: Plan, device: torch.device, x: torch.Tensor, label: str) -> 
     raise InputError(label, name="x", rule=f"on device {device}", value=str(x.device), hint=hint)
 
 
-def _check_out(plan: Plan, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, label: str) -> None:
+def _check_out(  # noqa: PLR0913  # the facts of one out
+    plan: Plan, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, label: str, *, is_fake: bool
+) -> None:
     expected = (*x.shape[:-1], plan.out_features)
     is_fit = out.dtype is dtype and out.layout is _STRIDED and out.device == x.device
     if not is_fit or tuple(out.shape) != expected:
@@ -105,16 +103,15 @@ def _check_out(plan: Plan, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtyp
         )
     if any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
         raise InputError(label, name="out", rule="one place in memory for each element", value="an expanded tensor")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.numel() == 0 or b.numel() == 0:
-        return False
+    if is_fake or not x.numel() or not out.numel():
+        return
     spans = []
-    for tensor in (a, b):
+    for tensor in (x, out):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    if spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]:
+        hint = "Give out= memory of its own, or leave it away."
+        raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory", hint=hint)
 
 
 def check_operand(plan: Plan, device: torch.device, tensor: torch.Tensor, *, to_input: bool) -> None:

@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "exported_weight", "given_weight", "make_plan", "plan_by_key", "raise_broken_call"]
 
 
-def _from_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.uint8:
-        return tensor
-    return tensor.view(dtype) if dtype.itemsize == 1 else tensor.view(dtype).squeeze(-1)
-
-
 @attrs.frozen(eq=False, kw_only=True)
 class Plan:
     """One way of calling one backend.
@@ -98,7 +92,8 @@ class Plan:
         return self.source.build(self._typed(buffers, self.prepared_count, len(self.dtypes) - 1))
 
     def _typed(self, buffers: Sequence[torch.Tensor], start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        return tuple(_from_bytes(buffers[index], self.dtypes[index]) for index in range(start, stop))
+        typed = (buffer.view(dtype) for buffer, dtype in zip(buffers[start:stop], self.dtypes[start:stop], strict=True))
+        return tuple(tensor if tensor.dtype.itemsize == 1 else tensor.squeeze(-1) for tensor in typed)
 
 
 def exported_weight(

@@ -136,39 +136,6 @@ def _run_plan(
     return index
 
 
-def _exact_product(
-    plan: Plan, prepared: Prepared, buffers: Sequence[torch.Tensor], tensor: torch.Tensor, *, to_input: bool
-) -> torch.Tensor:
-    """Return ``grad @ w`` [..., K] of grad [..., N], or ``x @ wᵀ`` of x, with exact weights and sums in float32.
-
-    The backend computes ``grad @ w`` where its input gradient is proven for so many rows; else the core does, chunk by
-    chunk of dequantised out-features.
-    """
-    inner, width = _widths(plan, to_input=to_input)
-    flat = tensor.reshape(-1, inner)
-    path = plan.gradient_path(len(flat)) if to_input and tensor.dtype is plan.dtype else None
-    with without_casts(tensor.device.type):
-        if path is not None:
-            result = torch.empty((len(flat), width), dtype=plan.dtype, device=tensor.device)
-            backend: Any = plan.backend  # ``input_gradient`` is declared by its op
-            try:
-                with on_device(tensor.device):
-                    backend.input_gradient(prepared, flat.contiguous(), result, path=path)
-            except PLUGIN_FAULTS as error:
-                raise_broken_call(error, plan.backend, "input_gradient", path)
-        else:
-            result = torch.zeros((len(flat), width), dtype=torch.float32, device=tensor.device)
-            weight, step = plan.weight(buffers), max(1, _CHUNK_BYTES // (4 * plan.in_features))
-            for start in range(0, plan.out_features, step):
-                rows = slice(start, min(start + step, plan.out_features))
-                dense = dequantize(weight, torch.float32, rows=rows, is_checked=True)
-                if to_input:
-                    result.addmm_(flat[:, rows].to(torch.float32), dense)
-                else:
-                    result[:, rows] = flat.to(torch.float32) @ dense.T
-    return result.to(plan.dtype).reshape(*tensor.shape[:-1], width)
-
-
 def _widths(plan: Plan, *, to_input: bool) -> tuple[int, int]:
     """Return how wide the operand and the result of an exact op are."""
     return (plan.out_features, plan.in_features) if to_input else (plan.in_features, plan.out_features)
@@ -220,9 +187,36 @@ def _linear_out(
 
 
 def _exact(tensor: torch.Tensor, buffers: list[torch.Tensor], key: str, *, to_input: bool) -> torch.Tensor:
+    """Return ``grad @ w`` [..., K] of grad [..., N], or ``x @ wᵀ`` of x, with exact weights and sums in float32.
+
+    The backend computes ``grad @ w`` where its input gradient is proven for so many rows; else the core does, chunk by
+    chunk of dequantised out-features.
+    """
     plan, device, prepared, _ = _find(buffers, key)
     check_operand(plan, device, tensor, to_input=to_input)
-    return _exact_product(plan, prepared, buffers, tensor, to_input=to_input)
+    inner, width = _widths(plan, to_input=to_input)
+    flat = tensor.reshape(-1, inner)
+    path = plan.gradient_path(len(flat)) if to_input and tensor.dtype is plan.dtype else None
+    with without_casts(device.type):
+        if path is not None:
+            result = torch.empty((len(flat), width), dtype=plan.dtype, device=device)
+            backend: Any = plan.backend  # ``input_gradient`` is declared by its op
+            try:
+                with on_device(device):
+                    backend.input_gradient(prepared, flat.contiguous(), result, path=path)
+            except PLUGIN_FAULTS as error:
+                raise_broken_call(error, plan.backend, "input_gradient", path)
+        else:
+            result = torch.zeros((len(flat), width), dtype=torch.float32, device=device)
+            weight, step = plan.weight(buffers), max(1, _CHUNK_BYTES // (4 * plan.in_features))
+            for start in range(0, plan.out_features, step):
+                rows = slice(start, min(start + step, plan.out_features))
+                dense = dequantize(weight, torch.float32, rows=rows, is_checked=True)
+                if to_input:
+                    result.addmm_(flat[:, rows].to(torch.float32), dense)
+                else:
+                    result[:, rows] = flat.to(torch.float32) @ dense.T
+    return result.to(plan.dtype).reshape(*tensor.shape[:-1], width)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
