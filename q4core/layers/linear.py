@@ -238,7 +238,7 @@ class Q4Linear(PackedModule):
                 hint = "Ask for PREFER_UNIFIED, and give the graph activations in managed memory."
                 raise LifecycleError(what, hint=hint)
             return self._call(x, bias, out_dtype, out, tracing=True)
-        live = self._require_ready()
+        live = self._content.prepared or self._require_ready()
         own: object = bias
         if own is not None and not isinstance(own, torch.Tensor):
             refuse_bias(f"layer {self.name!r}", own, dtype, self.out_features, self.device)
@@ -284,7 +284,7 @@ class Q4Linear(PackedModule):
             return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
         if by_function or (not tracing and is_forward_mode()):
             raise self._refusal("out", "None under torch.func and in forward mode", "a tensor")
-        if tracing or out.dtype is not self.dtype:
+        if tracing or out.dtype is not x.dtype:
             out.copy_(_LINEAR(x, buffers, bias, plan))
             return out
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):

@@ -103,8 +103,8 @@ def _check_out(  # noqa: PLR0913  # the facts of one out
         )
     if any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
         raise InputError(label, name="out", rule="one place in memory for each element", value="an expanded tensor")
-    if is_fake or not x.numel() or not out.numel():
-        return
+    if is_fake or x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr() or not x.numel():
+        return  # the storages first: the spans cost 1.4 µs
     spans = []
     for tensor in (x, out):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
