@@ -75,8 +75,9 @@ from q4core.layers.diagnosis import Diagnostics, Report
 from q4core.layers.linear import Q4Linear, WeightInfo
 from q4core.machine import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
+from q4core.plugins.discovery import PluginRecord
 from q4core.plugins.hooks import hookimpl
-from q4core.plugins.registry import PluginRecord, Registry, default_registry, reset_registry
+from q4core.plugins.registry import Registry, default_registry, reset_registry
 from q4core.policy import (
     ActivationPrecision,
     ComputePath,

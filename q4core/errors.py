@@ -16,33 +16,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = [
-    "PLUGIN_FAULTS",
-    "BackendError",
-    "BackendUnavailableError",
-    "CheckpointError",
-    "ConfigError",
-    "DialectError",
-    "FormatError",
-    "InputError",
-    "LifecycleError",
-    "PluginError",
-    "PoisonedError",
-    "PolicyConflictError",
-    "PrepareError",
-    "Q4Error",
-    "Q4FallbackWarning",
-    "Q4PluginWarning",
-    "Q4ProbeWarning",
-    "Q4Warning",
-    "SchemaError",
-    "UnifiedMemoryError",
-    "UnknownBackendError",
-    "WeightError",
-    "WriteConflictError",
-    "closest_name",
-]
-
 PLUGIN_FAULTS: tuple[type[BaseException], ...] = (Exception, SystemExit)
 """What is caught at the plugin boundary and reported; a plugin that exits must not take the process along."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.backend.request import Features, Request
     from q4core.backend.support import Precision
 
-__all__ = ["EVERY_FORMAT", "Capabilities"]
-
 EVERY_FORMAT = "*"
 """Stands for every format, plugins' included; for a backend that decodes through the core's own codec."""
 

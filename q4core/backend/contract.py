@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from q4core.backend.support import Segment, Support
     from q4core.weight import PackedWeight
 
-__all__ = ["API_VERSION", "Backend", "PrepareContext", "Prepared"]
-
 API_VERSION = (1, 0)
 """Version of this contract. A backend of another major version, or of a newer minor one, is refused."""
 

@@ -12,8 +12,6 @@ from q4core.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Reason", "ReasonCode", "require"]
-
 
 class ReasonCode(enum.Enum):
     """Why a backend does not serve, in a form that never changes.

@@ -16,8 +16,6 @@ from q4core.weight import Feature, PackedWeight
 if TYPE_CHECKING:
     from q4core.formats import Format, Packing, ScaleKind
 
-__all__ = ["Features", "Request"]
-
 _OPS = ("linear", "quantize", "input_gradient")
 
 Features = frozenset[Feature]

@@ -12,8 +12,6 @@ import attrs
 from q4core.backend.reason import Reason, require
 from q4core.errors import ConfigError
 
-__all__ = ["ROW_RANGE", "KernelPath", "PathKind", "Precision", "Segment", "Support", "Tier", "is_row_range"]
-
 ROW_RANGE = "(low >= 1, high >= low or None)"
 """What ``is_row_range`` asks, for messages."""
 _MOST_PROBE_ROWS = 8

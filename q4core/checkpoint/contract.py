@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from q4core.schema import Dialect, Schema, TensorInfo
     from q4core.weight import PackedWeight
 
-__all__ = ["CheckpointReader", "CheckpointSource", "CheckpointWriter", "OpenRequest", "SaveRequest"]
-
 
 @attrs.frozen(kw_only=True)
 class OpenRequest:

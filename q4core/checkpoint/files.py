@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-__all__ = [
-    "is_there",
-    "map_privately",
-    "open_regular",
-    "parse_json",
-    "read_config",
-    "read_object",
-    "require_regular",
-    "unreadable",
-]
-
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.checkpoint.contract import CheckpointSource
     from q4core.schema import TensorInfo
 
-__all__ = ["Checkpoint", "DenseTensors"]
-
 
 class Checkpoint(Mapping[str, PackedWeight]):
     """Module name → ``PackedWeight``, read when asked for, as views of the mapped file; use it with ``with``.

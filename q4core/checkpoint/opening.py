@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from q4core.schema import TensorInfo
 
 
-__all__ = ["find_layers", "open_by", "way_to"]
-
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NAMED = 3

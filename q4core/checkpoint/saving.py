@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from q4core.checkpoint.contract import CheckpointWriter, SaveRequest
 
-__all__ = ["save_by"]
-
 _WHAT = "save_checkpoint"
 _TEXT = "a text that UTF-8 has"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from q4core.codec.rule import Rule
     from q4core.formats import Format
 
-__all__ = ["absmax_rule", "code_of_zero", "double_quantise"]
-
 _SMALLEST_ABSMAX = 1e-38
 _NESTED_BLOCK = 256
 _BINS = 65536

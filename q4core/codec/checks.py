@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from q4core.codec.rule import Coded
     from q4core.errors import Q4Error
 
-__all__ = ["FLAT_FORMATS", "check_dense", "check_finite", "check_scales", "choice_rules", "require"]
-
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
 _CODE_BITS = 8

@@ -20,8 +20,6 @@ from q4core.weight.invariants import check_permutation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["decode_rows", "dequantize"]
-
 _CHUNK_ELEMENTS = 1 << 19
 """Elements decoded at once; their temporaries, at most 30 bytes each, stay below 16 MB."""
 _MOST_ELEMENTS = 1 << 40

@@ -18,8 +18,6 @@ from q4core.formats import ScaleKind, as_e4m3, as_e8m0
 if TYPE_CHECKING:
     from q4core.codec.rule import Rule
 
-__all__ = ["mxfp4_rule", "nvfp4_global_scale", "nvfp4_rule"]
-
 _LARGEST = 6.0
 _LARGEST_E4M3 = 448.0
 _SMALLEST_NORMAL_E4M3 = 2.0**-6

@@ -18,8 +18,6 @@ from q4core.weight import PackedWeight
 if TYPE_CHECKING:
     from q4core.codec.rule import Rule
 
-__all__ = ["quantize"]
-
 _CHUNK_ELEMENTS = 1 << 19
 _DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
 _TWO_LEVELS = frozenset({ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})

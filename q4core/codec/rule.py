@@ -8,8 +8,6 @@ from typing import TypeAlias
 import attrs
 import torch
 
-__all__ = ["Coded", "Rule", "quotient"]
-
 
 @attrs.frozen
 class Coded:

@@ -16,8 +16,6 @@ from q4core.codec.rule import Coded, quotient
 if TYPE_CHECKING:
     from q4core.codec.rule import Rule
 
-__all__ = ["int4_rule", "q4_0_rule", "q4_1_rule", "q8_0_rule"]
-
 _STEPS = 15
 _EXTREME_CODE = -8
 _LARGEST_BYTE = 127

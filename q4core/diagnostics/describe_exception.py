@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
 
-__all__ = ["describe_exception", "where", "where_thread_is"]
-
 _CORE = Path(__file__).parent.parent
 
 

@@ -18,8 +18,6 @@ from q4core.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["chained", "note_fault"]
-
 _raised: contextvars.ContextVar[list[tuple[str, BaseException]] | None] = contextvars.ContextVar(
     "q4core_raised", default=None
 )

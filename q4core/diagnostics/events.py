@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Observer = Callable[[str, dict[str, Any]], None]
 
-__all__ = ["LOGGER_NAME", "bound", "emit", "muted", "observe", "set_up_logging", "unobserve", "warn_once"]
-
 LOGGER_NAME = "q4core"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FORMATS = {"json", "console"}

@@ -13,8 +13,6 @@ import torch
 
 from q4core.errors import FormatError
 
-__all__ = ["NibbleOrder", "Packing", "as_bytes", "pack_codes", "same_bytes", "unpack_codes"]
-
 
 class NibbleOrder(enum.Enum):
     """How two codes share one byte."""

@@ -29,20 +29,6 @@ from q4core.formats.packing import Packing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "BUILTIN_FORMATS",
-    "FLOATS",
-    "BlockOrder",
-    "Form",
-    "Format",
-    "ScaleKind",
-    "as_e4m3",
-    "as_e8m0",
-    "dynamic_map",
-    "find_format",
-    "resolve_levels",
-]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes of dense weights, of x and of y: those whose results the self-probe can judge."""
 

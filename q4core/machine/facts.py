@@ -10,8 +10,6 @@ from typing import Any
 import attrs
 import torch
 
-__all__ = ["CudaDevice", "MachineFacts", "machine_facts"]
-
 _WATCHED_FEATURES = (
     "avx2",
     "fma",

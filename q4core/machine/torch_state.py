@@ -14,20 +14,6 @@ from torch.autograd import forward_ad
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = [
-    "below_autograd",
-    "casts",
-    "dispatch_modes",
-    "function_modes",
-    "innermost_transform",
-    "is_forward_mode",
-    "is_recorded",
-    "is_transformed",
-    "on_device",
-    "outside_inference",
-    "without_casts",
-]
-
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001
 casts = torch._C._is_any_autocast_enabled  # noqa: SLF001
 dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001

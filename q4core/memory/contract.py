@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from q4core.policy import UnifiedMemoryPolicy
 
-__all__ = ["DISABLE_VARIABLE", "Availability", "MemoryAction", "MemoryDecision", "MemoryProvider", "Placement"]
-
 DISABLE_VARIABLE = "Q4_DISABLE_UM"
 
 MemoryAction = Literal["left", "promoted", "mapped", "prefetched", "refused", "fallback"]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from q4core.memory.contract import MemoryAction, MemoryProvider
     from q4core.memory.placement import Placer
 
-__all__ = ["Decision", "left_alone"]
-
 _TURNED_OFF = f"{DISABLE_VARIABLE}=1 turns promotion off"
 _NOBODY = (
     "there is no provider of unified memory (q4-um-managed asks a CUDA device for managedMemory, "

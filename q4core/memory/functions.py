@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from q4core.memory.placement import PlacerOptions
     from q4core.policy import UnifiedMemoryPolicy
 
-__all__ = ["apply_input_policy", "apply_mutable_policy", "apply_policy", "apply_source_policy", "release_input"]
-
 
 def apply_policy(
     tensor: torch.Tensor,

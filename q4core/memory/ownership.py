@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from q4core.memory.contract import MemoryProvider
 
-__all__ = ["keeper_of", "note_provider", "provider_of", "shares_memory"]
-
 _NAME = "_q4_memory_provider"
 
 

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
     from q4core.memory.contract import MemoryDecision, MemoryProvider
 
-__all__ = [
-    "Placer",
-    "PlacerOptions",
-    "detached_copy",
-    "installed_providers",
-    "is_turned_off",
-    "take_providers_from",
-]
-
 _installed: Callable[[], Iterable[MemoryProvider]] = tuple
 
 

@@ -13,18 +13,6 @@ from q4core.memory.ownership import note_provider, provider_of, shares_memory
 if TYPE_CHECKING:
     from q4core.memory.contract import MemoryProvider
 
-__all__ = [
-    "availability",
-    "copy_beside",
-    "holds",
-    "is_on",
-    "managed_by",
-    "mapped_by",
-    "placement_by",
-    "told",
-    "was_taken_back",
-]
-
 
 def told(error: BaseException) -> str:
     """Return an error as decisions quote it: without its advice and its list of facts, which go elsewhere."""

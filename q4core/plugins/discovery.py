@@ -19,8 +19,6 @@ from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, Hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["REFERENCE_PLUGIN", "PluginRecord", "call_plugin", "discover", "plugin_of_command"]
-
 REFERENCE_PLUGIN = "dequant-fallback"
 """Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
 _HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))

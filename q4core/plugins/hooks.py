@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from q4core.memory import MemoryProvider
     from q4core.schema import Dialect
 
-__all__ = ["COMMAND_GROUP", "ENTRY_POINT_GROUP", "PROJECT", "HookSpecs", "hookimpl", "hookspec"]
-
 PROJECT = "q4core"
 ENTRY_POINT_GROUP = "q4core.plugins"
 COMMAND_GROUP = "q4core.commands"

@@ -21,7 +21,7 @@ from q4core.diagnostics.events import emit, observe, unobserve, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.formats import BUILTIN_FORMATS, Format
 from q4core.memory.placement import take_providers_from
-from q4core.plugins.discovery import REFERENCE_PLUGIN, PluginRecord, call_plugin, discover
+from q4core.plugins.discovery import PluginRecord, call_plugin, discover
 from q4core.schema import Dialect
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import pluggy
 
     from q4core.backend import Backend
-
-__all__ = ["REFERENCE_PLUGIN", "InvalidItem", "PluginRecord", "Registry", "default_registry", "reset_registry"]
 
 
 @attrs.frozen

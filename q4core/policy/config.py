@@ -22,17 +22,6 @@ from q4core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "ActivationPrecision",
-    "ComputePath",
-    "Rounding",
-    "SessionConfig",
-    "UnifiedMemoryPolicy",
-    "resolve_config",
-    "to_option",
-    "using",
-]
-
 _OptionT = TypeVar("_OptionT", bound=enum.Enum)
 
 

@@ -16,8 +16,6 @@ from q4core.formats import FLOATS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Catalogue", "LayerSchema", "Problem", "TensorInfo", "as_dict", "as_tuple", "require_arguments"]
-
 _MAX_SUFFIX_PARTS = 3
 _MAX_SIDE_BYTES = 1 << 16
 _SCALE_LIKE = re.compile(

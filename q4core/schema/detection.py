@@ -16,20 +16,6 @@ from q4core.schema.dialect import Dialect, find_dialect
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "AMBIGUOUS",
-    "MARKER",
-    "Schema",
-    "catalogue_of",
-    "choose",
-    "detect",
-    "detect_all",
-    "detect_in",
-    "is_unsupported",
-    "readings",
-    "take_dialects_from",
-]
-
 MARKER = "q4core.dialect"
 """Header metadata key under which a file of ours names its dialect, where other dialects use the same keys."""
 AMBIGUOUS = "told apart by metadata, config.json or dialect=..., as its keys fit several dialects alike"

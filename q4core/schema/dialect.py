@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.schema.catalogue import Catalogue, LayerSchema
     from q4core.weight import Feature, PackedWeight, WeightSpec
 
-__all__ = ["Dialect", "WrittenLayer", "find_dialect"]
-
 
 @attrs.frozen(kw_only=True)
 class WrittenLayer:

@@ -20,8 +20,6 @@ from q4core.weight import Feature, PackedWeight
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["SIMPLE_DIALECTS", "SimpleNf4", "SimpleNvfp4"]
-
 _TRIO = {"qdata": "weight", "scale": "absmax", "codebook": "quant_map"}
 _ORDERS = {"high_first": Packing.HIGH_FIRST, "low_first": Packing.LOW_FIRST}
 _DEFAULT_ORDER = "high_first"

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from q4core.schema.catalogue import Catalogue, LayerSchema
     from q4core.schema.dialect import Dialect
 
-__all__ = ["detect_or_fail", "problems_error", "validate", "validate_in"]
-
 _COMPARED = frozenset({*FLOATS, torch.float64, torch.float8_e4m3fn, torch.float8_e8m0fnu})
 
 

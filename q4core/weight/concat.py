@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["cat"]
-
 
 def _are_same(weights: Sequence[PackedWeight], field: str) -> bool:
     values = [getattr(weight, field) for weight in weights]

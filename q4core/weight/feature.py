@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["Feature", "features_of"]
-
 
 class Feature(enum.Enum):
     """What a weight or a request needs beyond ``scale × codebook[q]``; a backend must declare each one it serves."""

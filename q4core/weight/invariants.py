@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["check_permutation", "check_structure", "check_values", "first_illegal"]
-
 _ZERO_DTYPES = frozenset({*FLOATS, torch.uint8, torch.int8, torch.int32})
 _BYTES = frozenset({torch.uint8})
 _E4M3 = frozenset({torch.uint8, torch.float8_e4m3fn})

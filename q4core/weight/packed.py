@@ -15,8 +15,6 @@ from q4core.weight.sending import Temporary, unwrapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["TENSOR_FIELDS", "PackedWeight"]
-
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor | Temporary:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else Temporary(_copy(tensor))

@@ -16,8 +16,6 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Temporary", "unwrapped"]
-
 
 @attrs.frozen(eq=False)
 class Temporary:

@@ -14,8 +14,6 @@ from q4core.formats import BlockOrder, ScaleKind, resolve_levels
 if TYPE_CHECKING:
     from q4core.weight.packed import PackedWeight
 
-__all__ = ["narrow", "resolved_rows", "take_rows"]
-
 _ROW_FIELDS = ("qdata", "scale", "offset", "zero")
 
 

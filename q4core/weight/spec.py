@@ -15,8 +15,6 @@ from q4core.weight.packed import TENSOR_FIELDS, PackedWeight
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["WeightSpec"]
-
 _VERSION = 1
 _ALWAYS = ("qdata", "scale")
 _NUMBERS = ("out_features", "in_features", "block_size", "nested_block_size")
