@@ -14,16 +14,17 @@ from q4core.memory.contract import (
     MemoryProvider,
     Placement,
 )
-from q4core.memory.functions import (
+from q4core.memory.placement import (
+    Placer,
     apply_input_policy,
     apply_mutable_policy,
     apply_policy,
     apply_source_policy,
+    detached_copy,
+    is_turned_off,
     release_input,
 )
-from q4core.memory.ownership import keeper_of, note_provider, provider_of
-from q4core.memory.placement import Placer, detached_copy, is_turned_off
-from q4core.memory.provider_checks import availability, copy_beside, was_taken_back
+from q4core.memory.providers import availability, copy_beside, keeper_of, note_provider, provider_of, was_taken_back
 
 __all__ = [
     "DISABLE_VARIABLE",

@@ -8,7 +8,7 @@ import torch
 
 from q4core.errors import PLUGIN_FAULTS, UnifiedMemoryError
 from q4core.memory.contract import DISABLE_VARIABLE, MemoryDecision
-from q4core.memory.provider_checks import availability, holds, placement_by, told
+from q4core.memory.providers import availability, holds, placement_by, told
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ import torch
 from q4core.errors import PLUGIN_FAULTS, ConfigError, InputError
 from q4core.memory.contract import DISABLE_VARIABLE
 from q4core.memory.decision import Decision, left_alone
-from q4core.memory.ownership import note_provider, shares_memory
-from q4core.memory.provider_checks import is_on, managed_by, mapped_by, told
+from q4core.memory.providers import is_on, managed_by, mapped_by, note_provider, shares_memory, told
 from q4core.policy import UnifiedMemoryPolicy, to_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from typing_extensions import Required
+    from typing_extensions import Required, Unpack
 
     from q4core.memory.contract import MemoryDecision, MemoryProvider
 
@@ -29,11 +28,6 @@ def take_providers_from(installed: Callable[[], Iterable[MemoryProvider]]) -> No
     """Ask a function for the providers wherever none are given; whoever loads plugins says so."""
     global _installed  # noqa: PLW0603  # one per process
     _installed = installed
-
-
-def installed_providers() -> Iterable[MemoryProvider]:
-    """Return the providers that are asked wherever none are given."""
-    return _installed()
 
 
 def is_turned_off(environment: Mapping[str, str]) -> bool:
@@ -103,7 +97,7 @@ class Placer:
         """Return who is asked, in the order of their names; nobody where promotion is turned off."""
         if self.is_turned_off:
             return ()
-        given = installed_providers() if self._providers is None else self._providers
+        given = _installed() if self._providers is None else self._providers
         return sorted(given, key=lambda provider: provider.name)
 
     def weight(self, tensor: torch.Tensor, layer: str | None = None) -> tuple[torch.Tensor, MemoryDecision]:
@@ -299,3 +293,52 @@ def _require_strided(what: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise InputError(f"placing a {what}", name="tensor", rule="a strided tensor", value=got)
+
+
+def apply_policy(
+    tensor: torch.Tensor,
+    policy: UnifiedMemoryPolicy | str,
+    *,
+    layer: str | None = None,
+    **options: Unpack[PlacerOptions],
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place a weight; see ``Placer.weight``."""
+    return Placer(policy, **options).weight(tensor, layer)
+
+
+def apply_source_policy(
+    tensor: torch.Tensor, policy: UnifiedMemoryPolicy | str, **options: Unpack[PlacerOptions]
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Bring a tensor of a weight to the device that will prepare it; see ``Placer.source``."""
+    return Placer(policy, **options).source(tensor)
+
+
+def apply_mutable_policy(
+    tensor: torch.Tensor, policy: UnifiedMemoryPolicy | str, *, copy: bool = True, **options: Unpack[PlacerOptions]
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place a tensor that will be written again and again; see ``Placer.mutable``."""
+    return Placer(policy, **options).mutable(tensor, copy=copy)
+
+
+def apply_input_policy(
+    x: torch.Tensor, policy: UnifiedMemoryPolicy | str, **options: Unpack[PlacerOptions]
+) -> tuple[torch.Tensor, MemoryDecision]:
+    """Place an activation; see ``Placer.input``."""
+    return Placer(policy, **options).input(x)
+
+
+def release_input(
+    x: torch.Tensor, decision: MemoryDecision, *, providers: Iterable[MemoryProvider] | None = None
+) -> None:
+    """Give back what ``apply_input_policy`` promoted; does nothing after any other decision.
+
+    Args:
+        x: What ``apply_input_policy`` returned. Nothing may use its memory afterwards, autograd's saved tensors
+            included; where that is not sure, drop the last reference instead.
+        decision: What ``apply_input_policy`` returned with it.
+        providers: The same as there.
+    """
+    if decision.action == "promoted":
+        for provider in _installed() if providers is None else providers:
+            if provider.name == decision.provider:
+                provider.free(x)

@@ -1,4 +1,4 @@
-"""Checks of what a provider returns, before anybody relies on it."""
+"""Providers: whose memory a tensor lies in, and checks of what a provider returns before anybody relies on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,41 @@ import torch
 
 from q4core.errors import PLUGIN_FAULTS, LifecycleError, PluginError, Q4Error, UnifiedMemoryError
 from q4core.memory.contract import Availability, Placement
-from q4core.memory.ownership import note_provider, provider_of, shares_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4core.memory.contract import MemoryProvider
+
+_NOTE = "_q4_memory_provider"
+
+
+def note_provider(tensor: torch.Tensor, provider: MemoryProvider) -> None:
+    """Take note that a tensor's memory is a provider's, which then lives as long as that memory.
+
+    Whatever a policy places is noted by itself; a provider notes what it hands out directly. Views, detached aliases
+    and whatever else shares the tensor's storage are noted with it.
+    """
+    # On the storage, which torch keeps as one Python object as long as the memory lives: so the note ends with it.
+    setattr(tensor.untyped_storage(), _NOTE, provider)
+
+
+def provider_of(tensor: torch.Tensor) -> MemoryProvider | None:
+    """Return whose memory a tensor lies in, by what was noted; None for ordinary memory. Nobody is asked."""
+    provider: MemoryProvider | None = getattr(tensor.untyped_storage(), _NOTE, None)
+    return provider
+
+
+def keeper_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, int], object] | None:
+    """Return the provider's ``record_stream(tensor, stream)``, which torch's allocator has for its own memory."""
+    keep: object = getattr(provider_of(tensor), "record_stream", None)
+    return keep if callable(keep) else None
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors lie in the same storage, or in storages at one address."""
+    first, second = one.untyped_storage().data_ptr(), other.untyped_storage().data_ptr()
+    return first == second != 0
 
 
 def told(error: BaseException) -> str:
@@ -24,10 +55,11 @@ def availability(provider: MemoryProvider, device: torch.device) -> Availability
     try:
         answer: Any = provider.is_available(device)
     except PLUGIN_FAULTS as error:
-        return Availability(is_available=False, reason=f"is_available raised {told(error)}")
-    if isinstance(answer, Availability):
-        return answer
-    reason = f"is_available must return Availability, not {type(answer).__name__}"
+        reason = f"is_available raised {told(error)}"
+    else:
+        if isinstance(answer, Availability):
+            return answer
+        reason = f"is_available must return Availability, not {type(answer).__name__}"
     return Availability(is_available=False, reason=reason)
 
 
