@@ -13,7 +13,6 @@ import attrs
 import torch
 
 from q4core.backend import PrepareContext, Prepared, Request
-from q4core.diagnostics.errors_of_plugins import chained
 from q4core.diagnostics.events import bound, emit, muted, warn_once
 from q4core.errors import LifecycleError, Q4FallbackWarning
 from q4core.formats import as_bytes
@@ -72,7 +71,7 @@ def prepare_layer(  # noqa: PLR0913  # one argument per fact
         UnifiedMemoryError: Unified memory is required and can't be had.
     """
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
-    with heard, chained(), without_casts("cpu"), without_casts("cuda"), outside_inference():
+    with heard, without_casts("cpu"), without_casts("cuda"), outside_inference():
         own = weight.relabelled(name=name)  # because everything below tells of it
         if any(tensor.is_inference() for _, tensor in own.tensors()):  # no call that records gradients may use these
             own = own.map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)

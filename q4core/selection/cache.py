@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.diagnostics.errors_of_plugins import chained
 from q4core.errors import ConfigError, PolicyConflictError
 from q4core.policy import ActivationPrecision, ComputePath
 from q4core.selection.probe_results import probe_results
@@ -87,16 +86,15 @@ def select_for(
     known: Selection | None = None if failures else registry.selections.get(key)
     if known is not None:
         return known
-    with chained():
-        selection = select_backend(
-            request,
-            registry.backends(),
-            compute_path=compute_path,
-            override=config.backend,
-            invalid=registry.invalid_backends(),
-            results=results,
-            failures=failures or {},
-        )
+    selection = select_backend(
+        request,
+        registry.backends(),
+        compute_path=compute_path,
+        override=config.backend,
+        invalid=registry.invalid_backends(),
+        results=results,
+        failures=failures or {},
+    )
     if not failures:
         if len(registry.selections) >= _CACHE_LIMIT:
             registry.selections.clear()

@@ -11,7 +11,6 @@ import torch
 
 from q4core import codec
 from q4core.backend import Request
-from q4core.diagnostics.errors_of_plugins import chained
 from q4core.diagnostics.events import emit
 from q4core.errors import BackendUnavailableError, InputError, LifecycleError, Q4Error
 from q4core.formats import Format, find_format
@@ -96,7 +95,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
                     value=chosen.value,
                     rejections=error.rejections,
                     hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
-                ) from error.__cause__
+                ) from None
             why = "; ".join(map(str, error.rejections))
     emit(
         "q4.quantize",
@@ -146,7 +145,6 @@ def quantize_request(
     return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns, rounding=rounding)
 
 
-@chained()
 def find_quantizer(registry: Registry, request: Request) -> Selection:
     """Return who is best for a request of op ``"quantize"``, proven; what is proven stays so.
 

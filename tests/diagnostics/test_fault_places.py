@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import sys
-import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -106,49 +105,24 @@ def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
 
 
 def test_a_path_that_raises_in_its_probe_says_where(kernels: Any) -> None:
-    """The warning and the error name the place, and the error's cause is what was raised, with its traceback."""
+    """The warning and the error name the place, the second time too, when the path is not tried again."""
     session = _only(FakeBackend("stranger", damage=kernels.by_hand))
     place = "q4_stranger/native/kernels.py:5, by_hand"
     told = re.escape(f"path fake_gemm raised IndexError: list index out of range (in {place}) at M = 1")
-    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told) as caught:
+    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told):
         session.linear(_weight())
-    assert isinstance(caught.value.__cause__, IndexError)
-    whole = "".join(traceback.format_exception(caught.value))
-    assert "kernels.py" in whole
-    assert "return [][3]" in whole
-    with pytest.raises(q4.BackendUnavailableError, match=told) as again:
-        session.linear(_weight())  # remembered by its words alone
-    assert again.value.__cause__ is None
+    with pytest.raises(q4.BackendUnavailableError, match=told):
+        session.linear(_weight())
 
 
 @pytest.mark.parametrize("method", ["check", "prepare"])
-def test_a_method_that_raises_is_the_cause(kernels: Any, method: str) -> None:
-    """What check or prepare raised is told with its place, and is the cause of the error."""
+def test_a_method_that_raises_is_told_with_its_place(kernels: Any, method: str) -> None:
+    """What check or prepare raised is told with its place."""
     backend = FakeBackend("stranger")
     setattr(backend, method, lambda *_: kernels.by_hand(None))
     told = f"{method} raised IndexError: list index out of range (in q4_stranger/native/kernels.py:5, by_hand)"
-    with pytest.raises(q4.BackendUnavailableError, match=re.escape(told)) as caught:
+    with pytest.raises(q4.BackendUnavailableError, match=re.escape(told)):
         _only(backend).linear(_weight())
-    assert isinstance(caught.value.__cause__, IndexError)
-
-
-def test_a_select_that_fails_has_its_cause(kernels: Any) -> None:
-    """q4.select, too, is chained to what check raised."""
-    backend = FakeBackend("stranger")
-    backend.check = kernels.by_hand  # type: ignore[method-assign]
-    request = q4.Request.for_weight(_weight())
-    with pytest.raises(q4.BackendUnavailableError) as caught:
-        q4.select(request, q4.SessionConfig(backend="stranger"), registry=registry(backend))
-    assert isinstance(caught.value.__cause__, IndexError)
-
-
-def test_the_fault_of_another_backend_is_no_cause() -> None:
-    """An error about one backend is not chained to what another one raised."""
-    wild = FakeBackend("wild", check_error=RuntimeError("not mine"))
-    refusing = FakeBackend("refusing", reasons=(q4.Reason(q4.ReasonCode.ARCH, "too old"),))
-    with pytest.raises(q4.BackendUnavailableError) as caught:
-        q4.Session(q4.SessionConfig(backend="refusing"), registry=registry(wild, refusing)).linear(_weight())
-    assert caught.value.__cause__ is None
 
 
 def test_a_fault_keeps_no_tensor_alive() -> None:
@@ -198,15 +172,14 @@ def test_a_fault_is_an_event_with_its_traceback(kernels: Any, caplog: pytest.Log
     assert record.levelno == logging.DEBUG
 
 
-def test_a_native_quantiser_that_raises_is_the_cause(kernels: Any) -> None:
-    """Its probe says where, and the error of who asked for it has its cause."""
+def test_a_native_quantiser_that_raises_says_where(kernels: Any) -> None:
+    """Its probe says where, and so does the error of who asked for it."""
     path = q4.KernelPath.quantizer("quantize")
     backend = FakeBackend("native", paths=(path,), ops={"quantize"}, roundings=frozenset(q4.Rounding))
     backend.quantize = lambda *_, **__: kernels.by_hand(None)  # type: ignore[attr-defined]
     told = re.escape("(in q4_stranger/native/kernels.py:5, by_hand)")
-    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told) as caught:
+    with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told):
         quantizer.quantize(torch.ones(4, 64), "nf4", rounding="stochastic", registry=registry(backend))
-    assert isinstance(caught.value.__cause__, IndexError)
 
 
 def test_a_live_layer_says_where(kernels: Any) -> None:
