@@ -7,9 +7,8 @@ same contract on one page.
 
 from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
 from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
-from q4core.backend.reason import Reason, ReasonCode
 from q4core.backend.request import Features, Request
-from q4core.backend.support import KernelPath, PathKind, Precision, Segment, Support, Tier
+from q4core.backend.support import KernelPath, PathKind, Precision, Reason, ReasonCode, Segment, Support, Tier
 
 __all__ = [
     "API_VERSION",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4core.backend.reason import Reason, ReasonCode
+from q4core.backend.support import Reason, ReasonCode
 from q4core.errors import ConfigError
 from q4core.formats import FLOATS, ScaleKind
 from q4core.policy import Rounding

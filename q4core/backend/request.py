@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend.reason import require
-from q4core.backend.support import ROW_RANGE, Precision, is_row_range
+from q4core.backend.support import ROW_RANGE, Precision, is_row_range, require
 from q4core.errors import ConfigError
 from q4core.policy import ActivationPrecision, Rounding, to_option
 from q4core.weight import Feature, PackedWeight

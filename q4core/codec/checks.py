@@ -13,7 +13,7 @@ from q4core.formats import FLOATS, Form, Format, NibbleOrder, Packing, ScaleKind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from q4core.codec.rule import Coded
+    from q4core.codec.rules import Coded
     from q4core.errors import Q4Error
 
 _MOST_FEATURES = 2**31 - 1

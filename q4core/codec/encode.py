@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.codec import checks
-from q4core.codec.absmax import absmax_rule, code_of_zero, double_quantise
-from q4core.codec.e2m1 import mxfp4_rule, nvfp4_global_scale, nvfp4_rule
-from q4core.codec.rule import Coded
-from q4core.codec.steps import int4_rule, q4_0_rule, q4_1_rule, q8_0_rule
+from q4core.codec import checks, rules
 from q4core.errors import FormatError
 from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, Packing, ScaleKind, find_format, pack_codes
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
-    from q4core.codec.rule import Rule
+    from q4core.codec.rules import Coded, Rule
 
 _CHUNK_ELEMENTS = 1 << 19
 _DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
@@ -69,32 +65,32 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
     block = chosen.block_size if block_size is None else block_size
     kind = _DEFAULT_KINDS.get(chosen.name, ScaleKind.PLAIN) if scale_kind is None else scale_kind
     order = chosen.default_packing() if packing is None else packing
-    rules = checks.choice_rules(chosen, block, kind, order, columns, symmetric=symmetric)
-    checks.require(FormatError, f"quantize to {chosen}", rules, name)
+    legal = checks.choice_rules(chosen, block, kind, order, columns, symmetric=symmetric)
+    checks.require(FormatError, f"quantize to {chosen}", legal, name)
     blocks = BlockOrder.FLAT if chosen.name in checks.FLAT_FORMATS and columns % block else BlockOrder.ROW
     checks.check_finite(dense, name)
     fields: dict[str, Any] = {}
     if kind in _TWO_LEVELS:
         least, greatest = dense.aminmax()
-        fields["global_scale"] = nvfp4_global_scale(torch.maximum(-least, greatest).to(torch.float32), kind)
+        fields["global_scale"] = rules.nvfp4_global_scale(torch.maximum(-least, greatest).to(torch.float32), kind)
     if blocks is BlockOrder.FLAT:
         coded = _encode_flat(dense.reshape(-1), block, chosen, order)
     else:
         by_format: dict[str, Rule] = {
-            "nf4": absmax_rule(chosen),
-            "fp4": absmax_rule(chosen),
-            "nvfp4": nvfp4_rule(kind, fields.get("global_scale")),
-            "mxfp4": mxfp4_rule,
-            "q4_0": q4_0_rule,
-            "q4_1": q4_1_rule,
-            "q8_0": q8_0_rule,
-            "int4": int4_rule(dense.dtype, symmetric=symmetric),
+            "nf4": rules.absmax_rule(chosen),
+            "fp4": rules.absmax_rule(chosen),
+            "nvfp4": rules.nvfp4_rule(kind, fields.get("global_scale")),
+            "mxfp4": rules.mxfp4_rule,
+            "q4_0": rules.q4_0_rule,
+            "q4_1": rules.q4_1_rule,
+            "q8_0": rules.q8_0_rule,
+            "int4": rules.int4_rule(dense.dtype, symmetric=symmetric),
         }
         coded = _encode_rows(dense, block, by_format[chosen.name], order)
     checks.check_scales(coded, chosen, name)
     fields["scale"] = coded.scale
     if kind is ScaleKind.DOUBLE_QUANT:
-        fields.update(double_quantise(coded.scale))
+        fields.update(rules.double_quantise(coded.scale))
     return PackedWeight(
         format=chosen,
         qdata=coded.codes,
@@ -123,18 +119,18 @@ def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) 
         if whole < columns:
             pieces.append(rule(chunk[:, None, whole:]))
         codes = torch.cat([piece.codes.flatten(1) for piece in pieces], dim=1)
-        parts.append(Coded.join(pack_codes(codes, packing), pieces, 1))
-    return Coded.join(torch.cat([part.codes for part in parts]), parts, 0)
+        parts.append(rules.Coded.join(pack_codes(codes, packing), pieces, 1))
+    return rules.Coded.join(torch.cat([part.codes for part in parts]), parts, 0)
 
 
 def _encode_flat(flat: torch.Tensor, block: int, form: Format, packing: Packing) -> Coded:
     """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)] of NF4 or FP4."""
     whole = flat.numel() // block * block
-    rule = absmax_rule(form)
+    rule = rules.absmax_rule(form)
     chunks = torch.unflatten(flat[:whole], 0, (-1, block)).split(max(1, _CHUNK_ELEMENTS // block))
     pieces = [rule(chunk.to(torch.float32)) for chunk in chunks]
     if whole < flat.numel():
-        pieces.append(absmax_rule(form, short=True)(flat[None, whole:].to(torch.float32)))
+        pieces.append(rules.absmax_rule(form, short=True)(flat[None, whole:].to(torch.float32)))
     codes = torch.cat([piece.codes.reshape(-1) for piece in pieces])
-    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=code_of_zero(form))
-    return Coded.join(pack_codes(codes, packing), pieces, 0)
+    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=rules.code_of_zero(form))
+    return rules.Coded.join(pack_codes(codes, packing), pieces, 0)

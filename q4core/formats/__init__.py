@@ -1,6 +1,6 @@
 """4-bit formats: codebooks, scale kinds, nibble packing, dtypes."""
 
-from q4core.formats.packing import NibbleOrder, Packing, as_bytes, pack_codes, same_bytes, unpack_codes
+from q4core.formats.packing import NibbleOrder, Packing, as_bytes, cat_stored, pack_codes, same_bytes, unpack_codes
 from q4core.formats.table import (
     BUILTIN_FORMATS,
     FLOATS,
@@ -27,6 +27,7 @@ __all__ = [
     "as_bytes",
     "as_e4m3",
     "as_e8m0",
+    "cat_stored",
     "dynamic_map",
     "find_format",
     "pack_codes",

@@ -6,12 +6,15 @@ This module is the one place in the repository that defines nibble order.
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 import torch
 
 from q4core.errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class NibbleOrder(enum.Enum):
@@ -133,3 +136,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one shape and dtype hold the same bytes; a NaN equals itself."""
     return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def cat_stored(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Return tensors as stored, joined: float8 as its bytes, because not every device can join it."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize == 1:
+        tensors = [tensor.view(torch.uint8) for tensor in tensors]
+    return torch.cat(list(tensors), dim).view(dtype)

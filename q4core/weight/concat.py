@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from q4core.errors import WeightError
-from q4core.formats import BlockOrder, ScaleKind
+from q4core.formats import BlockOrder, ScaleKind, cat_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +21,6 @@ def _are_same(weights: Sequence[PackedWeight], field: str) -> bool:
     if any(value is None for value in values):
         return all(value is None for value in values)
     return all(torch.equal(values[0], value) for value in values[1:])
-
-
-def _join_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join float8 as bytes: some files store it as uint8, and not every device can join it."""
-    if tensors[0].dtype.itemsize == 1:
-        return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
-    return torch.cat(list(tensors))
 
 
 def _check_joinable(weights: Sequence[PackedWeight]) -> None:
@@ -68,7 +61,7 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
         unit, per_byte = head.packing.group or head.packing.codes_per_byte, head.packing.codes_per_byte
         width = -(-head.in_features // unit) * unit // per_byte
         qdata = [part.qdata.reshape(part.out_features, -1)[:, :width] for part in parts]
-    changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": _join_rows([part.scale for part in parts])}
+    changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": cat_stored([part.scale for part in parts])}
     for field in ("offset", "zero"):
         tensors = [getattr(part, field) for part in parts if getattr(part, field) is not None]
         if len(tensors) not in {0, len(parts)}:

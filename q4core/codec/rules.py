@@ -1,0 +1,281 @@
+"""Quantisation rules: the codes and numbers of some blocks, by the rule of the library that each format comes from.
+
+Reference:
+    NF4, FP4: Dettmers et al., QLoRA, 2023 (NF4, double quantisation), and 8-bit Approximations, 2015 (dynamic map).
+        Bit-equal to bitsandbytes 0.50 on x86 CPUs.
+    NVFP4, MXFP4: OCP Microscaling Formats (MX) v1.0; cuBLAS documentation, 1D block quantisation (the round-up E8M0
+        scale). Bit-equal on CPU to torchao 0.18 (E4M3, E4M3_MUL above 2.1e-33, E8M0) and, for float32 weights, to
+        compressed-tensors 0.20 (E4M3_DIV).
+    Q4_0, Q4_1, Q8_0: ggml's block formats, whose codes come from the float32 step. Bit-equal to
+        ``gguf.quants.quantize`` 0.19 on x86.
+    INT4: GPTQ's, AWQ's and compressed-tensors' affine scheme. Bit-equal to compressed-tensors 0.20 on float32 weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+import torch
+
+from q4core.formats import ScaleKind, as_e4m3, as_e8m0, cat_stored, dynamic_map
+
+if TYPE_CHECKING:
+    from q4core.formats import Format
+
+_SMALLEST_ABSMAX = 1e-38
+_NESTED_BLOCK = 256
+_BINS = 65536
+_LARGEST_E2M1 = 6.0
+_LARGEST_E4M3 = 448.0
+_SMALLEST_NORMAL_E4M3 = 2.0**-6
+_SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_GLOBAL = 2.0**-120
+"""Its reciprocal, and that of its product with the smallest e4m3 scale that is stored, are finite."""
+_ZERO_BLOCK_SCALE = 0.125
+"""What compressed-tensors stores where a scale rounds to zero."""
+_E8M0_BIAS = 127
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_SIGN = 8
+_STEPS = 15
+_EXTREME_CODE = -8
+_LARGEST_BYTE = 127
+_LOWEST, _HIGHEST = -8, 7
+
+
+@attrs.frozen
+class Coded:
+    """Codes and numbers of some blocks.
+
+    Args:
+        codes: uint8 [..., block], one code per byte.
+        scale: [...], in the dtype that it is stored with.
+        offset: [...], for formats with an offset.
+        zero: uint8 [...], for INTEGER formats that are not symmetric.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+    @classmethod
+    def join(cls, codes: torch.Tensor, parts: Sequence[Coded], dim: int) -> Coded:
+        """Return the numbers of several parts joined along ``dim``, with ``codes`` in place of theirs."""
+        offsets = [part.offset for part in parts if part.offset is not None]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        return cls(
+            codes,
+            cat_stored([part.scale for part in parts], dim),
+            offset=torch.cat(offsets, dim) if offsets else None,
+            zero=torch.cat(zeros, dim) if zeros else None,
+        )
+
+
+Rule: TypeAlias = Callable[[torch.Tensor], Coded]
+"""Turns float32 blocks [..., block] into codes and numbers."""
+
+
+def quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return ``values / divisor``, each rounded once.
+
+    On CUDA torch multiplies by the reciprocal of a Python number, which rounds twice; a tensor it divides by.
+    """
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
+def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
+    """Return the code nearest to each value; halfway between two, the code of the lower value."""
+    levels, order = form.codebook_tensor(values.device).sort(stable=True)
+    midpoints = (levels[:-1] + levels[1:]) / 2
+    index = torch.bucketize(values, midpoints, out_int32=True)
+    return order.to(torch.uint8).index_select(0, index.reshape(-1)).view(values.shape)
+
+
+def code_of_zero(form: Format) -> int:
+    """Return the code that pads the last byte of an odd number of codes."""
+    return int(_nearest(torch.zeros(1, dtype=torch.float32), form))
+
+
+def absmax_rule(form: Format, *, short: bool = False) -> Rule:
+    """Return the rule of NF4 or FP4, for whole blocks or for the ``short`` one that ends a weight.
+
+    Whole blocks are multiplied by the reciprocal of absmax, the short last block is divided by it, and its absmax is
+    at least 1e-38; an all-zero whole block stores 0.
+    """
+
+    def rule(blocks: torch.Tensor) -> Coded:
+        absmax = blocks.abs().amax(-1)
+        floored = absmax.clamp(min=_SMALLEST_ABSMAX)
+        if short:
+            return Coded(_nearest((blocks / floored[..., None]).clamp(-1, 1), form), floored)
+        scaled = blocks * floored.reciprocal()[..., None]
+        return Coded(_nearest(scaled.clamp(-1, 1), form), absmax)
+
+    return rule
+
+
+def double_quantise(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the fields of a PackedWeight whose float32 absmax is itself quantised to 8 bits in blocks of 256.
+
+    The mean, torch's own, is taken off first; over more than 32,768 blocks its last bit depends on torch's thread
+    count, here as in bitsandbytes. Codes come from a table of 65,536 bins over [-1, 1]: the one that the value rounds
+    to decides, so a code is the nearest one up to half a bin.
+
+    Args:
+        absmax: float32, any shape; blocks run over it flattened.
+    """
+    flat = absmax.reshape(-1)
+    mean = flat.mean()
+    centred = flat - mean
+    table = torch.tensor(dynamic_map(), dtype=torch.float32, device=flat.device)
+    count = math.ceil(flat.numel() / _NESTED_BLOCK)
+    padded = torch.nn.functional.pad(centred, (0, count * _NESTED_BLOCK - flat.numel())).view(count, _NESTED_BLOCK)
+    largest = padded.abs().amax(-1)
+    # A block without spread, whose reciprocal is infinite, gets code 0 where 0 * infinity is no number.
+    scaled = (padded * largest.reciprocal()[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
+    # One rounding for the multiply and add together, as a fused multiply-add gives it: exact in float64 first.
+    bins = (((scaled + 1) * 0.5).to(torch.float64) * (_BINS - 1) + 0.5).to(torch.float32).to(torch.int64)
+    centres = -1 + 2 * torch.arange(_BINS, dtype=torch.float32, device=flat.device) / (_BINS - 1)
+    code_of_bin = torch.bucketize(centres, (table[:-1] + table[1:]) * 0.5).to(torch.uint8)
+    codes = code_of_bin[bins].reshape(-1)[: flat.numel()]
+    return {
+        "scale": codes.view(absmax.shape),
+        "nested_codebook": table,
+        "nested_scale": largest,
+        "nested_offset": mean,
+    }
+
+
+def _e2m1_codes(values: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    """Return E2M1 codes (uint8) of the nearest magnitudes, at most 6, with the sign given.
+
+    At a midpoint the even code wins: bucketize gives the lower one, so midpoints above an odd code are lowered a hair.
+    """
+    midpoints = torch.tensor(_MIDPOINTS, dtype=torch.float32, device=values.device)
+    midpoints[1::2] = torch.nextafter(midpoints[1::2], midpoints.new_zeros(()))
+    codes = torch.bucketize(values.abs(), midpoints, out_int32=True).to(torch.uint8)
+    return codes | (negative.to(torch.uint8) * _SIGN)
+
+
+def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
+    """Return the per-tensor float32 scale for the largest magnitude in the tensor.
+
+    E4M3_MUL: largest / (448 * 6), at least 2^-120: where largest is below 2.1e-33, reciprocals come near overflow, and
+    torchao's numbers soon saturate or are NaN. E4M3_DIV: 448 * 6 / largest, or 1 where that is not finite.
+    """
+    if kind is ScaleKind.E4M3_MUL:
+        scale = quotient(largest, _LARGEST_E4M3 * _LARGEST_E2M1)
+        # Below it the reciprocal of global × 2^-6 overflows, and zeros become NaN and then codes.
+        return torch.where(scale >= _SMALLEST_GLOBAL, scale, _SMALLEST_GLOBAL)
+    divisor = _LARGEST_E4M3 * _LARGEST_E2M1 / largest.clamp(min=_SMALLEST_NORMAL)
+    return torch.where(torch.isfinite(divisor), divisor, 1.0)
+
+
+def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
+    """Return the rule of NVFP4 for a scale kind.
+
+    E4M3 and E4M3_MUL: scale = amax / 6 (/ global), kept in [2^-6, 448]; the data is multiplied by the reciprocal of the
+    scales; a value's sign is kept even when it is a zero. E4M3_DIV: scale = global * (amax / 6), at most 448, 0.125
+    where that rounds to zero; the data is divided; a zero has code 0. PLAIN: scale = amax / 6 in float32, and the data
+    is divided.
+    """
+
+    def rule(blocks: torch.Tensor) -> Coded:
+        scale = quotient(blocks.abs().amax(-1), _LARGEST_E2M1)
+        if kind is ScaleKind.PLAIN:
+            scaled = torch.where(scale[..., None] > 0, blocks / scale[..., None], blocks)
+            return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), scale)
+        if kind is ScaleKind.E4M3_DIV and global_scale is not None:
+            stored = (global_scale * scale).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+            stored = torch.where(as_e4m3(stored) == 0, _ZERO_BLOCK_SCALE, as_e4m3(stored)).to(torch.float8_e4m3fn)
+            scaled = blocks / (as_e4m3(stored) / global_scale)[..., None]
+            return Coded(_e2m1_codes(scaled, scaled < 0), stored)
+        if global_scale is not None:
+            scale = scale / global_scale
+        stored = scale.clamp(_SMALLEST_NORMAL_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+        reciprocal = 1.0 if global_scale is None else global_scale.reciprocal()
+        scaled = blocks * (reciprocal / as_e4m3(stored))[..., None]
+        return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), stored)
+
+    return rule
+
+
+def mxfp4_rule(blocks: torch.Tensor) -> Coded:
+    """Return MXFP4 codes under the round-up scale, 2^ceil(log2(amax / 6)), so that no value saturates.
+
+    The logarithm is rounded to float32 before the ceiling, as torchao does on CPU: amax / 6 a few ulps above a power of
+    two keeps that power. Hardware conversion rounds up there; no other input tells the two apart. The smallest scale,
+    2^-127, multiplies the data by 1, which leaves only zeros.
+    """
+    logarithm = torch.log2(quotient(blocks.abs().amax(-1), _LARGEST_E2M1).to(torch.float64)).to(torch.float32)
+    exponent = (logarithm.ceil().clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS).to(torch.uint8)
+    reciprocal = torch.where(exponent == 0, 1.0, as_e8m0(2 * _E8M0_BIAS - exponent))
+    scaled = blocks * reciprocal[..., None]
+    return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), exponent.view(torch.float8_e8m0fnu))
+
+
+def _inverse(step: torch.Tensor) -> torch.Tensor:
+    return torch.where(step == 0, 0.0, step.reciprocal())[..., None]
+
+
+def _nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Return values cut towards zero, 0 … 15; steps so small that their inverse overflows give code 0."""
+    return torch.where(torch.isfinite(values), values, 0.0).trunc().clamp(0, _STEPS).to(torch.uint8)
+
+
+def q4_0_rule(blocks: torch.Tensor) -> Coded:
+    """Return Q4_0: the value of largest magnitude (the first of equals) gets code 0, which stands for -8."""
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0]
+    step = extreme / _EXTREME_CODE
+    return Coded(_nibbles(blocks * _inverse(step) + 8.5), step.to(torch.float16))
+
+
+def q4_1_rule(blocks: torch.Tensor) -> Coded:
+    """Return Q4_1: 15 equal steps from the least to the greatest value.
+
+    Where the least value is a zero, the last zero's sign is stored (it never shows in a decoded value).
+    """
+    backwards = blocks.flip(-1)
+    least = backwards.gather(-1, backwards.argmin(-1, keepdim=True))[..., 0]
+    step = quotient(blocks.amax(-1) - least, _STEPS)
+    codes = _nibbles((blocks - least[..., None]) * _inverse(step) + 0.5)
+    return Coded(codes, step.to(torch.float16), offset=least.to(torch.float16))
+
+
+def q8_0_rule(blocks: torch.Tensor) -> Coded:
+    """Return Q8_0: 127 steps each way, halves rounded away from zero."""
+    step = quotient(blocks.abs().amax(-1), _LARGEST_BYTE)
+    scaled = blocks * _inverse(step)
+    scaled = torch.where(torch.isfinite(scaled), scaled, 0.0)
+    whole = scaled.abs().floor()
+    rounded = (whole + (2 * (scaled.abs() - whole)).floor()) * scaled.sign()
+    return Coded(rounded.to(torch.int8).view(torch.uint8), step.to(torch.float16))
+
+
+def int4_rule(dtype: torch.dtype, *, symmetric: bool) -> Rule:
+    """Return the rule of INT4 whose scales are stored in ``dtype``.
+
+    Codes are chosen with the scale as stored. Zero always has a code of its own. Where the scale would be zero, it is
+    the machine epsilon of ``dtype``.
+    """
+
+    def rule(blocks: torch.Tensor) -> Coded:
+        least = blocks.amin(-1).clamp(max=0)
+        greatest = blocks.amax(-1).clamp(min=0)
+        reach = torch.maximum(-least, greatest) * 2 if symmetric else greatest - least
+        step = quotient(reach, _STEPS).to(dtype)
+        stored = torch.where(step == 0, torch.finfo(dtype).eps, step)
+        scaled = blocks / stored.to(torch.float32)[..., None]
+        zero = None
+        if not symmetric:
+            # A group of zeros divides 0 by 0; its zero point is the middle, as in a symmetric group.
+            shift = (_LOWEST - least / step.to(torch.float32)).nan_to_num(nan=0.0).clamp(_LOWEST, _HIGHEST).round()
+            scaled = scaled + shift[..., None]
+            zero = (shift - _LOWEST).to(torch.uint8)
+        codes = scaled.clamp(_LOWEST, _HIGHEST).round() - _LOWEST
+        return Coded(codes.to(torch.uint8), stored, zero=zero)
+
+    return rule
