@@ -7,6 +7,7 @@ registration.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     import pluggy
 
     from q4core.backend import Backend
+
+
+_KINDS: dict[str, type] = {"q4_formats": Format, "q4_dialects": Dialect}
+_broken = functools.partial(Reason, ReasonCode.PLUGIN_ERROR)
 
 
 @attrs.frozen
@@ -114,9 +119,7 @@ class Registry:
             self._report([(record, fault)])
         return answer
 
-    def _named(
-        self, hook: str, fault_of: Callable[[Any], Reason | None], reserved: Iterable[str] = ()
-    ) -> tuple[dict[str, Any], tuple[InvalidItem, ...]]:
+    def _named(self, hook: str) -> tuple[dict[str, Any], tuple[InvalidItem, ...]]:
         """Return every plugin's items from one hook, by name and in that order, and what may not be used, and why."""
         with self._lock:
             if hook in self._items:
@@ -127,19 +130,19 @@ class Registry:
                 plugin = implementation.plugin_name
                 for item in self._call(hook, implementation, lambda call=implementation.function: list(call())) or ():
                     try:
-                        reason = fault_of(item)
+                        reason = _fault_of(item, hook)
                     except PLUGIN_FAULTS as error:
-                        message = f"looking at it raised {describe_exception(error)}"
-                        reason = Reason(ReasonCode.PLUGIN_ERROR, message)
+                        reason = _broken(f"looking at it raised {describe_exception(error)}")
                     if reason is None:
                         given.setdefault(item.name, []).append((plugin, item))
                     else:
                         invalid.append(InvalidItem(_name_of(item) or plugin, plugin, reason))
+            reserved = BUILTIN_FORMATS if hook == "q4_formats" else {}
             duplicates = {name for name, same in given.items() if len(same) > 1 or name in reserved}
             for name in sorted(duplicates):
                 owners = sorted({plugin for plugin, _ in given[name]})
                 message = f"duplicate name {name!r} in {hook} (from {', '.join(owners)}); none of them is used"
-                invalid += [InvalidItem(name, owner, Reason(ReasonCode.PLUGIN_ERROR, message)) for owner in owners]
+                invalid += [InvalidItem(name, owner, _broken(message)) for owner in owners]
             valid = {name: given[name][0][1] for name in sorted(given.keys() - duplicates)}
             self._items[hook] = valid, tuple(invalid)
             self._report((self._records[item.plugin], f"hook {hook}: {item.name}: {item.reason}") for item in invalid)
@@ -152,33 +155,33 @@ class Registry:
 
     def formats(self) -> dict[str, Format]:
         """Return every format by name, the built-in ones included."""
-        return {**BUILTIN_FORMATS, **self._named("q4_formats", _must_be(Format), BUILTIN_FORMATS)[0]}
+        return {**BUILTIN_FORMATS, **self._named("q4_formats")[0]}
 
     def dialects(self) -> tuple[Dialect, ...]:
         """Return the plugins' dialects, in the order of their names."""
-        return tuple(self._named("q4_dialects", _must_be(Dialect))[0].values())
+        return tuple(self._named("q4_dialects")[0].values())
 
     def memory_providers(self) -> tuple[Any, ...]:
         """Return the providers of unified memory, in the order of their names."""
-        return tuple(self._named("q4_memory_providers", _must_have_name)[0].values())
+        return tuple(self._named("q4_memory_providers")[0].values())
 
     def checkpoint_readers(self) -> tuple[Any, ...]:
         """Return the readers of checkpoint files, in the order of their names."""
-        return tuple(self._named("q4_checkpoint_readers", _must_have_name)[0].values())
+        return tuple(self._named("q4_checkpoint_readers")[0].values())
 
     def checkpoint_writers(self) -> tuple[Any, ...]:
         """Return the writers of checkpoint files, in the order of their names."""
-        return tuple(self._named("q4_checkpoint_writers", _must_have_name)[0].values())
+        return tuple(self._named("q4_checkpoint_writers")[0].values())
 
     def backends(self) -> dict[str, Backend]:
         """Return the backends that may serve, by name, in the order of their names."""
-        return self._named("q4_backends", _fault_of_backend)[0]
+        return self._named("q4_backends")[0]
 
     def invalid_backends(self) -> tuple[InvalidItem, ...]:
         """Return the backends that may not serve at all, with the reason, and a line for each plugin that failed."""
-        refused = self._named("q4_backends", _fault_of_backend)[1]  # first, because asking for backends may fail, too
+        refused = self._named("q4_backends")[1]  # first, because asking for backends may fail, too
         failed = tuple(
-            InvalidItem(record.name, record.name, Reason(ReasonCode.PLUGIN_ERROR, "; ".join(record.errors)))
+            InvalidItem(record.name, record.name, _broken("; ".join(record.errors)))
             for record in self.records()
             if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
@@ -197,21 +200,6 @@ class Registry:
             self._call("q4_event", implementation, implementation.function, event, dict(fields))
 
 
-def _must_be(kind: type) -> Callable[[Any], Reason | None]:
-    def fault_of(item: Any) -> Reason | None:
-        if isinstance(item, kind):
-            return None
-        return Reason(ReasonCode.PLUGIN_ERROR, f"an item must be a {kind.__name__}, got {item!r}")
-
-    return fault_of
-
-
-def _must_have_name(item: Any) -> Reason | None:
-    if _name_of(item):
-        return None
-    return Reason(ReasonCode.PLUGIN_ERROR, f"an item must have a name, got {item!r}")
-
-
 def _name_of(item: Any) -> str | None:
     try:
         name: object = getattr(item, "name", None)
@@ -220,17 +208,24 @@ def _name_of(item: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
+def _fault_of(item: Any, hook: str) -> Reason | None:
+    """Return why an item that a hook gave may not be used, or None."""
+    if not isinstance(item, kind := _KINDS.get(hook, object)):
+        return _broken(f"an item must be a {kind.__name__}, got {item!r}")
+    if _name_of(item) is None:
+        return _broken(f"an item must have a name, got {item!r}")
+    return _fault_of_backend(item) if hook == "q4_backends" else None
+
+
 def _fault_of_backend(item: Any) -> Reason | None:
     version, declared = getattr(item, "api_version", None), getattr(item, "capabilities", None)
-    if _name_of(item) is None:
-        return _must_have_name(item)
     if not _is_served_version(version):
         return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
     if not isinstance(declared, Capabilities):
-        return Reason(ReasonCode.PLUGIN_ERROR, "capabilities must be a Capabilities")
+        return _broken("capabilities must be a Capabilities")
     methods = ["check", "prepare", "linear", *(op for op in ("quantize", "input_gradient") if op in declared.ops)]
     missing = [name for name in methods if not callable(getattr(item, name, None))]
-    return Reason(ReasonCode.PLUGIN_ERROR, f"a backend must have the methods {', '.join(missing)}") if missing else None
+    return _broken(f"a backend must have the methods {', '.join(missing)}") if missing else None
 
 
 def _is_served_version(version: object) -> bool:
