@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q4core.checkpoint.files import open_regular, require_regular
 from q4core.checkpoint.opened import Checkpoint
 from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.events import warn_once
 from q4core.errors import (
     PLUGIN_FAULTS,
     CheckpointError,
@@ -136,7 +136,7 @@ def _recognises(reader: CheckpointReader, path: Path) -> bool:
         return reader.recognises(path)
     except PLUGIN_FAULTS as error:
         message = f"checkpoint reader {reader.name!r} is left out: it raised {describe_exception(error)}"
-        warnings.warn(Q4PluginWarning(message), stacklevel=4)
+        warn_once(message, Q4PluginWarning, message)
         return False
 
 

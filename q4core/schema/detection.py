@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.events import warn_once
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as_tuple
 from q4core.schema.dialect import Dialect, find_dialect
@@ -74,8 +74,7 @@ def detect(  # noqa: PLR0913  # the contract's arguments
 
     Raises:
         DialectError: The dialect's name, or an option's, is unknown.
-        SchemaError: ``tensors`` is no mapping of names to tensors.
-        ConfigError: Another argument is not what it must be.
+        SchemaError, ConfigError: As ``Catalogue``.
     """
     catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
     return detect_in(catalogue, known, dialect)
@@ -165,11 +164,10 @@ def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, lis
 
     places = {name: index for index, name in enumerate(catalogue.tensors)}
 
-    def first(module: str) -> int:
-        keys = [key for layer in found[module] for key in layer.keys.values()]
-        return min(places.get(key, len(places)) for key in keys)
+    def first(group: tuple[str, list[LayerSchema]]) -> int:
+        return min(places.get(key, len(places)) for layer in group[1] for key in layer.keys.values())
 
-    return {module: found[module] for module in sorted(found, key=first)}
+    return dict(sorted(found.items(), key=first))
 
 
 def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
@@ -180,7 +178,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
         raise
     except PLUGIN_FAULTS as error:
         message = f"dialect {dialect.name!r} raised {describe_exception(error)}, and is left out"
-        warnings.warn(Q4PluginWarning(message), stacklevel=5)
+        warn_once(message, Q4PluginWarning, message)
         return []
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.events import warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError
 from q4core.formats import FLOATS
 from q4core.schema.catalogue import Problem
@@ -171,7 +171,7 @@ def _weight_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue)
         return  # a dialect that says what is there, and reads nothing
     except PLUGIN_FAULTS as error:
         message = f"dialect {dialect.name!r} raised {describe_exception(error)} as it read {layer.module!r}"
-        warnings.warn(Q4PluginWarning(message), stacklevel=6)
+        warn_once(message, Q4PluginWarning, message)
 
 
 def _renewed(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> Schema:
