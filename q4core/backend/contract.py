@@ -45,10 +45,6 @@ class Prepared:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def _plain_empty(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], torch.Tensor]:
-    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-
-
 @attrs.frozen
 class PrepareContext:
     """Where ``prepare`` puts things.
@@ -65,7 +61,9 @@ class PrepareContext:
 
     _device: torch.device = attrs.field(converter=torch.device)
     empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] = attrs.field(
-        default=attrs.Factory(lambda self: _plain_empty(self._device), takes_self=True)
+        default=attrs.Factory(
+            lambda self: lambda shape, dtype: torch.empty(shape, dtype=dtype, device=self._device), takes_self=True
+        )
     )
     paths: tuple[Segment, ...] = ()
     gradient_paths: tuple[Segment, ...] = ()

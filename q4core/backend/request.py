@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from q4core.formats import Format, Packing, ScaleKind
 
 _OPS = ("linear", "quantize", "input_gradient")
+_OF_WEIGHT = ("format", "scale_kind", "packing", "block_size", "features", "out_features", "in_features")
 
 Features = frozenset[Feature]
 
@@ -101,22 +102,15 @@ class Request:
         Arguments are fields of the request; ``dtype`` and ``device`` are the weight's own, and ``out_dtype`` is
         ``dtype``, unless told.
         """
-        x_dtype = dtype or weight.dtype
         second = weight.zero if weight.offset is None else weight.offset
         return cls(
-            format=weight.format,
-            scale_kind=weight.scale_kind,
-            packing=weight.packing,
-            block_size=weight.block_size,
+            **{name: getattr(weight, name) for name in _OF_WEIGHT},
             scale_dtype=weight.scale.dtype,
             second_dtype=None if second is None else second.dtype,
-            features=weight.features,
             has_activation_scale=weight.activation_scale is not None,
-            out_features=weight.out_features,
-            in_features=weight.in_features,
             device=device if device is not None else weight.device,
-            dtype=x_dtype,
-            out_dtype=out_dtype or x_dtype,
+            dtype=dtype or weight.dtype,
+            out_dtype=out_dtype or dtype or weight.dtype,
             precision=precision,
             gradients=gradients,
             m=m,

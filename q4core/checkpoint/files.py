@@ -111,8 +111,7 @@ def parse_json(text: bytes, *, what: str, where: str) -> Any:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        rule = "valid UTF-8 JSON"
-        raise CheckpointError(what, name="JSON", rule=rule, value=str(error), where=where) from error
+        raise CheckpointError(what, name="JSON", rule="valid UTF-8 JSON", value=str(error), where=where) from error
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:

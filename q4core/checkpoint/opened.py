@@ -26,10 +26,6 @@ class Checkpoint(Mapping[str, PackedWeight]):
 
     A weight that is alive is given again instead of being read twice. After ``close`` the weights already given stay
     valid; asking for more is a ``LifecycleError``.
-
-    Args:
-        source: The reader's own object.
-        reader: Name of the reader.
     """
 
     def __init__(self, source: CheckpointSource, reader: str) -> None:

@@ -27,18 +27,7 @@ _TEXT = "a text that UTF-8 has"
 def save_by(
     writers: Iterable[CheckpointWriter], path: object, weights: object, request: SaveRequest, plugins: Mapping[str, str]
 ) -> Path:
-    """Save a checkpoint by the one writer that takes its path, and return what opens it.
-
-    Args:
-        writers: The writers to choose from.
-        path: A file or a folder.
-        weights: Module → weight.
-        request: What else, and how.
-        plugins: Name → state of the plugins there are, for the hint of an error.
-
-    Raises:
-        CheckpointError, DialectError, WeightError: As ``q4core.save_checkpoint``.
-    """
+    """Save a checkpoint by the one writer that takes its path; see ``q4core.save_checkpoint``, and ``open_by``."""
     target = _checked_path(path)
     for name, text in _mapping("metadata", request.metadata).items():
         _check_name("metadata", name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +52,7 @@ def _dense_rules(dense: torch.Tensor) -> Iterator[_Rule]:
 
 def check_finite(dense: torch.Tensor, where: str | None) -> None:
     """Refuse NaN and infinities, by an ``InputError`` that says how many there are and where the first is."""
-    if all(
-        math.isfinite(extreme) for extreme in torch.stack(dense.aminmax()).tolist()
-    ):  # a NaN anywhere makes both NaN
+    if torch.isfinite(torch.stack(dense.aminmax())).all():  # a NaN anywhere makes both extremes NaN
         return
     bad = ~torch.isfinite(dense)
     count, first = int(bad.sum()), divmod(int(bad.flatten().to(torch.uint8).argmax()), dense.shape[1])

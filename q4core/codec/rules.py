@@ -47,14 +47,7 @@ _LOWEST, _HIGHEST = -8, 7
 
 @attrs.frozen
 class Coded:
-    """Codes and numbers of some blocks.
-
-    Args:
-        codes: uint8 [..., block], one code per byte.
-        scale: [...], in the dtype that it is stored with.
-        offset: [...], for formats with an offset.
-        zero: uint8 [...], for INTEGER formats that are not symmetric.
-    """
+    """Codes of some blocks, uint8 [..., block], one per byte, and their numbers [...] as they are stored."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -120,12 +113,9 @@ def absmax_rule(form: Format, *, short: bool = False) -> Rule:
 def double_quantise(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the fields of a PackedWeight whose float32 absmax is itself quantised to 8 bits in blocks of 256.
 
-    The mean, torch's own, is taken off first; over more than 32,768 blocks its last bit depends on torch's thread
-    count, here as in bitsandbytes. Codes come from a table of 65,536 bins over [-1, 1]: the one that the value rounds
-    to decides, so a code is the nearest one up to half a bin.
-
-    Args:
-        absmax: float32, any shape; blocks run over it flattened.
+    Blocks run over it flattened, whatever its shape. The mean, torch's own, is taken off first; over more than 32,768
+    blocks its last bit depends on torch's thread count, here as in bitsandbytes. Codes come from a table of 65,536 bins
+    over [-1, 1]: the one that the value rounds to decides, so a code is the nearest one up to half a bin.
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()

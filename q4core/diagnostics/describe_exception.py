@@ -23,29 +23,24 @@ _CORE = Path(__file__).parent.parent
 
 def describe_exception(error: BaseException) -> str:
     """Return ``kind: text (in file:line, function)``; the text is a stranger's and may raise where it is asked for."""
-    kind = type(error).__name__
+    kind, place = type(error).__name__, _first_place(reversed(list(traceback.walk_tb(error.__traceback__))))
     try:
-        return f"{kind}: {error}{where(error)}"
+        return f"{kind}: {error}{place}"
     except PLUGIN_FAULTS as other:
-        return f"{kind}, whose text raises {type(other).__name__}{where(error)}"
-
-
-def where(error: BaseException) -> str:
-    """Return `` (in file:line, function)`` of the innermost frame of the author's own code, or nothing without one.
-
-    Frames of q4core, of torch and of the standard library are passed over, and of the file's path only the parts that
-    its module has are told: nothing of how this machine's folders are called.
-    """
-    return _first_place(reversed(list(traceback.walk_tb(error.__traceback__))))
+        return f"{kind}, whose text raises {type(other).__name__}{place}"
 
 
 def where_thread_is(thread: threading.Thread) -> str:
-    """Return the same of what a thread does now."""
+    """Return `` (in file:line, function)`` of what a thread does now."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # the documented way to look at threads
     return _first_place(traceback.walk_stack(frame)) if frame is not None else ""
 
 
 def _first_place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the place of the first frame that is not q4core's, torch's or the standard library's, or nothing.
+
+    Of the file's path only the parts that its module has are told: nothing of how this machine's folders are called.
+    """
     for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith("<") and not _is_passed_over(file):

@@ -81,19 +81,17 @@ def _cpu_features(info: dict[str, str]) -> tuple[str, ...]:
 def _cuda_devices() -> tuple[CudaDevice, ...]:
     if not torch.cuda.is_available():
         return ()
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties: Any = torch.cuda.get_device_properties(index)
-        devices.append(
-            CudaDevice(
-                index=index,
-                name=properties.name,
-                capability=(properties.major, properties.minor),
-                total_memory_bytes=properties.total_memory,
-                is_integrated=bool(getattr(properties, "is_integrated", False)),
-            )
+    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        CudaDevice(
+            index=index,
+            name=item.name,
+            capability=(item.major, item.minor),
+            total_memory_bytes=item.total_memory,
+            is_integrated=bool(getattr(item, "is_integrated", False)),
         )
-    return tuple(devices)
+        for index, item in enumerate(found)
+    )
 
 
 def machine_facts() -> MachineFacts:

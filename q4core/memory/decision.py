@@ -25,12 +25,7 @@ _NOBODY = (
 
 
 class Decision:
-    """The decision about one tensor in the making: the providers' answers, and what came of asking them for more.
-
-    Args:
-        what: What is placed, for messages.
-        placer: Whose policy, device and providers count.
-    """
+    """The decision about one tensor in the making: the providers' answers, and what came of asking them for more."""
 
     def __init__(self, what: str, placer: Placer) -> None:
         self.what, self.policy, self.device = what, placer.policy, placer.device

@@ -74,11 +74,10 @@ def call_plugin(
 def discover(
     given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
 ) -> tuple[pluggy.PluginManager, dict[str, PluginRecord], list[tuple[PluginRecord, str]]]:
-    """Find and load plugins, the ``given`` ones or those of entry points; nothing is told and nothing is raised.
+    """Find and load plugins, the ``given`` ones or those of entry points, and raise nothing.
 
-    Returns:
-        pluggy's manager with every plugin that loaded; what became of each, by name; and what is wrong, not recorded
-        or told yet.
+    Returned are pluggy's manager with every plugin that loaded, what became of each by name, and what is wrong, yet
+    untold.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
@@ -102,11 +101,8 @@ def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, o
     """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
 
     It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
-    plugin's own entry point. ``environment`` holds the ``Q4_PLUGIN*`` variables.
-
-    Returns:
-        None where no plugin announces it, where two do, and where the plugin is shut out or does not load, of which
-        whoever loads all plugins will tell.
+    plugin's own entry point. None where no plugin announces it or two do, and where it is shut out or does not load, of
+    which whoever loads all plugins will tell. ``environment`` holds the ``Q4_PLUGIN*`` variables.
     """
     values = {point.value for point in importlib.metadata.entry_points(group=COMMAND_GROUP, name=word)}
     points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]

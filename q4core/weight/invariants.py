@@ -54,11 +54,7 @@ _Rule = tuple[bool, str, str, object]
 
 
 def check_structure(weight: PackedWeight) -> None:
-    """Check every shape, dtype and device against the others.
-
-    Raises:
-        WeightError: The first rule that is broken, by field.
-    """
+    """Raise a ``WeightError`` for the first shape, dtype or device that contradicts the others."""
     for rules in (_sizes, _codes, _scales, _presence, _side_tensors):  # each relies on those before it
         for is_met, name, rule, value in rules(weight):
             if not is_met:
@@ -164,12 +160,7 @@ def check_values(weight: PackedWeight) -> None:
 
 
 def first_illegal(tensor: torch.Tensor, rule: str) -> tuple[list[int], float] | None:
-    """Return position and value of the first number that breaks a rule, or None.
-
-    Args:
-        tensor: float32, float16, bfloat16, float64, e4m3 or e8m0, of any shape and strides.
-        rule: ``"finite"``, ``"finite and not negative"`` or ``"finite and positive"``.
-    """
+    """Return position and value of the first number of a float tensor that breaks one of the rules above, or None."""
     if tensor.numel() > _PIECE:  # part by part, so that no temporary is as large as a tensor
         step = max(1, _PIECE * len(tensor) // tensor.numel())
         for start in range(0, len(tensor), step):
@@ -190,11 +181,7 @@ def first_illegal(tensor: torch.Tensor, rule: str) -> tuple[list[int], float] | 
 
 
 def check_permutation(weight: PackedWeight) -> None:
-    """Check that ``input_permutation``, where there is one, names every in-feature once.
-
-    Raises:
-        WeightError: It doesn't.
-    """
+    """Raise a ``WeightError`` unless ``input_permutation``, where there is one, names every in-feature once."""
     permutation = weight.input_permutation
     if permutation is None:
         return

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor | Temporary:
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else Temporary(_copy(tensor))
-
-
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -235,7 +231,9 @@ class PackedWeight:
         fields = {field.name: getattr(self, field.name) for field in attrs.fields(PackedWeight) if field.init}
         dtypes = {name: tensor.dtype for name, tensor in self.tensors() if tensor.dtype in _FLOAT8}
         for name, tensor in self.tensors():
-            fields[name] = _compact(tensor.view(torch.uint8) if name in dtypes else tensor)
+            stored = tensor.view(torch.uint8) if name in dtypes else tensor
+            is_compact = stored.untyped_storage().nbytes() == stored.nbytes
+            fields[name] = stored if is_compact else Temporary(_copy(stored))
         return _rebuild, (fields, dtypes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:  # the caller notes the copy in its memo
