@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from q4core.diagnostics.describe_exception import describe_exception
@@ -34,7 +36,7 @@ LOGGER_NAME = "q4core"
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FORMATS = {"json", "console"}
 
-_observers: tuple[Observer, ...] = ()
+_observers: tuple[Callable[[], Observer | None], ...] = ()
 _lock = threading.Lock()
 _muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
 _warned: set[tuple[type[Warning], object]] = set()
@@ -43,18 +45,20 @@ _warned: set[tuple[type[Warning], object]] = set()
 def observe(observer: Observer) -> None:
     """Call ``observer(event, fields)`` for every event from now on, each time with fields of its own.
 
-    What it raises is told once for each kind of error, as a ``Q4PluginWarning``; it is called again all the same.
+    A method is called for as long as its object lives. What it raises is told once for each kind of error, as a
+    ``Q4PluginWarning``; it is called again all the same.
     """
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
+    reference = weakref.WeakMethod(observer) if inspect.ismethod(observer) else lambda: observer
     with _lock:
-        _observers = (*_observers, observer)
+        _observers = (*(item for item in _observers if item() is not None), reference)
 
 
 def unobserve(observer: Observer) -> None:
     """Stop calling ``observer``; unknown ones are ignored."""
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     with _lock:
-        _observers = tuple(item for item in _observers if item != observer)
+        _observers = tuple(item for item in _observers if item() not in (None, observer))
 
 
 @contextlib.contextmanager
@@ -81,7 +85,7 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     if _muted.get():
         return
     faults: list[tuple[Observer, BaseException]] = []
-    for observer in _observers:
+    for observer in [known for reference in _observers if (known := reference()) is not None]:
         try:
             observer(event, dict(fields))
         except PLUGIN_FAULTS as error:

@@ -11,14 +11,13 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import emit, observe, unobserve, warn_once
+from q4core.diagnostics.events import emit, observe, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.formats import BUILTIN_FORMATS, Format
 from q4core.memory.placement import take_providers_from
@@ -78,21 +77,9 @@ class Registry:
                     self._given, self._environment, limit_s=self.time_limit_s
                 )
                 if self._manager.hook.q4_event.get_hookimpls():
-                    self._watch()
+                    observe(self._forward_event)
                 self._report(faults)
             return self._manager
-
-    def _watch(self) -> None:
-        """Pass events to the plugins that watch, for as long as this registry lives."""
-        mine = weakref.WeakMethod(self._forward_event)
-
-        def forward(event: str, fields: dict[str, Any]) -> None:
-            forward_event = mine()
-            if forward_event is not None:
-                forward_event(event, fields)
-
-        observe(forward)
-        weakref.finalize(self, unobserve, forward).atexit = False
 
     def _report(self, faults: Iterable[tuple[PluginRecord, str]]) -> None:
         """Record faults, each once, and then tell them: where warnings are errors, telling raises."""
@@ -193,7 +180,7 @@ class Registry:
             self._call("q4_commands", implementation, implementation.function, app)
 
     def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
-        """Pass one event to the plugins that watch; one that raises is told once for each kind of error."""
+        """Pass one event to the plugins that watch."""
         if self._manager is None or event == "q4.plugin":
             return
         for implementation in self._manager.hook.q4_event.get_hookimpls():

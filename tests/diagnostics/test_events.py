@@ -242,3 +242,19 @@ def test_an_observer_hears_events_where_warnings_are_errors() -> None:
         events.emit("q4.two")
     finally:
         events.unobserve(broken)
+
+
+def test_a_method_observes_as_long_as_its_object_lives() -> None:
+    """An observer that is a method keeps nothing alive, and is forgotten with its object."""
+    heard: list[str] = []
+
+    class Watcher:
+        def hear(self, event: str, _: dict[str, object]) -> None:
+            heard.append(event)
+
+    watcher = Watcher()
+    events.observe(watcher.hear)
+    events.emit("q4.test")
+    del watcher
+    events.emit("q4.test")
+    assert heard == ["q4.test"]
