@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import q4_conformance
 import q4core as q4
 from q4_conformance.oracle.decoding import decode_codes, decode_scales
-from q4_conformance.oracle.exact import exact_linear, exact_weight, term_sizes
+from q4_conformance.oracle.exact import exact_linear, exact_weight
 from q4_conformance.oracle.weights import WeightRecipe
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def test_int4_is_code_minus_zero_times_scale() -> None:
     assert [[row[1], 10 * row[2], 100 * row[3], 1000 * row[4], row[0] / 2] for row in stored] == expected
     assert exact_weight(weight).tolist() == expected
     sizes = [[(15 + 8) * 0.5, 10 * (7 + 8) * 0.5, 100 * 8.0, 1000 * 12.0, 0.5 * 4.0]]
-    assert term_sizes(weight)[:1].tolist() == sizes
+    assert exact_linear(weight, torch.eye(5)).size.T[:1].tolist() == sizes
 
 
 def test_reference_adds_the_bias() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-_SYMMETRIC_ZERO = 8
+_SYMMETRIC_ZERO = 8.0
 _EXTRA_STEPS = 8
 """Roundings beside the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
 _ROUNDING = {
@@ -99,21 +99,6 @@ def _codebook(weight: PackedWeight, codebook: Sequence[float] | None) -> NDArray
     return np.asarray(weight.format.codebook, dtype=np.float32).astype(np.float64)
 
 
-def _terms(weight: PackedWeight, codebook: Sequence[float] | None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the two terms of each stored weight: the product, and what is added to it."""
-    codes = decode_codes(weight)
-    scale = _per_element(decode_scales(weight), weight)
-    if weight.format.form is Form.CODEBOOK:
-        product = scale * _codebook(weight, codebook)[codes]
-        added = np.zeros_like(product) if weight.offset is None else _per_element(as_float64(weight.offset), weight)
-        return product, added
-    if weight.zero is None:
-        zero = np.full_like(scale, _SYMMETRIC_ZERO)
-    else:
-        zero = _per_element(as_float64(weight.zero), weight)
-    return codes * scale, -zero * scale
-
-
 def _channels(weight: PackedWeight) -> NDArray[np.float64]:
     if weight.input_channel_scale is None:
         return np.ones(weight.in_features)
@@ -131,25 +116,42 @@ def _to_input_order(stored: NDArray[np.float64], weight: PackedWeight) -> NDArra
 
 @attrs.frozen(eq=False)
 class _Exact:
-    """float64 [N, K]: the dense weight, its magnitudes, and the magnitudes of its terms."""
+    """float64 [N, K]: the dense weight, and the magnitudes of the two terms of each of its elements, added.
+
+    Where offset or zero point nearly cancel the code, these are much larger than the weight itself, and a kernel that
+    sums the two terms apart (``scale Σ q x - zero scale Σ x``) is right to within roundings of them.
+    """
 
     dense: NDArray[np.float64]
-    magnitudes: NDArray[np.float64]
     terms: NDArray[np.float64]
 
 
-def _exact(weight: PackedWeight, codebook: Sequence[float] | None) -> _Exact:
+def _exact(weight: PackedWeight, codebook: Sequence[float] | None = None) -> _Exact:
     """Return what a weight stands for; computed once where its bytes can't change."""
     given = as_given(weight)
-    known = _known.get(given)
     key = None if codebook is None else tuple(codebook)
-    if known is not None and key in known:
-        return known[key]
-    dense = exact_weight(given, codebook=codebook)
-    exact = _Exact(dense, np.abs(dense), term_sizes(given, codebook=codebook))
-    if known is not None:
-        known[key] = exact
-    return exact
+    known: dict[Any, _Exact] = _known.get(given, {})
+    if key not in known:
+        known[key] = _computed(given, codebook)
+    return known[key]
+
+
+def _computed(weight: PackedWeight, codebook: Sequence[float] | None) -> _Exact:
+    codes, scale = decode_codes(weight), _per_element(decode_scales(weight), weight)
+    if weight.format.form is Form.CODEBOOK:
+        dense = scale * _codebook(weight, codebook)[codes]
+        terms = np.abs(dense)
+        if weight.offset is not None:  # without one nothing is added: -0 + 0 would be +0
+            offset = _per_element(as_float64(weight.offset), weight)
+            dense, terms = dense + offset, terms + np.abs(offset)
+    else:
+        zero = _SYMMETRIC_ZERO if weight.zero is None else _per_element(as_float64(weight.zero), weight)
+        dense = (codes - zero) * scale
+        terms = np.abs(codes * scale) + np.abs(zero * scale)
+    dense, terms = _to_input_order(dense, weight), _to_input_order(terms, weight)
+    if weight.input_channel_scale is None:
+        return _Exact(dense, terms)
+    return _Exact(dense * _channels(weight), terms * np.abs(_channels(weight)))
 
 
 def exact_weight(weight: PackedWeight, *, codebook: Sequence[float] | None = None) -> NDArray[np.float64]:
@@ -162,29 +164,7 @@ def exact_weight(weight: PackedWeight, *, codebook: Sequence[float] | None = Non
     Returns:
         float64 [N, K]. ``(q - zero) * scale`` is computed with one float64 rounding, not as a difference of products.
     """
-    weight = as_given(weight)
-    codes, scale = decode_codes(weight), _per_element(decode_scales(weight), weight)
-    if weight.format.form is Form.CODEBOOK:
-        product, added = _terms(weight, codebook)
-        # Without an offset nothing is added: -0 + 0 would be +0.
-        dense = product if weight.offset is None else product + added
-    elif weight.zero is None:
-        dense = (codes.astype(np.float64) - _SYMMETRIC_ZERO) * scale
-    else:
-        dense = (codes - _per_element(as_float64(weight.zero), weight)) * scale
-    dense = _to_input_order(dense, weight)
-    return dense if weight.input_channel_scale is None else dense * _channels(weight)
-
-
-def term_sizes(weight: PackedWeight, *, codebook: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Return float64 [N, K]: the magnitudes of the two terms of each weight, added.
-
-    Where offset or zero point nearly cancel the code, this is much larger than the weight itself, and a kernel that
-    sums the two terms apart (``scale Σ q x - zero scale Σ x``) is right to within roundings of these.
-    """
-    weight = as_given(weight)
-    product, added = _terms(weight, codebook)
-    return _to_input_order(np.abs(product) + np.abs(added), weight) * np.abs(_channels(weight))
+    return _exact(weight, codebook).dense
 
 
 def _slack(
@@ -220,7 +200,7 @@ def exact_linear(
     sizes = np.abs(values)
     weight, exact = as_given(weight), _exact(weight, codebook)
     value = values @ exact.dense.T
-    is_zero = sizes @ exact.magnitudes.T == 0
+    is_zero = sizes @ np.abs(exact.dense).T == 0
     size = sizes @ exact.terms.T
     slack = _slack(sizes, exact.terms.T, x.dtype, roundings)
     if bias is not None:
@@ -242,13 +222,13 @@ def exact_input_gradient(weight: PackedWeight, grad: torch.Tensor, *, roundings:
     """
     values = as_float64(grad)
     sizes = np.abs(values)
-    weight, exact = as_given(weight), _exact(weight, None)
+    weight, exact = as_given(weight), _exact(weight)
     largest_channel = np.abs(_channels(weight)).max()
     return Reference(
         value=values @ exact.dense,
         size=sizes @ exact.terms,
         underflow=((1 + sizes) * (1 + largest_channel)).sum(axis=-1, keepdims=True),
-        is_zero=sizes @ exact.magnitudes == 0,
+        is_zero=sizes @ np.abs(exact.dense) == 0,
         steps=weight.out_features + _EXTRA_STEPS,
         slack=_slack(sizes, exact.terms, grad.dtype, roundings),
     )
