@@ -53,44 +53,47 @@ class _Handler(logging.Handler):
 
 
 @contextlib.contextmanager
+def _detached(level: int) -> Iterator[logging.Logger]:
+    """Let q4core's logger have another level, and pass nothing on, inside the ``with`` block."""
+    logger = logging.getLogger(_LOGGER)
+    before = logger.level, logger.propagate
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield logger
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+@contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Keep events and fallback and probe warnings from whoever runs a case; nothing is kept of what they said.
 
     A case of ten thousand calls would otherwise find the memory that its own recording takes.
     """
-    logger = logging.getLogger(_LOGGER)
-    level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.CRITICAL)
-    logger.propagate = False
-    try:
-        with warnings.catch_warnings():
-            for category in _RECORDED:
-                warnings.simplefilter("ignore", category)
-            yield
-    finally:
-        logger.setLevel(level)
-        logger.propagate = propagate
+    with _detached(logging.CRITICAL), warnings.catch_warnings():
+        for category in _RECORDED:
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 @contextlib.contextmanager
 def recorded(*further: type[Warning]) -> Iterator[Recording]:
     """Record events and warnings, also of ``further`` classes; other warnings are given again at the end."""
     recording = Recording()
-    logger = logging.getLogger(_LOGGER)
-    handler, level, propagate = _Handler(recording), logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield recording
-        wanted: tuple[type[Warning], ...] = (*_RECORDED, *further)
-        recording.warned.extend(item for item in warned if issubclass(item.category, wanted))
-        for item in warned:
-            if not issubclass(item.category, wanted):
-                warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+    handler = _Handler(recording)
+    with _detached(logging.DEBUG) as logger:
+        logger.addHandler(handler)
+        try:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                yield recording
+        finally:
+            logger.removeHandler(handler)
+    wanted: tuple[type[Warning], ...] = (*_RECORDED, *further)
+    for item in warned:
+        if issubclass(item.category, wanted):
+            recording.warned.append(item)
+        else:
+            warnings.warn_explicit(item.message, item.category, item.filename, item.lineno)
