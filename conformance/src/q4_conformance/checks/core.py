@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.contract.case import check, expect, raised
-from q4_conformance.measurement.allocations import watch
-from q4_conformance.oracle.compare import judge
-from q4_conformance.oracle.exact import exact_linear
-from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError
-from q4_conformance.subjects.backend import make_registry
 from q4core import (
     BUILTIN_FORMATS,
-    Precision,
     ScaleKind,
     SchemaError,
-    Session,
-    SessionConfig,
-    UnifiedMemoryError,
-    UnifiedMemoryPolicy,
     detect,
     detect_or_fail,
-    memory,
     validate,
 )
 
@@ -187,75 +176,3 @@ def check_bare(_case: Case, _subject: object) -> str:
     expect(set(facts["packages"]) <= {"q4core", "q4_dequant_fallback"}, f"packages {facts['packages']} were loaded")
     expect(not facts["compiled"] and not facts["mapped"], f"compiled code: {facts['compiled']} {facts['mapped']}")
     return f"packages {', '.join(facts['packages'])}"
-
-
-def _layer(policy: UnifiedMemoryPolicy) -> tuple[Any, Any]:
-    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
-    session = Session(SessionConfig(device="cpu", unified_memory=policy), registry=make_registry())
-    return session, session.linear(weight)
-
-
-def _x() -> torch.Tensor:
-    return draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0)
-
-
-@check("prefer_unified")
-def check_prefer_unified(_case: Case, _subject: object) -> str:
-    """PREFER_UNIFIED without a provider: a recorded reason, and the same numbers."""
-    _, plain = _layer(UnifiedMemoryPolicy.DISABLED)
-    _, preferred = _layer(UnifiedMemoryPolicy.PREFER_UNIFIED)
-    x = _x()
-    expect(torch.equal(plain(x), preferred(x)), "the numbers differ")
-    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
-    verdict = judge(preferred(x), exact_linear(weight, x), out_dtype=torch.float32)
-    expect(verdict.passed, f"wrong numbers: {verdict}")
-    told = preferred.diagnostics().memory
-    expect(told and all(line.startswith("fallback") for line in told), f"memory is recorded as {told}")
-    expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
-    tensor = torch.arange(6.0)
-    placed, decision = memory.apply_policy(tensor, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
-    expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
-    return str(told[0])
-
-
-@check("require_unified")
-def check_require_unified(_case: Case, _subject: object) -> str:
-    """REQUIRE_UNIFIED that can't be met fails at once, and names the device attributes that decided."""
-    for name, call in (
-        ("a session's layer", lambda: _layer(UnifiedMemoryPolicy.REQUIRE_UNIFIED)),
-        ("a weight", lambda: _apply(memory.apply_policy)),
-        ("a mutable tensor", lambda: _apply(memory.apply_mutable_policy)),
-        ("an activation", lambda: _apply(memory.apply_input_policy)),
-    ):
-        error = raised(UnifiedMemoryError, call, f"{name} was served without unified memory")
-        expect(error.attributes, f"{name}: the error names no device attribute")
-        expect(all(key in str(error) for key in error.attributes), f"{name}: the message does not name them")
-    return "layer, weight, mutable tensor, activation"
-
-
-def _apply(function: Any) -> None:
-    function(torch.zeros(4), UnifiedMemoryPolicy.REQUIRE_UNIFIED, device="cpu", providers=())
-
-
-@check("prefer_activation")
-def check_prefer_activation(_case: Case, _subject: object) -> str:
-    """PREFER_UNIFIED never copies an activation: the very same tensor comes back, and no more is allocated."""
-    x = _x()
-    same, decision = memory.apply_input_policy(x, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
-    expect(same is x, "another tensor came back")
-    expect(decision.bytes == 0, f"{decision.bytes} bytes were promoted")
-    large = torch.zeros(64, 1 << 16)
-    used = watch(
-        lambda: memory.apply_input_policy(large, UnifiedMemoryPolicy.PREFER_UNIFIED, device="cpu", providers=())
-    )
-    expect(used.elements == 0, f"{used.elements} elements were made")
-    expect((used.peak_bytes or 0) < large.nbytes // 8, f"memory peaked by {used.peak_bytes} bytes")
-    counts = {}
-    for policy in (UnifiedMemoryPolicy.DISABLED, UnifiedMemoryPolicy.PREFER_UNIFIED):
-        _, layer = _layer(policy)
-        before = x.clone()
-        layer(x)
-        expect(torch.equal(x, before), f"{policy.value}: the activation was changed")
-        counts[policy] = watch(lambda layer=layer: layer(x)).elements  # type: ignore[misc]
-    expect(len(set(counts.values())) == 1, f"elements made: {counts}")
-    return "no allocation, no copy"

@@ -42,7 +42,10 @@ def held_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     trim()
-    return resident_bytes()
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * 4096
+    except OSError as error:
+        raise FailureError(f"resident memory can't be read: {error}") from error
 
 
 class Growth:
@@ -69,25 +72,18 @@ class Growth:
             yield turn
         self.look()
 
-    def expect_flat(self, turns: int, lost_bytes: float) -> str:
+    def expect_flat(self, turns: int, lost_bytes: float, what: str = "turns") -> str:
         """Return by how much memory grew; ``lost_bytes`` for each turn after the first tenth are too many."""
         limit = int(lost_bytes * (turns - turns // 10))
-        expect(self.bytes < limit, f"memory grew by {self.bytes} bytes in {turns} turns, {limit} at most")
-        return f"memory grew by {self.bytes} bytes"
+        told = f"memory grew by {self.bytes} bytes in {turns} {what}"
+        expect(self.bytes < limit, f"{told}, {limit} at most")
+        return told
 
     @property
     def bytes(self) -> int:
         """What the work lost, over all stretches."""
         least = min(later - earlier for earlier, later in itertools.pairwise(self._held))
         return least * (len(self._held) - 1)
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    try:
-        return int(_STATM.read_text(encoding="ascii").split()[1]) * 4096
-    except OSError as error:
-        raise FailureError(f"resident memory can't be read: {error}") from error
 
 
 @contextlib.contextmanager
@@ -127,7 +123,7 @@ def check_quantise_often(_case: Case, _subject: object) -> str:
         expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
         expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
     told = growth.expect_flat(CALLS, max(len(bits) for bits, _ in expected.values()) / 10)  # of a packed weight
-    return f"{CALLS} calls over {len(names)} formats, {told}"
+    return f"{len(names)} formats, {told}"
 
 
 def _product(

@@ -1,31 +1,31 @@
-"""Checks of a provider of managed memory, and of what the core's policies make of it."""
+"""Checks of managed memory: a provider of it, and what the core's policies make of one, or of none."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_conformance.checks.endurance import resident_bytes
+from q4_conformance.checks.endurance import Growth
 from q4_conformance.contract.case import check, expect, raised
-from q4_conformance.measurement.allocations import trim, watch
+from q4_conformance.measurement.allocations import watch
 from q4_conformance.oracle.compare import judge
 from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.oracle.weights import WeightRecipe
+from q4_conformance.subjects.backend import make_registry
 from q4_conformance.subjects.memory import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
 from q4_conformance.subjects.reference import require_device
 from q4core import Precision, ScaleKind, Session, SessionConfig, UnifiedMemoryError, UnifiedMemoryPolicy, memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from q4_conformance.contract.case import Case
-    from q4core import Q4Linear
+    from q4core import Q4Linear, Registry
 
 _PREFER, _REQUIRE = UnifiedMemoryPolicy.PREFER_UNIFIED, UnifiedMemoryPolicy.REQUIRE_UNIFIED
 _ABSENT = (torch.device("cuda", 127), torch.device("meta"))
@@ -33,11 +33,93 @@ _LIVES = 200
 _LIFE_BYTES = 1 << 20
 
 
-def _layer(subject: MemorySubject, policy: UnifiedMemoryPolicy, provider: Any = None) -> Q4Linear:
-    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
-    config = SessionConfig(device=str(subject.device), unified_memory=policy)
-    layer: Q4Linear = Session(config, registry=subject.registry(provider)).linear(weight)
+_RECIPE = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL)
+_CPU = torch.device("cpu")
+
+
+def _layer(policy: UnifiedMemoryPolicy, registry: Registry, device: torch.device = _CPU) -> Q4Linear:
+    config = SessionConfig(device=str(device), unified_memory=policy)
+    layer: Q4Linear = Session(config, registry=registry).linear(_RECIPE.build())
     return layer
+
+
+def _x() -> torch.Tensor:
+    return draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0)
+
+
+def _expect_same_numbers(layer: Q4Linear, plain: Q4Linear, x: torch.Tensor, where: str) -> None:
+    verdict = judge(layer(x), exact_linear(_RECIPE.build(), x), out_dtype=torch.float32)
+    expect(verdict.passed, f"wrong numbers {where}: {verdict}")
+    expect(torch.equal(layer(x), plain(x)), f"other numbers {where}")
+
+
+@check("prefer_unified")
+def check_prefer_unified(_case: Case, _subject: object) -> str:
+    """PREFER_UNIFIED without a provider: a recorded reason, and the same numbers."""
+    plain, preferred = (_layer(policy, make_registry()) for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER))
+    _expect_same_numbers(preferred, plain, _x(), "after the fallback")
+    told = preferred.diagnostics().memory
+    expect(told and all(line.startswith("fallback") for line in told), f"memory is recorded as {told}")
+    expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
+    tensor = torch.arange(6.0)
+    placed, decision = memory.apply_policy(tensor, _PREFER, device="cpu", providers=())
+    expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
+    return str(told[0])
+
+
+@check("require_unified")
+def check_require_unified(_case: Case, _subject: object) -> str:
+    """REQUIRE_UNIFIED that can't be met fails at once, and names the device attributes that decided."""
+    return _expect_refused(make_registry(), _CPU, ())
+
+
+def _expect_refused(registry: Registry, device: torch.device, providers: Sequence[Any]) -> str:
+    """Expect that REQUIRE_UNIFIED fails for whatever asks for it, by the attributes and reasons of the providers."""
+    source = torch.zeros(4, device=device)
+    facts: dict[str, Any] = {"device": device, "providers": providers}
+    answers = [provider.is_available(device) for provider in providers]
+    for name, call in (
+        ("a layer", lambda: _layer(_REQUIRE, registry, device)),
+        ("a weight", lambda: memory.apply_policy(source, _REQUIRE, **facts)),
+        ("a mutable tensor", lambda: memory.apply_mutable_policy(source, _REQUIRE, **facts)),
+        ("an activation", lambda: memory.apply_input_policy(source, _REQUIRE, **facts)),
+    ):
+        error = raised(UnifiedMemoryError, call, f"{name} was served without managed memory")
+        expect(error.attributes, f"{name}: the error names no device attribute")
+        for answer in answers:
+            expect(answer.attributes.keys() <= error.attributes.keys(), f"{name}: the error carries {error.attributes}")
+            expect(answer.reason in str(error), f"{name}: the message has no reason: {error}")
+        unnamed = [key for key in error.attributes if key not in str(error)]
+        expect(not unnamed, f"{name}: the message does not name {unnamed}: {error}")
+    return "layer, weight, mutable tensor, activation"
+
+
+@check("prefer_activation")
+def check_prefer_activation(_case: Case, _subject: object) -> str:
+    """PREFER_UNIFIED never copies an activation: the very same tensor comes back, and no more is allocated."""
+    _expect_untouched(torch.ones(64, 1 << 15), _CPU, ())
+    x, counts = _x(), {}
+    for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER):
+        layer = _layer(policy, make_registry())
+        before = x.clone()
+        layer(x)
+        expect(torch.equal(x, before), f"{policy.value}: the activation was changed")
+        counts[policy] = watch(lambda layer=layer: layer(x)).elements  # type: ignore[misc]
+    expect(len(set(counts.values())) == 1, f"elements made: {counts}")
+    return "no allocation, no copy"
+
+
+def _expect_untouched(x: torch.Tensor, device: torch.device, providers: Sequence[Any]) -> memory.MemoryDecision:
+    """Expect that PREFER_UNIFIED gives an activation of ones back as it is, and return what was decided."""
+    address = x.data_ptr()
+    same, decision = memory.apply_input_policy(x, _PREFER, device=device, providers=providers)
+    expect(same is x, "another tensor came back")
+    expect(decision.bytes == 0, f"{decision.bytes} bytes were promoted")
+    used = watch(lambda: memory.apply_input_policy(x, _PREFER, device=device, providers=providers), device)
+    expect(used.elements == 0, f"{used.elements} elements were made")
+    expect((used.peak_bytes or 0) < x.nbytes // 4, f"memory peaked by {used.peak_bytes} bytes")
+    expect(x.data_ptr() == address and float(x.sum()) == x.numel(), "the activation moved or changed")
+    return decision
 
 
 def _bytes_at(tensor: torch.Tensor) -> bytes:
@@ -64,21 +146,17 @@ def check_capability(_case: Case, subject: MemorySubject) -> str:
 def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED promotes a layer where the provider can, else falls back with its reason; the numbers stay."""
     require_device(subject.device)
-    x = draw_on_grid(Precision.W4A32, 3, 128, dtype=torch.float32, seed=0).to(subject.device)
-    plain = _layer(subject, UnifiedMemoryPolicy.DISABLED)
+    x = _x().to(subject.device)
+    plain = _layer(UnifiedMemoryPolicy.DISABLED, subject.registry(), subject.device)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     unable = UnableProvider(subject.provider, "told so by the kit", {"concurrentManagedAccess": 0})
-    fallen = _layer(subject, _PREFER, unable)
+    fallen = _layer(_PREFER, subject.registry(unable), subject.device)
     told = fallen.diagnostics().memory
     expect(told and all("fallback" in line and "told so by the kit" in line for line in told), f"recorded: {told}")
-    expect(torch.equal(fallen(x), plain(x)), "other numbers after the fallback")
+    _expect_same_numbers(fallen, plain, x, "after the fallback")
     subject.require_available()
-    layer = _layer(subject, _PREFER)
-    y = layer(x)
-    weight = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL).build()
-    verdict = judge(y, exact_linear(weight, x), out_dtype=torch.float32)
-    expect(verdict.passed, f"wrong numbers in managed memory: {verdict}")
-    expect(torch.equal(y, plain(x)), "other numbers in managed memory")
+    layer = _layer(_PREFER, subject.registry(), subject.device)
+    _expect_same_numbers(layer, plain, x, "in managed memory")
     told = layer.diagnostics().memory
     expect(told and not any("fallback" in line for line in told), f"recorded: {told}")
     managed = [name for name, buffer in layer.named_buffers() if subject.provider.is_managed(buffer)]
@@ -91,27 +169,10 @@ def check_require_provider(_case: Case, subject: MemorySubject) -> str:
     """REQUIRE_UNIFIED that the provider can't meet fails at once, naming the attributes that it gave."""
     require_device(subject.device)
     provider: Any = subject.provider
-    answer = subject.availability()
-    if answer:
+    if subject.availability():
         attributes = {"concurrentManagedAccess": 0, "pageableMemoryAccess": 0}
         provider = UnableProvider(provider, "told so by the kit", attributes)
-        answer = provider.is_available(subject.device)
-    for name, call in _required(subject, provider):
-        error = raised(UnifiedMemoryError, call, f"{name} was served without managed memory")
-        for key in answer.attributes:
-            expect(key in error.attributes, f"{name}: the error does not carry {key!r}: {error.attributes}")
-            expect(key in str(error), f"{name}: the message does not name {key!r}: {error}")
-        expect(answer.reason in str(error), f"{name}: the message has no reason: {error}")
-    return f"layer, weight, mutable tensor, activation: {', '.join(answer.attributes)}"
-
-
-def _required(subject: MemorySubject, provider: Any) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "a layer", lambda: _layer(subject, _REQUIRE, provider)
-    facts: dict[str, Any] = {"device": subject.device, "providers": (provider,)}
-    source = torch.zeros(4, device=subject.device)
-    yield "a weight", lambda: memory.apply_policy(source, _REQUIRE, **facts)
-    yield "a mutable tensor", lambda: memory.apply_mutable_policy(source, _REQUIRE, **facts)
-    yield "an activation", lambda: memory.apply_input_policy(source, _REQUIRE, **facts)
+    return _expect_refused(subject.registry(provider), subject.device, (provider,))
 
 
 def _samples(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,22 +233,14 @@ def check_managed_empty(_case: Case, subject: MemorySubject) -> str:
     for index, tensor in enumerate(held):
         expect(bool((tensor == index + 1).all()), "two living tensors share memory")
     del held, tensor
-    start = 0
-    for life in range(_LIVES + 10):
-        if life == 10:  # noqa: PLR2004  # warm
-            trim()
-            start = resident_bytes()
+    growth = Growth(torch.device("cpu"))
+    for life in growth.over(_LIVES):
         tensor = subject.provider.empty((_LIFE_BYTES,), torch.uint8, subject.device)
         tensor.fill_(1)
         if life % 2:
             subject.provider.free(tensor)
         del tensor
-    gc.collect()
-    trim()
-    grown = resident_bytes() - start
-    limit = _LIVES * _LIFE_BYTES // 8
-    expect(grown < limit, f"memory grew by {grown} bytes over {_LIVES} tensors of {_LIFE_BYTES}, {limit} at most")
-    return f"{_LIVES} tensors, memory grew by {grown} bytes"
+    return growth.expect_flat(_LIVES, _LIFE_BYTES / 8, "tensors")
 
 
 @check("mutable_variable")
@@ -221,21 +274,11 @@ def check_managed_activation(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED gives the same storage back, managed or not: no allocation and no copy, counted."""
     subject.require_available()
     counted = CountedProvider(subject.provider)
-    facts: dict[str, Any] = {"device": subject.device, "providers": (counted,)}
     ordinary = torch.ones(64, 1 << 14, device=subject.device)
-    managed = subject.managed(ordinary)
-    for name, x, action, calls in (
-        ("ordinary", ordinary, "left", []),
-        ("managed", managed, "prefetched", ["prefetch"]),
-    ):
+    for x, action, calls in ((ordinary, "left", []), (subject.managed(ordinary), "prefetched", ["prefetch"])):
+        decision = _expect_untouched(x, subject.device, (counted,))
+        expect(decision.action == action, f"{decision.action}, not {action}: {decision.reason}")
         counted.calls.clear()
-        same, decision = memory.apply_input_policy(x, _PREFER, **facts)
-        expect(same is x, f"{name}: another tensor came back")
-        expect(decision.action == action and decision.bytes == 0, f"{name}: {decision.action}, {decision.bytes} bytes")
-        expect(counted.calls == calls, f"{name}: the provider was called for {counted.calls}")
-        address = x.data_ptr()
-        used = watch(lambda x=x: memory.apply_input_policy(x, _PREFER, **facts), subject.device)  # type: ignore[misc]
-        expect(used.elements == 0, f"{name}: {used.elements} elements were made")
-        expect((used.peak_bytes or 0) < x.nbytes // 4, f"{name}: memory peaked by {used.peak_bytes} bytes")
-        expect(x.data_ptr() == address and float(x.sum()) == x.numel(), f"{name}: the activation moved or changed")
+        memory.apply_input_policy(x, _PREFER, device=subject.device, providers=(counted,))
+        expect(counted.calls == calls, f"{action}: the provider was called for {counted.calls}")
     return "ordinary left, managed prefetched; nothing allocated"
