@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
+from q4_conformance.checks.values import draw, draws, expect_same_bits, judge_call, judged_calls, make_bias, rows_of
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.guard_pages import on_last_page
 from q4_conformance.oracle.exact import as_given, judge_by
@@ -19,8 +19,11 @@ from q4_conformance.subjects.backend import BackendLayer
 from q4core import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_conformance.contract.case import Case
-    from q4_conformance.subjects.backend import Layer, Subject
+    from q4_conformance.subjects.function import Layer, Subject
+    from q4core import PackedWeight
 
 _GUARD = 64
 _CANARY = 97.0
@@ -36,10 +39,10 @@ def check_leading(case: Case, subject: Subject) -> str:
     shapes = [(), (1,), (2, 3), (1, 2, 1, 3), (0,), (2, 0), *further]
     for leading in shapes:
         rows = int(np.prod(leading, dtype=int))
-        flat = draw(case, layer, weight, rows, case.seeds[0])
+        flat = draw(case, layer, rows)
         y = layer(flat.reshape(*leading, inputs))
         expect(tuple(y.shape) == (*leading, outputs), f"x {[*leading, inputs]} gave {list(y.shape)}")
-        judge_call(layer, weight, flat, y.reshape(rows, outputs))
+        judge_call(layer, flat, y.reshape(rows, outputs))
     return f"{len(shapes)} shapes"
 
 
@@ -53,8 +56,8 @@ def check_strided(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     inputs = weight.in_features
     seen = []
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
+    for x in draws(case, layer):
+        rows = x.shape[0]
         wide = torch.full((rows, inputs + 3), torch.nan, dtype=x.dtype, device=x.device)
         wide[:, 1 : inputs + 1] = x
         gaps = torch.full((rows, inputs, 2), torch.nan, dtype=x.dtype, device=x.device)
@@ -72,7 +75,7 @@ def check_strided(case: Case, subject: Subject) -> str:
             except InputError:
                 seen.append(f"{name} refused")
                 continue
-            judge_call(layer, weight, view, y)
+            judge_call(layer, view, y)
     return f"{len(views)} layouts" + (f"; {', '.join(seen)}" if seen else "")
 
 
@@ -81,18 +84,17 @@ def check_out(case: Case, subject: Subject) -> str:
     """``out=`` is written completely and returned, contiguous or not, wherever it begins."""
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    if not getattr(subject, "has_out", True):
+    if not subject.has_out:
         raise NotDeclaredError("out= is not declared")
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        shape = (rows, weight.out_features)
+    for x in draws(case, layer):
+        shape = (x.shape[0], weight.out_features)
         plain = torch.full(shape, torch.nan, dtype=case.dtype, device=layer.device)
         sideways = torch.full(shape[::-1], torch.nan, dtype=case.dtype, device=layer.device).T
         odd = torch.full((plain.numel() + 1,), torch.nan, dtype=case.dtype, device=layer.device)[1:].view(shape)
         for out in (plain, sideways, odd):
             y = layer(x, out=out)
             expect(y is out, "the result is not the tensor given as out=")
-            judge_call(layer, weight, x, out)
+            judge_call(layer, x, out)
     return "contiguous, transposed and at an odd place"
 
 
@@ -101,14 +103,11 @@ def check_repeat(case: Case, subject: Subject) -> str:
     """The same input gives the same bits: again, and from a second layer over the same weight."""
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    draws = [draw(case, first, weight, rows, case.seeds[0]) for rows in rows_of(case, first)]
-    results = [first(x).clone() for x in draws]
+    calls = judged_calls(first, draws(case, first))
     second = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    for layer, name in ((first, "the same layer"), (second, "a second layer"), (first, "the first layer, afterwards")):
-        for x, y in zip(draws, results, strict=True):
-            expect(torch.equal(layer(x), y), f"M = {x.shape[0]}: other bits from {name}")
-            judge_call(layer, weight, x, y)
-    return f"{3 * len(draws)} repetitions"
+    for layer, whose in ((first, "the same layer"), (second, "a second layer"), (first, "the first layer, afterwards")):
+        expect_same_bits(layer, calls, whose)
+    return f"{3 * len(calls)} repetitions"
 
 
 _THREADS, _LAYERS = 4, 3
@@ -119,7 +118,7 @@ def _beside(case: Case, subject: Subject, first: Layer) -> list[Layer]:
     seeds = range(case.weight_recipe.seed + 1, case.weight_recipe.seed + _LAYERS)
     weights = [attrs.evolve(case.weight_recipe, seed=seed).build() for seed in seeds]
     if isinstance(first, BackendLayer):
-        return [attrs.evolve(first, module=first.session.linear(weight)) for weight in weights]
+        return [attrs.evolve(first, module=first.session.linear(weight), weight=weight) for weight in weights]
     return [subject.layer(weight, dtype=case.dtype, precision=case.precision) for weight in weights]
 
 
@@ -129,8 +128,8 @@ def check_threads(case: Case, subject: Subject) -> str:
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     layers = [first, *_beside(case, subject, first)]
-    draws = [draw(case, first, weight, rows, seed) for rows in rows_of(case, first) for seed in case.seeds]
-    expected = [[layer(x).clone() for x in draws] for layer in layers]
+    inputs = [draw(case, first, rows, seed) for rows in rows_of(case, first) for seed in case.seeds]
+    expected = [[layer(x).clone() for x in inputs] for layer in layers]
     start = threading.Barrier(_THREADS)
 
     def run(shift: int) -> list[str]:
@@ -139,47 +138,44 @@ def check_threads(case: Case, subject: Subject) -> str:
         names = [f"layer {index}" for index in range(_LAYERS)]
         mine = [(own, expected[0], "a layer made there"), *zip(layers, expected, names, strict=True)]
         problems = []
-        for turn in range(shift, shift + 3 * len(draws)):
+        for turn in range(shift, shift + 3 * len(inputs)):
             layer, wanted, name = mine[turn % len(mine)]
-            index = turn % len(draws)
-            if not torch.equal(layer(draws[index]), wanted[index]):
-                problems.append(f"M = {draws[index].shape[0]}: other bits from {name}")
+            index = turn % len(inputs)
+            if not torch.equal(layer(inputs[index]), wanted[index]):
+                problems.append(f"M = {inputs[index].shape[0]}: other bits from {name}")
         return problems
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         problems = {problem for told in pool.map(run, range(_THREADS)) for problem in told}
     expect(not problems, "; ".join(sorted(problems)))
-    return f"{_THREADS} threads, {_LAYERS} layers and one of each thread, {3 * _THREADS * len(draws)} calls"
+    return f"{_THREADS} threads, {_LAYERS} layers and one of each thread, {3 * _THREADS * len(inputs)} calls"
 
 
 @check("unmodified")
 def check_unmodified(case: Case, subject: Subject) -> str:
     """Input, bias and weight keep their bytes, and nothing is written beside the buffers."""
-    source_weight = case.weight()
-    guards = {name: _guarded(tensor) for name, tensor in source_weight.tensors()}
-    fields: dict[str, Any] = {name: tensor for name, (_, tensor) in guards.items()}
-    weight = attrs.evolve(source_weight, **fields)
-    judge_by(weight, as_given(source_weight))
-    bias_area, bias = _guarded(make_bias(case, weight))
-    guards["bias"] = (bias_area, bias)
-    areas = {name: area for name, (area, _) in guards.items()}
+    areas: dict[str, torch.Tensor] = {}
+
+    def guarded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        areas[name], middle = _guarded(tensor)
+        return middle
+
+    weight, bias = _rebuilt(case.weight(), guarded), guarded("bias", make_bias(case))
     before = {name: area.clone() for name, area in areas.items()}
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    for rows in rows_of(case, layer):
-        source = draw(case, layer, weight, rows, case.seeds[0])
-        guarded, x = _guarded(source, torch.nan)
-        kept = guarded.clone().view(torch.uint8)
+    for source in draws(case, layer):
+        rows = source.shape[0]
+        around, x = _guarded(source, torch.nan)
+        kept = around.clone().view(torch.uint8)
         y = layer(x)
-        expect(
-            torch.equal(guarded.view(torch.uint8), kept),
-            f"M = {rows}: the input, or what stands beside it, was written",
-        )
+        what = f"M = {rows}: the input, or what stands beside it, was written"
+        expect(torch.equal(around.view(torch.uint8), kept), what)
         _expect_kept(areas, before)
-        judge_call(layer, weight, source, y, bias)
-        if getattr(subject, "has_out", True):
+        judge_call(layer, source, y)
+        if subject.has_out:
             area, out = _guarded(torch.zeros_like(y))
             layer(x, out=out)
-            judge_call(layer, weight, source, out, bias)
+            judge_call(layer, source, out)
             edges = torch.cat((area[:_GUARD], area[-_GUARD:]))
             expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written beside out=")
     # The core looks closely at the first weight of a kind only; later ones must be left alone, too.
@@ -196,20 +192,22 @@ def check_last_page(case: Case, subject: Subject) -> str:
     """
     if subject.device.type != "cpu":
         raise NotTestableError("only the CPU's memory can be made unreadable page by page")
-    weight = case.weight()
-    fields: dict[str, Any] = {name: on_last_page(tensor) for name, tensor in weight.tensors()}
-    placed = attrs.evolve(weight, **fields)
-    judge_by(placed, as_given(weight))
-    bias = on_last_page(make_bias(case, weight))
-    layer = subject.layer(placed, bias, dtype=case.dtype, precision=case.precision)
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        out = on_last_page(torch.empty(rows, weight.out_features, dtype=case.dtype))
-        if getattr(subject, "has_out", True):
-            y = layer(on_last_page(x), out=out)
-            judge_call(layer, weight, x, y, bias)
-        judge_call(layer, weight, x, layer(on_last_page(x)), bias)
-    return f"{len(fields)} tensors of the weight, x, bias and out="
+    weight = _rebuilt(case.weight(), lambda _, tensor: on_last_page(tensor))
+    layer = subject.layer(weight, on_last_page(make_bias(case)), dtype=case.dtype, precision=case.precision)
+    for x in draws(case, layer):
+        if subject.has_out:
+            out = on_last_page(torch.empty(x.shape[0], weight.out_features, dtype=case.dtype))
+            judge_call(layer, x, layer(on_last_page(x), out=out))
+        judge_call(layer, x, layer(on_last_page(x)))
+    return f"{len(list(weight.tensors()))} tensors of the weight, x, bias and out="
+
+
+def _rebuilt(weight: PackedWeight, place: Callable[[str, torch.Tensor], torch.Tensor]) -> PackedWeight:
+    """Return a weight of copies of the tensors, which is judged by the same twin."""
+    fields: dict[str, Any] = {name: place(name, tensor) for name, tensor in weight.tensors()}
+    rebuilt = attrs.evolve(weight, **fields)
+    judge_by(rebuilt, as_given(weight))
+    return rebuilt
 
 
 def _expect_kept(areas: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from q4_conformance.checks.policy import require_kernels
-from q4_conformance.checks.values import check_noise, check_values, draw, judge_call
+from q4_conformance.checks.values import check_noise, check_values, draw, judge_call, judged_calls
 from q4_conformance.contract.case import check, expect
 from q4_conformance.oracle.decoding import decode_scales, stored_bytes
 from q4_conformance.oracle.exact import exact_weight
@@ -126,31 +126,28 @@ def check_picked(case: Case, subject: BackendSubject) -> str:
     return f"{record.backend}, {first}, {record.native_load_state}"
 
 
-def _on_cuda(case: Case, subject: BackendSubject) -> tuple[PackedWeight, BackendLayer]:
+def _on_cuda(case: Case, subject: BackendSubject) -> BackendLayer:
     if subject.device.type != "cuda":
         raise NotTestableError("graphs, streams and waiting are a CUDA device's")
-    weight = case.weight()
-    return weight, subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    return subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
 
 
 @check("graph")
 def check_graph(case: Case, subject: BackendSubject) -> str:
     """Captured in a CUDA graph and replayed on new inputs, a layer gives the bits of plain calls."""
-    weight, layer = _on_cuda(case, subject)
+    layer = _on_cuda(case, subject)
     for rows in case.rows:
-        draws = [draw(case, layer, weight, rows, seed) for seed in case.seeds]
-        expected = [layer(x).clone() for x in draws]
-        x, out = draws[0].clone(), torch.empty_like(expected[0])
+        calls = judged_calls(layer, [draw(case, layer, rows, seed) for seed in case.seeds])
+        x, out = calls[0][0].clone(), torch.empty_like(calls[0][1])
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
             layer(x, out=out)
-        for given, wanted in zip(draws, expected, strict=True):
+        for given, wanted in calls:
             x.copy_(given)
             out.fill_(torch.nan)
             graph.replay()
             torch.cuda.synchronize(subject.device)
             expect(torch.equal(out, wanted), f"M = {rows}: a replay gives other bits than a call")
-            judge_call(layer, weight, given, out)
     return f"{len(case.rows)} graphs, {len(case.seeds)} replays of each"
 
 
@@ -166,10 +163,10 @@ def check_quiet(case: Case, subject: BackendSubject) -> str:
     Asking is what waits for the device and breaks a capture. What torch's allocator has kept may serve as a temporary,
     which is free at the end of the call.
     """
-    weight, layer = _on_cuda(case, subject)
+    layer = _on_cuda(case, subject)
     for rows in case.rows:
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        out = torch.empty(rows, weight.out_features, dtype=case.dtype, device=layer.device)
+        x = draw(case, layer, rows)
+        out = torch.empty(rows, layer.weight.out_features, dtype=case.dtype, device=layer.device)
         with torch.no_grad():
             layer(x, out=out)  # what is made once is made now
             torch.cuda.synchronize(subject.device)
@@ -195,11 +192,11 @@ def check_quiet(case: Case, subject: BackendSubject) -> str:
 @check("stream")
 def check_stream(case: Case, subject: BackendSubject) -> str:
     """A call runs on the caller's stream: after what was put there before it."""
-    weight, layer = _on_cuda(case, subject)
+    layer = _on_cuda(case, subject)
     for rows in case.rows:
-        given = draw(case, layer, weight, rows, case.seeds[0])
+        given = draw(case, layer, rows)
         x = torch.full_like(given, torch.nan)
-        out = torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
+        out = torch.full((rows, layer.weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
         torch.cuda.synchronize(subject.device)
         stream = torch.cuda.Stream(subject.device)
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -207,7 +204,7 @@ def check_stream(case: Case, subject: BackendSubject) -> str:
             x.copy_(given)
             layer(x, out=out)
         stream.synchronize()
-        judge_call(layer, weight, given, out)
+        judge_call(layer, given, out)
     return "after what stands before it on the stream"
 
 

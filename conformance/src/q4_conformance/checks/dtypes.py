@@ -27,9 +27,9 @@ def check_dtypes(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     for rows in case.rows:
-        x = draw(case, layer, weight, rows, case.seeds[0])
+        x = draw(case, layer, rows)
         y = layer(x)
-        judge_call(layer, weight, x, y)
+        judge_call(layer, x, y)
         for dtype in _DTYPES:
             asked = layer.module(x, out_dtype=dtype)
             expect(asked.dtype is dtype, f"out_dtype={dtype} gave {asked.dtype}")
@@ -55,7 +55,7 @@ def _check_pair(
     prepared = subject.prepare(weight, request)
     for segment in subject.choose(request).segments:  # prepare was told of these, and of no others
         path, rows = segment.path, segment.low
-        x = draw(case, layer, weight, rows, case.seeds[0])
+        x = draw(case, layer, rows)
         out = torch.full((rows, weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
         subject.backend.linear(prepared, x.clone(), out, bias=None, path=path.name)
         reference = exact_linear(weight, x, codebook=path.codebook)

@@ -1,14 +1,15 @@
 """The check of a path's kind: one that says KERNEL holds no dense weight, in no call and at no time.
 
 Dense means a byte or more of an element's own: float32, bfloat16, and int8 levels of 4-bit codes too, because what a
-kernel of one row costs is the bytes that it reads. Which paths are called, and how, is said here; ``weighing`` judges.
+kernel of one row costs is the bytes that it reads. Which paths are called, and how, is said here; ``dense_check``
+judges.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -17,15 +18,16 @@ from q4_conformance.checks.policy import require_kernels
 from q4_conformance.checks.values import draw, judge_call
 from q4_conformance.contract.case import check, expect
 from q4_conformance.measurement.dense_check import Bench, Benches, Point, weigh
+from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.outcome import NotDeclaredError
 from q4core import ActivationPrecision, BackendUnavailableError, ComputePath, PathKind, PolicyConflictError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendSubject
-    from q4core import KernelPath, PackedWeight, Precision, Segment, Selection
+    from q4core import PackedWeight, Precision, Segment, Selection
 
 _MANY_ROWS = (64, 128, 257)
 """From how many rows on paths are wont to do as those of dense weights do; the last is past the largest usual tile."""
@@ -35,30 +37,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 @attrs.frozen(eq=False)
-class _View:
-    """What a selection says of each number of rows, where ``draw`` asks a layer."""
-
-    device: torch.device
-    paths: Callable[[int], KernelPath]
-    roundings: int = 0
-
-    def precision(self, rows: int) -> Precision:
-        return self.paths(rows).precision
-
-    def codebook(self, rows: int) -> tuple[float, ...] | None:
-        return self.paths(rows).codebook
-
-    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        raise NotImplementedError
-
-
-@attrs.frozen(eq=False)
 class _Paths:
     """Paths of a backend, each with the numbers of rows to call it with."""
 
     case: Case
     subject: BackendSubject
-    view: _View
     points: list[Point]
 
     def bench(self, weight: PackedWeight) -> Bench:
@@ -66,8 +49,9 @@ class _Paths:
         case, subject = self.case, self.subject
         request = subject.request(weight, dtype=case.dtype, precision=case.precision)
         seen = subject.choose(request, ComputePath.KERNEL_ONLY)
+        facts: Any = {"dtype": case.dtype, "seed": case.seeds[0], "weight": weight}
         inputs = [
-            (point, draw(case, self.view, weight, point.rows, case.seeds[0]))
+            (point, draw_on_grid(point.path.precision, point.rows, weight.in_features, **facts).to(subject.device))
             for point in self.points
             if seen.path_for(point.rows) == point.path
         ]
@@ -122,14 +106,14 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         if segments:
             many = _MANY_ROWS if is_own else _MANY_ROWS[:1]
             points = [point for segment in segments for point in _points(segment, many)]
-            seen += _watch(_Paths(here, subject, _View(subject.device, selection.path_for), points), weight)
+            seen += _watch(_Paths(here, subject, points), weight)
     layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
     sample = torch.arange(0, weight.out_features, _SAMPLE)
     rows = case.weight().take_rows(sample)
     for segment in layer.diagnostics().segments:
         expect(segment.path.kind is PathKind.KERNEL, f"{segment.path.name} is no kernel path")
-        x = draw(case, layer, weight, segment.low, case.seeds[0])
-        judge_call(layer, rows, x, layer(x)[:, sample])
+        x = draw(case, layer, segment.low)
+        judge_call(attrs.evolve(layer, weight=rows), x, layer(x)[:, sample])
     return "; ".join(seen)
 
 

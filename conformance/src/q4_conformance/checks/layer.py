@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.checks.values import draw, expect_same_bits, judge_call, judged_calls
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.contract.cases import linear_cases
 from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales, stored_bytes
@@ -92,11 +92,8 @@ def check_state(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     bias = torch.linspace(-1, 1, weight.out_features).to(case.dtype)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows]
     state = {key: value.clone() for key, value in layer.module.state_dict().items()}
-    results = [layer(x).clone() for x in draws]
-    for x, y in zip(draws, results, strict=True):
-        judge_call(layer, weight, x, y, bias)
+    calls = judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
     after = layer.module.state_dict()
     expect(list(after) == list(state), f"running changed the keys of the state: {sorted(set(after) ^ set(state))}")
     for key, value in state.items():
@@ -106,9 +103,8 @@ def check_state(case: Case, subject: BackendSubject) -> str:
     buffer.seek(0)
     other = subject.layer(attrs.evolve(case.weight_recipe, seed=977).build(), bias, dtype=case.dtype)
     other.module.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
-    for name, module in (("loaded", other.module), ("copied", copy.deepcopy(layer.module))):
-        for x, y in zip(draws, results, strict=True):
-            expect(torch.equal(module(x), y), f"M = {x.shape[0]}: other bits from the {name} layer")
+    expect_same_bits(other.module, calls, "the loaded layer")
+    expect_same_bits(copy.deepcopy(layer.module), calls, "the copied layer")
     return f"{len(state)} keys"
 
 
@@ -205,8 +201,8 @@ def check_ranges(case: Case, subject: BackendSubject) -> str:
         named = {rows for segment in segments for rows in segment.path.probe_rows}
         inside = {rows for rows in named if low <= rows and (high is None or rows <= high)}
         for rows in sorted({*ends, *inside, high or _HIGH_ROWS}):
-            x = draw(case, layer, weight, rows, case.seeds[0])
-            judge_call(layer, weight, x, layer(x))
+            x = draw(case, layer, rows)
+            judge_call(layer, x, layer(x))
             calls += 1
         expect(layer.diagnostics().proven, f"{told}: the paths are not proven")
     return f"{len(_RANGES)} ranges, {calls} calls"

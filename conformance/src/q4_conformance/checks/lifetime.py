@@ -11,17 +11,14 @@ import torch
 
 from q4_conformance.checks.endurance import Growth
 from q4_conformance.checks.layer import same_weight
-from q4_conformance.checks.values import draw, judge_call, make_bias
-from q4_conformance.contract.case import check, expect
+from q4_conformance.checks.values import draw, expect_same_bits, judge_call, judged_calls, make_bias
+from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.execution.remote_call import call_elsewhere
 from q4_conformance.oracle.exact import as_given
-from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.temporary_plugin import lent
 from q4core import ActivationPrecision, BackendUnavailableError, LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import PackedWeight, Q4Linear
@@ -44,10 +41,10 @@ def check_prepare_again(case: Case, subject: BackendSubject) -> str:
     first = subject.prepare(weight, request)
     results = {}
     for segment in layer.diagnostics().segments:
-        x = draw(case, layer, weight, segment.low, case.seeds[0])
+        x = draw(case, layer, segment.low)
         out = torch.empty(segment.low, weight.out_features, dtype=case.dtype, device=subject.device)
         subject.backend.linear(first, x, out, bias=None, path=segment.path.name)
-        judge_call(layer, weight, x, out)
+        judge_call(layer, x, out)
         results[segment] = (x, out)
     second = subject.prepare(weight, request)
     forms = [[(tensor.dtype, tensor.shape) for tensor in item.tensors] for item in (first, second)]
@@ -63,16 +60,6 @@ def check_prepare_again(case: Case, subject: BackendSubject) -> str:
             subject.backend.linear(prepared, x, out, bias=None, path=segment.path.name)
             expect(torch.equal(out, y), f"{segment.path.name}: other bits from what was prepared {which}")
     return f"{len(results)} paths, prepared twice"
-
-
-def _expect_refused(what: str, call: Callable[[], object]) -> None:
-    try:
-        call()
-    except LifecycleError:
-        return
-    except Exception as error:
-        raise FailureError(f"{what} raised {type(error).__name__} instead of LifecycleError: {error}") from error
-    raise FailureError(f"{what} was served after the end")
 
 
 @check("dispose")
@@ -103,10 +90,13 @@ def check_dispose(case: Case, subject: BackendSubject) -> str:
 def _expect_closed(layer: BackendLayer, weight: PackedWeight, x: torch.Tensor) -> None:
     left = [name for name, _ in layer.module.named_buffers()]
     expect(not left, f"a closed layer still has the buffers {left}")
-    _expect_refused("a call", lambda: layer.module(x))
-    _expect_refused("the layer's weight", layer.module.packed_weight)
-    _expect_refused("the layer's state", layer.module.state_dict)
-    _expect_refused("a new layer", lambda: layer.session.linear(weight))
+    for what, call in (
+        ("a call", lambda: layer.module(x)),
+        ("the layer's weight", layer.module.packed_weight),
+        ("the layer's state", layer.module.state_dict),
+        ("a new layer", lambda: layer.session.linear(weight)),
+    ):
+        raised(LifecycleError, call, f"{what} was served after the end")
     layer.session.close()
     layer.module.close()
 
@@ -116,21 +106,17 @@ def _expect_twin(
 ) -> None:
     difference = same_weight(module.packed_weight(), as_given(weight))
     expect(difference is None, f"the {what} layer's weight differs in its {difference}")
-    for x, y in calls:
-        expect(torch.equal(module(x), y), f"M = {x.shape[0]}: other bits from the {what} layer")
+    expect_same_bits(module, calls, f"the {what} layer")
 
 
 @check("copies")
 def check_copies(case: Case, subject: BackendSubject) -> str:
     """Copied, deeply copied and moved, a layer gives the same bits, or in another dtype right ones; codes stay."""
     weight = case.weight()
-    bias = make_bias(case, weight)
+    bias = make_bias(case)
     with lent(subject.backend):
         layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-        draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in case.rows]
-        calls = [(x, layer(x).clone()) for x in draws]
-        for x, y in calls:
-            judge_call(layer, weight, x, y, bias)
+        calls = judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
         deep = copy.deepcopy(layer.module)
         _expect_twin("deeply copied", deep, weight, calls)
         _expect_twin("copied", copy.copy(layer.module), weight, calls)
@@ -169,12 +155,9 @@ def _cast(  # noqa: PLR0913  # the facts of one cast
 def check_elsewhere(case: Case, subject: BackendSubject) -> str:
     """Pickled to a new process, a layer holds the same weight there and gives the same bits."""
     weight = case.weight()
-    bias = make_bias(case, weight)
     with lent(subject.backend):
-        layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-        x = draw(case, layer, weight, max(case.rows), case.seeds[0])
-        y = layer(x)
-        judge_call(layer, weight, x, y, bias)
+        layer = subject.layer(weight, make_bias(case), dtype=case.dtype, precision=case.precision)
+        ((x, y),) = judged_calls(layer, [draw(case, layer, max(case.rows))])
     gc.collect()
     got, there = call_elsewhere(subject.backend, layer.module, x)
     difference = same_weight(got, as_given(weight))

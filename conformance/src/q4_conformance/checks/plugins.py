@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.checks.values import draw, expect_same_bits, judged_calls
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.recording import recorded, unique
 from q4_conformance.oracle.weights import WeightRecipe
-from q4_conformance.subjects.backend import BackendLayer, plugin_of
+from q4_conformance.subjects.backend import plugin_of
 from q4_conformance.subjects.reference import REFERENCE, reference_backend
 from q4_conformance.subjects.wrappers import Proxy
 from q4core import (
@@ -108,12 +108,9 @@ def check_isolation(case: Case, subject: BackendSubject) -> str:
         session = Session(config, registry=registry)
         module = session.linear(weight)
         expect(module.diagnostics().backend == subject.name, f"{module.diagnostics().backend!r} serves")
-        layer = BackendLayer(module, session, alone.paths)
-        for rows in case.rows:
-            x = draw(case, layer, weight, rows, case.seeds[0])
-            y = layer(x)
-            judge_call(layer, weight, x, y)
-            expect(y.equal(alone(x)), f"M = {rows}: other bits beside broken plugins")
+        layer = attrs.evolve(alone, module=module, session=session)
+        calls = judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
+        expect_same_bits(alone, calls, "the layer without broken plugins")
         _expect_told({record.name: record for record in registry.records()})
         twice = Registry([*own, ("second plugin", plugin_of(subject.backend))])
         call = functools.partial(Session(config, registry=twice).linear, weight)

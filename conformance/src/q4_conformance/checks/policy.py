@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_conformance.checks.values import draw, judge_call
+from q4_conformance.checks.values import draw, judged_calls
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.recording import recorded, unique
 from q4_conformance.outcome import FailureError, NotDeclaredError
@@ -46,9 +46,10 @@ def serves_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) ->
     request = subject.request(weight, dtype=case.dtype, precision=ActivationPrecision.EXACT)
     subject.require_declared(request)
     try:
-        paths = tuple(path for path in subject.kernel_paths(request) if path.precision.is_exact)
+        offered = subject.backend.check(request).paths
     except (Exception, SystemExit) as error:
         raise FailureError(f"check raised {type(error).__name__}: {error}") from error
+    paths = tuple(path for path in offered if path.kind is PathKind.KERNEL and path.precision.is_exact)
     covered = all(any(path.covers(rows) for path in paths) for rows in _SAMPLE_ROWS)
     return paths if covered and any(path.m[1] is None for path in paths) else ()
 
@@ -57,12 +58,6 @@ def require_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) -
     """Raise ``NotDeclaredError`` where there are none."""
     if not serves_kernels(subject, case, weight):
         raise NotDeclaredError("no kernel path for every M is offered")
-
-
-def _run(layer: BackendLayer, case: Case, weight: PackedWeight) -> None:
-    for rows in case.rows:
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        judge_call(layer, weight, x, layer(x))
 
 
 @check("override")
@@ -78,7 +73,7 @@ def check_override(case: Case, subject: BackendSubject) -> str:
         policies.append(ComputePath.DEQUANT_MATMUL_ONLY)
     for policy in policies:
         layer = subject.layer(weight, dtype=case.dtype, compute_path=policy)
-        _run(layer, case, weight)
+        judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
         record = layer.diagnostics()
         expect(record.backend == subject.name, f"{policy.value}: {record.backend!r} serves")
         expect(record.compute_path is policy, f"{policy.value}: recorded as {record.compute_path!r}")
@@ -113,7 +108,9 @@ def check_unavailable(case: Case, subject: BackendSubject) -> str:
     warned = record.of(Q4FallbackWarning)
     expect(len(warned) == 1 and message in warned[0], f"one warning with the reason must be given, got {warned}")
     expect(len(record.named("q4.fallback")) == len(modules), f"events {[name for name, _ in record.events]}")
-    _run(BackendLayer(modules[0], session, lambda _: modules[0].diagnostics().segments[0].path), case, weight)
+    paths = modules[0].diagnostics().segments[0].path
+    fallback = BackendLayer(modules[0], weight, None, session, lambda _: paths)
+    judged_calls(fallback, [draw(case, fallback, rows) for rows in case.rows])
     return "refused with reasons; fallback with a reason, a warning and the right numbers"
 
 
@@ -191,17 +188,11 @@ def check_refusals(case: Case, subject: BackendSubject) -> str:
     def refuse(what: str, call: Callable[[], object], kind: type[Q4Error], legal: str, name: str = _NAME) -> None:
         nonlocal count
         count += 1
-        try:
-            call()
-        except kind as error:
-            expect(name in str(error), f"{what}: the error does not name the layer: {error}")
-            expect(error.rule, f"{what}: the error does not say the rule: {error}")
-            expect(legal in str(error), f"{what}: the error does not tell the legal choice {legal!r}: {error}")
-            expect(error.hint, f"{what}: the error does not say what to do: {error}")
-        except Exception as error:
-            raise FailureError(f"{what}: {type(error).__name__} instead of a typed error: {error}") from error
-        else:
-            raise FailureError(f"{what} was accepted")
+        error = raised(kind, call, f"{what} was accepted")
+        expect(name in str(error), f"{what}: the error does not name the layer: {error}")
+        expect(error.rule, f"{what}: the error does not say the rule: {error}")
+        expect(legal in str(error), f"{what}: the error does not tell the legal choice {legal!r}: {error}")
+        expect(error.hint, f"{what}: the error does not say what to do: {error}")
 
     before = sum(layer.diagnostics().calls)
     for what, x, arguments, legal in _bad_inputs(case, weight, layer.device):

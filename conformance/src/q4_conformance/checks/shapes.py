@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from q4_conformance.checks.values import check_awkward, draw, judge_call, make_bias, rows_of
+from q4_conformance.checks.values import check_awkward, draws, judged_calls, make_bias
 from q4_conformance.contract.case import check
 from q4_conformance.oracle.exact import as_given, judge_by
 from q4_conformance.outcome import FailureError, NotDeclaredError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from q4_conformance.contract.case import Case
-    from q4_conformance.subjects.backend import Subject
+    from q4_conformance.subjects.function import Subject
 
 _SHAPES = 12
 
@@ -66,10 +66,7 @@ def check_cut(case: Case, subject: Subject) -> str:
     whole = attrs.evolve(case, recipe=attrs.evolve(recipe, k=2 * recipe.k)).weight()
     weight = whole.narrow(1, recipe.k, recipe.k)
     judge_by(weight, as_given(whole).narrow(1, recipe.k, recipe.k))
-    bias = make_bias(case, weight)
-    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        judge_call(layer, weight, x, layer(x), bias)
+    layer = subject.layer(weight, make_bias(case), dtype=case.dtype, precision=case.precision)
+    judged_calls(layer, draws(case, layer))
     strided = [name for name, tensor in weight.tensors() if not tensor.is_contiguous()]
     return f"with gaps between rows: {', '.join(strided)}"

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.values import draw, judge_call, make_bias, rows_of
+from q4_conformance.checks.values import draw, draws, judge_call, judged_calls, make_bias
 from q4_conformance.contract.case import check, expect
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from q4_conformance.contract.case import Case
-    from q4_conformance.subjects.backend import Layer, Subject
-    from q4core import PackedWeight
+    from q4_conformance.subjects.function import Layer, Subject
 
 _COUNTS = (1, 2, 3, 4, 7, 16)
 """Numbers of threads: more than there are rows or columns for each, and some that divide neither."""
@@ -60,16 +59,14 @@ def check_modes(case: Case, subject: Subject) -> str:
 def _same_in(case: Case, subject: Subject, modes: Mapping[str, Callable[[], AbstractContextManager[Any]]]) -> str:
     """Expect a layer with a bias to give the same bits in each mode, whether it or its input was made there or not."""
     weight = case.weight()
-    bias = make_bias(case, weight)
+    bias = make_bias(case)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
     made: dict[str, Layer] = {}
     for name, mode in modes.items():
         with mode():
             made[name] = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        plain = layer(x)
-        judge_call(layer, weight, x, plain, bias)
+    for x, plain in judged_calls(layer, draws(case, layer)):
+        rows = x.shape[0]
         for name, mode in modes.items():
             with mode():
                 results = {
@@ -105,7 +102,7 @@ def check_thread_counts(case: Case, subject: Subject) -> str:
             made = subject.layer(weight, dtype=case.dtype, precision=case.precision)
             for told, layer in (("made with as many", made), ("made earlier", earlier)):
                 with _told(f"{count} threads, a layer {told}"):
-                    _judge_rows(case, layer, weight)
+                    judged_calls(layer, draws(case, layer))
     finally:
         torch.set_num_threads(before)
     return f"{', '.join(map(str, _COUNTS))} threads"
@@ -118,12 +115,6 @@ def _told(where: str) -> Iterator[None]:
         yield
     except FailureError as error:
         raise FailureError(f"{where}: {error}") from error
-
-
-def _judge_rows(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None = None) -> None:
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
-        judge_call(layer, weight, x, layer(x), bias)
 
 
 def _other_recipes(case: Case, subject: Subject) -> Iterator[WeightRecipe]:
@@ -160,18 +151,18 @@ def check_neighbours(case: Case, subject: Subject) -> str:
     for index, recipe in enumerate(_other_recipes(case, subject)):
         beside = attrs.evolve(case, recipe=recipe)
         weight = beside.weight()
-        bias = make_bias(beside, weight) if index % 2 else None
+        bias = make_bias(beside) if index % 2 else None
         try:
             layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
         except (NotDeclaredError, FailureError) as error:
             if not index or _is_wrong(error):
                 raise
             continue  # what is not served has cases of its own
-        made.append((beside, layer, weight, bias))
-    for beside, layer, weight, bias in (*made, *reversed(made)):
+        made.append((beside, layer))
+    for beside, layer in (*made, *reversed(made)):
         with _told(f"{beside.weight_recipe.label} among {len(made)} layers"):
-            _judge_rows(beside, layer, weight, bias)
-        layer(torch.full((max(case.rows), weight.in_features), torch.nan, dtype=case.dtype, device=layer.device))
+            judged_calls(layer, draws(beside, layer))
+        layer(torch.full((max(case.rows), layer.weight.in_features), torch.nan, dtype=case.dtype, device=layer.device))
     return f"{len(made)} layers, forwards and backwards"
 
 
@@ -179,19 +170,18 @@ def check_neighbours(case: Case, subject: Subject) -> str:
 def check_changed(case: Case, subject: Subject) -> str:
     """What x and the bias hold when a layer is called counts, not what stood there before."""
     weight = case.weight()
-    bias = make_bias(case, weight)
+    bias = make_bias(case)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
     held = layer.module.bias if isinstance(layer, BackendLayer) else bias
     if held is None:
         raise FailureError("the layer lost its bias")
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
+    for x in draws(case, layer):
         for seed in case.seeds:
-            x.copy_(draw(case, layer, weight, rows, seed))
+            x.copy_(draw(case, layer, x.shape[0], seed))
             with torch.no_grad():
                 held.mul_(-1)
             with _told("with another x and bias in the same place"):
-                judge_call(layer, weight, x, layer(x), held.detach().to("cpu").clone())
+                judge_call(attrs.evolve(layer, bias=held.detach().to("cpu").clone()), x, layer(x))
     return f"{len(case.seeds)} contents of x and bias"
 
 
@@ -227,17 +217,16 @@ def check_settings(case: Case, subject: Subject) -> str:
 
 def _expect_settings_kept(case: Case, subject: Subject) -> str:
     weight = case.weight()
-    bias = make_bias(case, weight)
+    bias = make_bias(case)
     _ = torch.rand(1), np.random.random(), random.random()  # noqa: NPY002, S311  # no state that a seed gives
     before = _settings()
     for told in ("the first layer", "a second layer"):
         layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
         _expect_same(before, f"making {told}")
-        for rows in rows_of(case, layer):
-            x = draw(case, layer, weight, rows, case.seeds[0])
+        for x in draws(case, layer):
             y = layer(x)
             _expect_same(before, f"calling {told}")
-            judge_call(layer, weight, x, y, bias)
+            judge_call(layer, x, y)
     return f"{len(before)} settings"
 
 
@@ -257,16 +246,13 @@ def check_forked(case: Case, subject: Subject) -> str:
         raise NotTestableError("a forked process can't use its parent's CUDA device")
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    draws = [draw(case, layer, weight, rows, case.seeds[0]) for rows in rows_of(case, layer)]
-    results = [layer(x).clone() for x in draws]
-    for x, y in zip(draws, results, strict=True):
-        judge_call(layer, weight, x, y)
+    calls = judged_calls(layer, draws(case, layer))
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             torch.set_num_threads(1)
-            same = all(torch.equal(layer(x), y) for x, y in zip(draws, results, strict=True))
+            same = all(torch.equal(layer(x), y) for x, y in calls)
             os.write(writing, b"" if same else b"other bits")
         except BaseException as error:  # noqa: BLE001  # whatever it is, it is told
             os.write(writing, f"{type(error).__name__}: {error}".encode(errors="replace")[:_FORK_TEXT])
@@ -283,7 +269,7 @@ def check_forked(case: Case, subject: Subject) -> str:
         os.close(reading)
     expect(code == 0, f"a process that was forked after a call ended with code {code}")
     expect(not said, f"in a process that was forked after a call: {said.decode(errors='replace')}")
-    return f"{len(draws)} calls in a forked process"
+    return f"{len(calls)} calls in a forked process"
 
 
 def _code_of(child: int) -> int:

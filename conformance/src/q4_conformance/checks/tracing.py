@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendLayer, BackendSubject
-    from q4core import PackedWeight
 
 
 class _Calls(TorchDispatchMode):
@@ -58,10 +57,9 @@ def _compiler() -> Iterator[None]:
 @check("opcheck")
 def check_op(case: Case, subject: BackendSubject) -> str:
     """The op that the layer calls has a true schema, a fake that tells the form, and derivatives that trace."""
-    weight = case.weight()
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
-    layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
-    x = draw(case, layer, weight, max(case.rows), case.seeds[0])
+    layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, gradients=has_gradients)
+    x = draw(case, layer, max(case.rows))
     with _compiler():
         with _Calls() as calls, torch.no_grad():
             layer(x)
@@ -79,12 +77,11 @@ def check_op(case: Case, subject: BackendSubject) -> str:
 @check("compile")
 def check_compile(case: Case, subject: BackendSubject) -> str:
     """Compiled into one whole graph, the layer gives eager's bits, its gradients too, and is still counted."""
-    weight = case.weight()
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
-    layer = subject.layer(weight, make_bias(case, weight), dtype=case.dtype, gradients=has_gradients)
+    layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, gradients=has_gradients)
     try:
         with _compiler():
-            _compare(case, layer, weight, has_gradients=has_gradients)
+            _compare(case, layer, has_gradients=has_gradients)
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:  # noqa: SLF001  # torch's only name for it
         raise FailureError(f"torch.compile(fullgraph=True): {type(error).__name__}: {error}") from error
     finally:
@@ -92,14 +89,14 @@ def check_compile(case: Case, subject: BackendSubject) -> str:
     return f"whole graph, M = {', '.join(map(str, case.rows))}" + (", with gradients" if has_gradients else "")
 
 
-def _compare(case: Case, layer: BackendLayer, weight: PackedWeight, *, has_gradients: bool) -> None:
+def _compare(case: Case, layer: BackendLayer, *, has_gradients: bool) -> None:
     """Call the layer compiled and as it is, and compare bits, counters and gradients."""
     torch.compiler.reset()
     compiled = torch.compile(layer.module, fullgraph=True)
     for rows in case.rows:
-        x = draw(case, layer, weight, rows, case.seeds[0])
+        x = draw(case, layer, rows)
         expected = layer(x)
-        judge_call(layer, weight, x, expected, layer.module.bias)
+        judge_call(layer, x, expected)
         before = sum(layer.diagnostics().calls)
         y = compiled(x)
         expect(torch.equal(y, expected), f"M = {rows}: the compiled layer gives other bits")

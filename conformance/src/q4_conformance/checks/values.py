@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,11 +15,12 @@ from q4_conformance.subjects.backend import BackendLayer, BackendSubject
 from q4core import BackendUnavailableError, InputError, ReasonCode, WeightError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     import numpy as np
 
     from q4_conformance.contract.case import Case
-    from q4_conformance.subjects.backend import Layer, Subject
-    from q4core import PackedWeight
+    from q4_conformance.subjects.function import Layer, Subject
 
 _MOST_DRAWS = 16
 _ABOVE = 17
@@ -30,10 +31,10 @@ _HALF_SHIFT = -8
 """Edge weights hold scales of 2^10: activations this much smaller keep float16 results in range."""
 
 
-def make_bias(case: Case, weight: PackedWeight) -> torch.Tensor:
+def make_bias(case: Case) -> torch.Tensor:
     """Return a bias [N] of the case's dtype, about as large as the results."""
     generator = torch.Generator().manual_seed(case.seeds[0])
-    return (torch.randn(weight.out_features, generator=generator) * 2).to(case.dtype)
+    return (torch.randn(case.weight_recipe.n, generator=generator) * 2).to(case.dtype)
 
 
 def rows_of(case: Case, layer: Layer) -> tuple[int, ...]:
@@ -50,82 +51,100 @@ def rows_of(case: Case, layer: Layer) -> tuple[int, ...]:
     return (*case.rows, *sorted(starts - {*case.rows}))
 
 
-def draw(case: Case, layer: Layer, weight: PackedWeight, rows: int, seed: int) -> torch.Tensor:
+def draw(case: Case, layer: Layer, rows: int, seed: int | None = None) -> torch.Tensor:
     """Return activations [rows, K] on the grid of the path that serves that many rows, on the layer's device."""
+    weight, seed = layer.weight, case.seeds[0] if seed is None else seed
     shift = _HALF_SHIFT if case.dtype is torch.float16 and case.weight_recipe.has_edges else case.shift
-    x = draw_on_grid(
-        layer.precision(rows), rows, weight.in_features, dtype=case.dtype, seed=seed, weight=weight, shift=shift
-    )
+    grid = layer.precision(rows)
+    x = draw_on_grid(grid, rows, weight.in_features, dtype=case.dtype, seed=seed, weight=weight, shift=shift)
     return x.to(layer.device)
 
 
-def judge_call(
-    layer: Layer, weight: PackedWeight, x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[float, np.ndarray]:
+def draws(case: Case, layer: Layer) -> Iterator[torch.Tensor]:
+    """Yield activations for each value of M, as ``rows_of`` gives them."""
+    for rows in rows_of(case, layer):
+        yield draw(case, layer, rows)
+
+
+def judge_call(layer: Layer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, np.ndarray]:
     """Judge one result; return its error over its bound, and which elements were blind.
 
     ``x`` is as it was drawn: the layer was lent a copy, so that one that writes to x is judged by what it was asked.
     """
-    reference = exact_linear(weight, x, bias, codebook=layer.codebook(x.shape[0]), roundings=layer.roundings)
+    codebook = layer.codebook(x.shape[0])
+    reference = exact_linear(layer.weight, x, layer.bias, codebook=codebook, roundings=layer.roundings)
     verdict = judge(y, reference, out_dtype=x.dtype, device=layer.device)
     if not verdict.passed:
         raise FailureError(f"M = {x.shape[0]}: {verdict}")
     return verdict.ratio, verdict.blind
 
 
-def _sweep(case: Case, layer: Layer, weight: PackedWeight, bias: torch.Tensor | None) -> str:
+def judged_calls(layer: Layer, inputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Call a layer with each input, judge the results, and return them beside their inputs."""
+    calls = [(x, layer(x).clone()) for x in inputs]
+    for x, y in calls:
+        judge_call(layer, x, y)
+    return calls
+
+
+def expect_same_bits(
+    layer: Callable[[torch.Tensor], torch.Tensor], calls: Iterable[tuple[torch.Tensor, torch.Tensor]], whose: str
+) -> None:
+    """Raise ``FailureError`` where a layer gives other bits for an input than the result beside it."""
+    for x, y in calls:
+        expect(torch.equal(layer(x), y), f"M = {x.shape[0]}: other bits from {whose}")
+
+
+def _sweep(case: Case, layer: Layer) -> str:
     """Judge each M, drawing until every element has been seen."""
-    worst, elements, draws = 0.0, 0, 0
+    worst, elements, count = 0.0, 0, 0
     further = range(case.seeds[-1] + 1, case.seeds[-1] + 1 + _MOST_DRAWS - len(case.seeds))
     for rows in rows_of(case, layer):
         unseen: np.ndarray | None = None
-        for count, seed in enumerate((*case.seeds, *further), start=1):
-            x = draw(case, layer, weight, rows, seed)
-            ratio, blind = judge_call(layer, weight, x, layer(x.clone()), bias)
-            worst, elements, draws = max(worst, ratio), elements + blind.size, draws + 1
+        for turn, seed in enumerate((*case.seeds, *further), start=1):
+            x = draw(case, layer, rows, seed)
+            ratio, blind = judge_call(layer, x, layer(x.clone()))
+            worst, elements, count = max(worst, ratio), elements + blind.size, count + 1
             unseen = blind if unseen is None else unseen & blind
-            if count >= len(case.seeds) and not unseen.any():
+            if turn >= len(case.seeds) and not unseen.any():
                 break
         if unseen is not None and unseen.any():
-            raise FailureError(f"M = {rows}: {int(unseen.sum())} elements can't be told from zero in {draws} draws")
-    return f"{elements} elements in {draws} draws, worst error {worst:.3g} of its bound"
+            raise FailureError(f"M = {rows}: {int(unseen.sum())} elements can't be told from zero in {count} draws")
+    return f"{elements} elements in {count} draws, worst error {worst:.3g} of its bound"
 
 
 @check("values")
 def check_values(case: Case, subject: Subject) -> str:
     """Every element of every draw lies within the bound."""
-    weight = case.weight()
-    return _sweep(case, subject.layer(weight, dtype=case.dtype, precision=case.precision), weight, None)
+    return _sweep(case, subject.layer(case.weight(), dtype=case.dtype, precision=case.precision))
 
 
 @check("bias")
 def check_bias(case: Case, subject: Subject) -> str:
     """The same with a bias, wherever it begins, which is added before the one rounding."""
     weight = case.weight()
-    bias = make_bias(case, weight)
+    bias = make_bias(case)
     odd = torch.cat((bias.new_full((1,), torch.nan), bias))[1:]
     told = ""
     for placed in (bias, odd):
         layer = subject.layer(weight, placed, dtype=case.dtype, precision=case.precision)
-        told = _sweep(case, layer, weight, bias)
+        told = _sweep(case, layer)
     return told
 
 
 @check("zero_inputs")
 def check_zero_inputs(case: Case, subject: Subject) -> str:
     """A row of zeros, and blocks of zeros in a row, give what the bias and the other blocks say."""
-    weight = case.weight()
-    bias = make_bias(case, weight)
-    layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-    half = weight.in_features // 2
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0])
+    layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, precision=case.precision)
+    outputs, inputs = layer.weight.shape
+    for x in draws(case, layer):
+        rows = x.shape[0]
         x[-1] = 0
-        x[: rows // 2, half:] = 0
-        if getattr(subject, "has_out", True):
-            out = torch.full((rows, weight.out_features), torch.nan, dtype=case.dtype, device=layer.device)
-            judge_call(layer, weight, x, layer(x, out=out), bias)
-        judge_call(layer, weight, x, layer(x.clone()), bias)
+        x[: rows // 2, inputs // 2 :] = 0
+        if subject.has_out:
+            out = torch.full((rows, outputs), torch.nan, dtype=case.dtype, device=layer.device)
+            judge_call(layer, x, layer(x, out=out))
+        judge_call(layer, x, layer(x.clone()))
     return "rows and blocks of zeros"
 
 
@@ -147,7 +166,7 @@ def check_awkward(case: Case, subject: Subject) -> str:
         raise  # for wrong numbers, or a broken plugin
     except (WeightError, InputError) as error:
         return f"refused: {error}"
-    return _sweep(case, layer, weight, None)
+    return _sweep(case, layer)
 
 
 @check("gradient")
@@ -157,11 +176,10 @@ def check_gradient(case: Case, subject: Subject) -> str:
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
     whose = _whose_gradient(layer, subject)
     worst = 0.0
-    for rows in rows_of(case, layer):
-        x = draw(case, layer, weight, rows, case.seeds[0]).requires_grad_()
-        drawn = x.detach().clone()
+    for drawn in draws(case, layer):
+        rows, x = drawn.shape[0], drawn.clone().requires_grad_()
         y = layer(x)
-        judge_call(layer, weight, drawn, y.detach())
+        judge_call(layer, drawn, y.detach())
         expect(y.requires_grad, f"M = {rows}: the result does not require gradients")
         grad = (torch.randint(-64, 65, y.shape, generator=torch.Generator().manual_seed(rows)) / 16).to(case.dtype)
         y.backward(grad.to(layer.device))
@@ -195,7 +213,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
     for index, value in enumerate((float("nan"), float("inf"), float("-inf"))):
         # One row has none beside it.
         for turn, rows in enumerate(filter(lambda rows: rows > 1, rows_of(case, layer))):
-            x = draw(case, layer, weight, rows, case.seeds[0])
+            x = draw(case, layer, rows)
             x[1, places[(index + turn) % len(places)]] = value
             y = layer(x.clone())
             finite = int(torch.isfinite(y[1]).sum())
@@ -216,17 +234,9 @@ def check_noise(case: Case, subject: Subject) -> str:
     for rows in rows_of(case, layer):
         for seed in case.seeds:
             x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
-            codebook = layer.codebook(rows)
-            precision = layer.precision(rows)
-            verdict = judge_noise(
-                layer(x.clone()),
-                weight,
-                x,
-                precision,
-                out_dtype=case.dtype,
-                codebook=codebook,
-                roundings=layer.roundings,
-            )
+            facts: Any = {"codebook": layer.codebook(rows), "roundings": layer.roundings}
+            y, precision = layer(x.clone()), layer.precision(rows)
+            verdict = judge_noise(y, weight, x, precision, out_dtype=case.dtype, **facts)
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)
     return f"worst mean square error {worst:.3g} of what is allowed"

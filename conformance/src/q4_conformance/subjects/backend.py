@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -15,7 +15,6 @@ from q4core import (
     ActivationPrecision,
     BackendUnavailableError,
     ComputePath,
-    PathKind,
     Precision,
     PrepareContext,
     Registry,
@@ -39,50 +38,6 @@ WISHES = {
 }
 
 
-class Layer(Protocol):
-    """A linear layer over one weight, as checks call it."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where x must be."""
-
-    @property
-    def roundings(self) -> int:
-        """How often each weight is rounded to x's dtype before it is multiplied, where that is claimed."""
-
-    def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``x @ wᵀ + bias``."""
-
-    def precision(self, rows: int) -> Precision:
-        """Return the precision in which that many rows are computed."""
-
-    def codebook(self, rows: int) -> tuple[float, ...] | None:
-        """Return the values that the path uses in place of the format's codebook, or None."""
-
-
-class Subject(Protocol):
-    """Who is judged."""
-
-    name: str
-    device: torch.device
-
-    def layer(
-        self,
-        weight: PackedWeight,
-        bias: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype,
-        precision: ActivationPrecision = ActivationPrecision.EXACT,
-        gradients: bool = False,
-    ) -> Layer:
-        """Return a layer.
-
-        Raises:
-            NotDeclaredError: The subject does not claim to serve such a weight.
-            FailureError: It claims to, and does not.
-        """
-
-
 def plugin_of(*backends: Backend) -> types.SimpleNamespace:
     """Return a plugin that brings these backends."""
 
@@ -103,9 +58,11 @@ def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:
 
 @attrs.frozen(eq=False)
 class BackendLayer:
-    """A ``Q4Linear`` that one backend serves."""
+    """A ``Q4Linear`` that one backend serves, over a weight and a bias as the subject was given them."""
 
     module: Q4Linear
+    weight: PackedWeight
+    bias: torch.Tensor | None
     session: Session
     """Kept, because its end would close the layer."""
     paths: Callable[[int], KernelPath]
@@ -113,16 +70,13 @@ class BackendLayer:
     """``name|kind|precision|standing`` of every path that the core says has run."""
     tried: set[str] = attrs.field(factory=set)
     """The same of every path whose call raised, which the core does not count."""
+    roundings = 0
+    """A backend computes from the exact weight."""
 
     @property
     def device(self) -> torch.device:
         """Where x must be."""
         return self.module.device
-
-    @property
-    def roundings(self) -> int:
-        """A backend computes from the exact weight."""
-        return 0
 
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ wᵀ + bias``."""
@@ -175,6 +129,8 @@ class BackendSubject:
         LookupError: No backend of that name is installed.
     """
 
+    has_out = True
+
     def __init__(self, backend: Backend | str, *, device: str = "cpu") -> None:
         if isinstance(backend, str):
             installed = default_registry().backends()
@@ -187,10 +143,6 @@ class BackendSubject:
         self.registry = make_registry(backend)
         self.ran: set[str] = set()
         self.tried: set[str] = set()
-
-    def anew(self) -> BackendSubject:
-        """Return the same subject, with no path proven or refused yet: a proof holds for other sizes, too."""
-        return BackendSubject(self.backend, device=str(self.device))
 
     def config(self, **wishes: Any) -> SessionConfig:
         """Return a configuration that names this backend, with further wishes."""
@@ -226,7 +178,12 @@ class BackendSubject:
         compute_path: ComputePath = ComputePath.AUTO,
         m: tuple[int, int | None] = (1, None),
     ) -> BackendLayer:
-        """Return a layer that this backend serves, as ``Subject.layer`` says; ``m`` are the rows that it must serve."""
+        """Return a layer that this backend serves; ``m`` are the rows that it must serve.
+
+        Raises:
+            NotDeclaredError: The manifest does not declare such a weight.
+            FailureError: It does, and the backend does not serve it.
+        """
         request = self.request(weight, dtype=dtype, precision=precision, gradients=gradients, m=m)
         self.require_declared(request)
         config = self.config(
@@ -246,7 +203,8 @@ class BackendSubject:
         if names and self.device.type != "cpu":  # it says nothing about the device
             raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(names)}")
         paths = select(request, config, registry=self.registry).path_for
-        return BackendLayer(module, session, paths, self.ran, self.tried)
+        kept = None if bias is None else bias.clone()  # a backend that writes to it can't move its own target
+        return BackendLayer(module, weight, kept, session, paths, self.ran, self.tried)
 
     def choose(self, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Selection:
         """Return which paths of this backend would serve a request; raises as ``select`` does where none would."""
@@ -260,8 +218,3 @@ class BackendSubject:
         if source.scale_kind is not seen.backend_request.scale_kind:
             source = source.with_plain_scale()
         return self.backend.prepare(source, seen.backend_request, PrepareContext(self.device, paths=seen.segments))
-
-    def kernel_paths(self, request: Request) -> tuple[KernelPath, ...]:
-        """Return the paths of kind KERNEL that the backend offers for a request; () where it refuses."""
-        verdict = self.backend.check(request)
-        return tuple(path for path in verdict.paths if path.kind is PathKind.KERNEL)

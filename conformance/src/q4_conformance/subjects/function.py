@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.subjects.backend import WISHES
+from q4_conformance.subjects.backend import WISHES, BackendLayer, BackendSubject
 from q4core import ActivationPrecision, Precision
 
 if TYPE_CHECKING:
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @attrs.frozen(eq=False)
 class FunctionLayer:
-    """A bare function over one weight."""
+    """A bare function over one weight, as it was given and as it was placed on the function's device."""
 
     function: Callable[..., torch.Tensor]
     weight: PackedWeight
+    placed: PackedWeight
     bias: torch.Tensor | None
     activations: Precision
     approximate: tuple[float, ...] | None
@@ -32,8 +33,8 @@ class FunctionLayer:
     def __call__(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Call the function."""
         if out is None:
-            return self.function(x, self.weight, self.bias)
-        return self.function(x, self.weight, self.bias, out=out)
+            return self.function(x, self.placed, self.bias)
+        return self.function(x, self.placed, self.bias, out=out)
 
     def precision(self, rows: int) -> Precision:
         """Return the declared precision."""
@@ -86,7 +87,7 @@ class FunctionSubject:
         precision: ActivationPrecision = ActivationPrecision.EXACT,
         gradients: bool = False,
     ) -> FunctionLayer:
-        """Return a layer, as ``Subject.layer`` says."""
+        """Return a layer; raises ``NotDeclaredError`` where the function does not claim to serve such a weight."""
         if dtype not in self.dtypes:
             raise NotDeclaredError(f"dtype {dtype} is not declared")
         if self.precision not in WISHES.get(precision, frozenset(Precision)):
@@ -100,4 +101,8 @@ class FunctionSubject:
             raise NotDeclaredError(reason)
         placed = weight.to(self.device)
         roundings = self.roundings.get(dtype, 0)
-        return FunctionLayer(self.function, placed, bias, self.precision, self.codebook, self.device, roundings)
+        return FunctionLayer(self.function, weight, placed, bias, self.precision, self.codebook, self.device, roundings)
+
+
+Layer = BackendLayer | FunctionLayer
+Subject = BackendSubject | FunctionSubject
