@@ -14,8 +14,8 @@ pytest imports this module in every run, so it imports the kit only where a test
 
 from __future__ import annotations
 
-import queue
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,52 +83,46 @@ class _Run:
         due, self.undeclared = due_cases(Query(name=target.name, **claims))
         self.every = [case.id for case in due]
         self.chosen: list[str] = []
-        self.results: dict[str, CaseResult] = {}
-        self.done: Run | None = None
-        """The whole, once it has ended."""
-        self._told: queue.Queue[CaseResult | BaseException | Run] = queue.Queue()
+        self._awaited: dict[str, Future[CaseResult]] = {case: Future() for case in self.every}
+        self._whole: Future[Run] = Future()
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+
+    @property
+    def results(self) -> list[CaseResult]:
+        """The results so far."""
+        return [item.result() for item in self._awaited.values() if item.done() and item.exception() is None]
 
     def result(self, case: str) -> CaseResult:
         """Return the result of a case, as soon as there is one."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"conformance of {self.target.name}", daemon=True)
             self._thread.start()
-        while case not in self.results:
-            self._take()
-        return self.results[case]
+        return self._awaited[case].result()
 
     def finish(self) -> Run | None:
         """Return the whole run, or None where nothing was asked for; cases that no test came to ask for end here."""
-        if len(self.results) < len(self.chosen):
+        if not all(self._awaited[case].done() for case in self.chosen):
             self._stopped.set()
-        while self._thread is not None and self.done is None:
-            self._take()
-        return self.done
-
-    def _take(self) -> None:
-        from q4_conformance import CaseResult  # noqa: PLC0415  # see the module's docstring
-
-        told = self._told.get()
-        if isinstance(told, BaseException):
-            self._told.put(told)  # for whoever asks next
-            raise told
-        if isinstance(told, CaseResult):
-            self.results[told.case] = told
-        else:
-            self.done = told
-            self._told.put(LookupError(f"the run of {self.target.name} has ended"))
+        return None if self._thread is None else self._whole.result()
 
     def _work(self) -> None:
         from q4_conformance import Query, run_target  # noqa: PLC0415  # see the module's docstring
 
+        def watch(result: CaseResult) -> None:
+            self._awaited[result.case].set_result(result)
+
         only = () if set(self.chosen) == set(self.every) else tuple(self.chosen)
+        lost: BaseException = LookupError(f"the run of {self.target.name} has ended")
         try:
             query = Query(name=self.target.name, only=only, **self.claims)
-            self._told.put(run_target(query, watch=self._told.put, is_over=self._stopped.is_set))
+            self._whole.set_result(run_target(query, watch=watch, is_over=self._stopped.is_set))
         except BaseException as error:  # noqa: BLE001  # told to the test that waits
-            self._told.put(error)
+            lost = error
+            self._whole.set_exception(error)
+        for item in self._awaited.values():
+            if not item.done():
+                item.set_exception(lost)
 
 
 def _run_of(metafunc: pytest.Metafunc) -> _Run:
@@ -233,15 +227,8 @@ def _reports(runs: Iterable[_Run]) -> Generator[tuple[_Run, Any]]:
 
     for run in runs:
         if run.chosen:
-            yield (
-                run,
-                Report(
-                    subject=run.target.name,
-                    expected=run.chosen,
-                    results=run.results.values(),
-                    undeclared=run.undeclared,
-                ),
-            )
+            undeclared = run.undeclared
+            yield run, Report(subject=run.target.name, expected=run.chosen, results=run.results, undeclared=undeclared)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
-
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound="Hashable")
 _MOST_NAMED = 4
 
 
@@ -33,15 +34,6 @@ BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
 """The outcomes of a case that ended badly."""
 
 
-def said(error: BaseException) -> str:
-    """Return the kind and the text of an error, which may be a stranger's and raise where its text is asked for."""
-    kind = type(error).__name__
-    try:
-        return f"{kind}: {error}"
-    except (Exception, SystemExit) as other:  # noqa: BLE001  # a stranger's code
-        return f"{kind}, whose text raises {type(other).__name__}"
-
-
 class FailureError(Exception):
     """Raised by a check where what must hold does not; the message says what was found."""
 
@@ -58,6 +50,14 @@ def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return key → items, keys and items in the order in which they come."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 @attrs.frozen(kw_only=True)
 class CaseResult:
     """How one case ended.
@@ -72,7 +72,7 @@ class CaseResult:
         paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it; where the case
             failed, also of those that raised. A process that died has told none.
         overrides: Why the judgement was other than the kit's own; see ``q4_conformance.overrides``.
-        reproducer: Where it failed: the smallest shape found that fails, its worst element, and what to type.
+        reproducer: What to type to run it again, where it ended badly in a run by name.
     """
 
     case: str

@@ -26,17 +26,19 @@ _MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
 _DENSE = {"model.norm.weight": torch.ones(16), "model.embed.weight": torch.zeros(4, 16)}
 
 
-def _same_layer(got: WrittenLayer, wanted: Mapping[str, torch.Tensor]) -> str | None:
-    """Return in what the tensors of a written layer differ from those that are wanted, or None."""
-    if set(got.tensors) != set(wanted):
-        return f"keys {sorted(set(got.tensors) ^ set(wanted))}"
+def _expect_written(
+    subject: DialectSubject, weight: PackedWeight, wanted: Mapping[str, torch.Tensor], what: str
+) -> None:
+    """Expect that a weight that was read in the dialect is written in it, as the very tensors that are wanted."""
+    layer = subject.write("proj", weight)
+    if layer is None:
+        raise FailureError(f"{what}: what was read in this dialect is not written in it")
+    got, what = layer.tensors, f"{what}: written again, other"
+    expect(set(got) == set(wanted), f"{what} keys {sorted(set(got) ^ set(wanted))}")
     for key, tensor in wanted.items():
-        ours = got.tensors[key]
-        if (ours.dtype, ours.shape) != (tensor.dtype, tensor.shape):
-            return f"{key}: {ours.dtype} {list(ours.shape)}, not {tensor.dtype} {list(tensor.shape)}"
-        if stored_bytes(ours) != stored_bytes(tensor):
-            return f"bytes of {key}"
-    return None
+        forms = [f"{item.dtype} {list(item.shape)}" for item in (got[key], tensor)]
+        expect(forms[0] == forms[1], f"{what} {key}: {forms[0]}, not {forms[1]}")
+        expect(stored_bytes(got[key]) == stored_bytes(tensor), f"{what} bytes of {key}")
 
 
 @check("dialect_detect")
@@ -100,7 +102,7 @@ def check_foreign(_case: Case, subject: DialectSubject) -> str:
 
 def _expect_right_or_unclaimed(subject: DialectSubject, vector: Vector) -> bool:
     """Judge what is read of a golden layer, where the dialect claims it without a problem; return whether it does."""
-    catalogue = Catalogue(vector.stored, metadata=vector.metadata, config=vector.config)
+    catalogue = vector.catalogue()
     for layer in subject.find(catalogue):
         if subject.problems(layer, catalogue):
             continue
@@ -137,19 +139,14 @@ def check_golden(case: Case, subject: DialectSubject) -> str:
     for vector in golden_vectors():
         if vector.facts["format"] != case.format:
             continue
-        catalogue = Catalogue(vector.stored, metadata=vector.metadata, config=vector.config)
+        catalogue = vector.catalogue()
         for layer in subject.find(catalogue):
             if subject.problems(layer, catalogue) or (subject.dialect.shares_keys and not layer.named):
                 continue
             weight = subject.read(layer, vector.stored)
             wrong = _wrongly_read(weight, vector)
             expect(wrong is None, f"{vector.name}: {wrong}")
-            again = subject.write("proj", weight)
-            if again is None:
-                raise FailureError(f"{vector.name}: what was read in this dialect is not written in it")
-            own = {key: vector.stored[key] for key in layer.keys.values()}
-            difference = _same_layer(again, own)
-            expect(difference is None, f"{vector.name}: written again, other {difference}")
+            _expect_written(subject, weight, {key: vector.stored[key] for key in layer.keys.values()}, vector.name)
             seen.append(vector.name)
     if not seen:
         raise NotDeclaredError(f"no golden layer of format {case.format!r} is in this dialect for certain")
@@ -164,11 +161,7 @@ def check_round(case: Case, subject: DialectSubject) -> str:
         back = _read_back(subject, layer, name)
         difference = same_weight(back, weight)
         expect(difference is None, f"{name}: written and read, it differs in its {difference}")
-        again = subject.write("proj", back)
-        if again is None:
-            raise FailureError(f"{name}: what was read in this dialect is not written in it")
-        other = _same_layer(again, layer.tensors)
-        expect(other is None, f"{name}: written again, other {other}")
+        _expect_written(subject, back, layer.tensors, name)
     return "; ".join(name for name, _, _ in written)
 
 
@@ -284,11 +277,11 @@ def _untold(changes: Mapping[str, _Damage], told: Mapping[str, str]) -> list[str
 
 def _alone_and_together(damages: list[tuple[str, str, torch.Tensor | None]]) -> Iterator[dict[str, _Damage]]:
     """Yield key → damage: each one alone, every two of different tensors, and each way for all tensors at once."""
-    for way, key, value in damages:
-        yield {key: (way, value)}
-    for (way, key, value), (second_way, second, other) in itertools.combinations(damages, 2):
-        if key != second:
-            yield {key: (way, value), second: (second_way, other)}
+    alone = [{key: (way, value)} for way, key, value in damages]
+    yield from alone
+    for one, other in itertools.combinations(alone, 2):
+        if one.keys() != other.keys():
+            yield one | other
     for way in dict.fromkeys(way for way, _, _ in damages):
         if way != _MISSING:  # with all of them gone there is no layer
             yield {key: (way, value) for item, key, value in damages if item == way}

@@ -87,14 +87,14 @@ class Growth:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread: over tensors this small, more only wait for one another, long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads; over small tensors several only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def _bits(weight: PackedWeight) -> bytes:
@@ -102,7 +102,7 @@ def _bits(weight: PackedWeight) -> bytes:
 
 
 @check("quantise_often")
-@one_thread()
+@threads(1)
 def check_quantise_often(_case: Case, _subject: object) -> str:
     """10,000 quantise and dequantise calls: finite, the same bits each time, and memory stays where it was."""
     names = sorted(BUILTIN_FORMATS)
@@ -180,7 +180,7 @@ def judge_ste(name: str, device: torch.device) -> None:
 
 
 @check("train_long")
-@one_thread()
+@threads(1)
 def check_train_long(_case: Case, _subject: object) -> str:
     """1,000 steps of a plain training loop: no crash, finite gradients, a falling loss, flat memory."""
     generator = torch.Generator().manual_seed(20)

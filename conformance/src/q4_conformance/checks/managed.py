@@ -17,7 +17,7 @@ from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.oracle.grids import draw_on_grid
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.subjects.backend import make_registry
-from q4_conformance.subjects.memory import CountedProvider, MemorySubject, UnableProvider, driver_says_managed
+from q4_conformance.subjects.memory import CountedProvider, MemorySubject, driver_says_managed, unable_provider
 from q4_conformance.subjects.reference import require_device
 from q4core import Precision, ScaleKind, Session, SessionConfig, UnifiedMemoryError, UnifiedMemoryPolicy, memory
 
@@ -149,7 +149,7 @@ def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     x = _x().to(subject.device)
     plain = _layer(UnifiedMemoryPolicy.DISABLED, subject.registry(), subject.device)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
-    unable = UnableProvider(subject.provider, "told so by the kit", {"concurrentManagedAccess": 0})
+    unable = unable_provider(subject.provider, "told so by the kit", {"concurrentManagedAccess": 0})
     fallen = _layer(_PREFER, subject.registry(unable), subject.device)
     told = fallen.diagnostics().memory
     expect(told and all("fallback" in line and "told so by the kit" in line for line in told), f"recorded: {told}")
@@ -171,7 +171,7 @@ def check_require_provider(_case: Case, subject: MemorySubject) -> str:
     provider: Any = subject.provider
     if subject.availability():
         attributes = {"concurrentManagedAccess": 0, "pageableMemoryAccess": 0}
-        provider = UnableProvider(provider, "told so by the kit", attributes)
+        provider = unable_provider(provider, "told so by the kit", attributes)
     return _expect_refused(subject.registry(provider), subject.device, (provider,))
 
 
@@ -273,7 +273,7 @@ def check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
 def check_managed_activation(_case: Case, subject: MemorySubject) -> str:
     """PREFER_UNIFIED gives the same storage back, managed or not: no allocation and no copy, counted."""
     subject.require_available()
-    counted = CountedProvider(subject.provider)
+    counted = CountedProvider(subject.provider, calls=[])
     ordinary = torch.ones(64, 1 << 14, device=subject.device)
     for x, action, calls in ((ordinary, "left", []), (subject.managed(ordinary), "prefetched", ["prefetch"])):
         decision = _expect_untouched(x, subject.device, (counted,))

@@ -18,8 +18,9 @@ import torch
 
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.measurement.history import Operation, Recorder, violations
-from q4_conformance.outcome import FailureError, NotTestableError, said
+from q4_conformance.outcome import FailureError, NotTestableError
 from q4core import ConfigError, WriteConflictError
+from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -87,7 +88,7 @@ def _act(index: int, updates: int, rounds: Sequence[Any], start: Any, answers: A
             answers.send(recorder.operations)
     except BaseException as error:  # noqa: BLE001  # an actor's failure is the case's
         start.abort()
-        answers.send(said(error))
+        answers.send(describe_exception(error))
 
 
 def _processes() -> Any:

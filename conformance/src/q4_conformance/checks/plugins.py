@@ -36,15 +36,6 @@ _RAISING = "q4_conformance.subjects.raising"
 """A module that raises when it is imported."""
 
 
-class _Named(Proxy):
-    """A backend under another name."""
-
-    def __init__(self, backend: Backend, name: str, api_version: tuple[int, int] = API_VERSION) -> None:
-        super().__init__(backend)
-        self.name = name
-        self.api_version = api_version
-
-
 def _raising_plugin() -> types.SimpleNamespace:
     @hookimpl
     def q4_backends() -> list[Backend]:
@@ -53,25 +44,18 @@ def _raising_plugin() -> types.SimpleNamespace:
     return types.SimpleNamespace(q4_backends=q4_backends)
 
 
-def _strange_plugin() -> types.SimpleNamespace:
-    @hookimpl
-    def q4_backends() -> list[Any]:
-        return [object(), None, types.SimpleNamespace(name="half", api_version=API_VERSION)]
-
-    return types.SimpleNamespace(q4_backends=q4_backends)
-
-
 def _broken_neighbours(backend: Backend) -> list[tuple[str, object]]:
     """Return plugins that are each broken in their own way."""
     major, minor = API_VERSION
+    strangers: list[Any] = [object(), None, types.SimpleNamespace(name="half", api_version=API_VERSION)]
     return [
         ("raises-when-asked", _raising_plugin()),
-        ("brings-strangers", _strange_plugin()),
-        ("next-major", plugin_of(_Named(backend, "of-next-major", (major + 1, 0)))),
-        ("newer-minor", plugin_of(_Named(backend, "of-newer-minor", (major, minor + 1)))),
-        ("no-version", plugin_of(_Named(backend, "of-no-version", None))),  # type: ignore[arg-type]  # as a stranger may
-        ("first-namesake", plugin_of(_Named(backend, "namesake"))),
-        ("second-namesake", plugin_of(_Named(backend, "namesake"))),
+        ("brings-strangers", plugin_of(*strangers)),
+        ("next-major", plugin_of(Proxy(backend, name="of-next-major", api_version=(major + 1, 0)))),
+        ("newer-minor", plugin_of(Proxy(backend, name="of-newer-minor", api_version=(major, minor + 1)))),
+        ("no-version", plugin_of(Proxy(backend, name="of-no-version", api_version=None))),
+        ("first-namesake", plugin_of(Proxy(backend, name="namesake"))),
+        ("second-namesake", plugin_of(Proxy(backend, name="namesake"))),
     ]
 
 

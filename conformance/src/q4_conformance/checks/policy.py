@@ -30,6 +30,7 @@ from q4core import (
     SessionConfig,
     WeightError,
 )
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ def serves_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) ->
     subject.require_declared(request)
     try:
         offered = subject.backend.check(request).paths
-    except (Exception, SystemExit) as error:
-        raise FailureError(f"check raised {type(error).__name__}: {error}") from error
+    except PLUGIN_FAULTS as error:
+        raise FailureError(f"check raised {describe_exception(error)}") from error
     paths = tuple(path for path in offered if path.kind is PathKind.KERNEL and path.precision.is_exact)
     covered = all(any(path.covers(rows) for path in paths) for rows in _SAMPLE_ROWS)
     return paths if covered and any(path.m[1] is None for path in paths) else ()

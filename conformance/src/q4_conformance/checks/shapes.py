@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 
 from q4_conformance.checks.values import check_awkward, draws, judged_calls, make_bias
-from q4_conformance.contract.case import check
+from q4_conformance.contract.case import check, within
 from q4_conformance.oracle.exact import as_given, judge_by
-from q4_conformance.outcome import FailureError, NotDeclaredError
+from q4_conformance.outcome import NotDeclaredError
 from q4core import Feature, Form
 
 if TYPE_CHECKING:
@@ -46,13 +46,10 @@ def check_shapes(case: Case, subject: Subject) -> str:
         recipe = shaped.weight_recipe
         what = f"seed {case.seeds[0]}, shape {index}: M = {shaped.rows[0]}, N = {recipe.n}, K = {recipe.k}"
         try:
-            outcome = check_awkward(shaped, subject)
-        except FailureError as error:
-            raise FailureError(f"{what}{', flat' if recipe.is_flat else ''}: {error}") from error
+            with within(f"{what}{', flat' if recipe.is_flat else ''}"):
+                told.append(check_awkward(shaped, subject))
         except NotDeclaredError as error:
             missing = str(error)
-        else:
-            told.append(outcome)
     if not told:
         raise NotDeclaredError(missing)
     refused = sum(outcome.startswith("refused") for outcome in told)

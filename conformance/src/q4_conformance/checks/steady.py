@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_conformance.checks.device import expect_same_bytes, quantiser_of
-from q4_conformance.checks.endurance import CALLS, Growth, judge_ste, one_thread, train
+from q4_conformance.checks.endurance import CALLS, Growth, judge_ste, threads, train
 from q4_conformance.checks.values import draw, judged_calls
 from q4_conformance.contract.case import check, expect
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
@@ -30,7 +30,7 @@ _MIXED = 211
 
 
 @check("calls")
-@one_thread()
+@threads(1)
 def check_calls(case: Case, subject: BackendSubject) -> str:
     """10,000 calls of one layer: the same bits each time, and memory stays where it was."""
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
@@ -43,7 +43,7 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
 
 
 @check("varied_calls")
-@one_thread()
+@threads(1)
 def check_varied_calls(case: Case, subject: BackendSubject) -> str:
     """Numbers of rows that differ, and threads that come and go, leave nothing behind."""
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
@@ -62,7 +62,7 @@ def check_varied_calls(case: Case, subject: BackendSubject) -> str:
 
 
 @check("quantise_calls")
-@one_thread()
+@threads(1)
 def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
     """10,000 calls of a backend's quantiser: the reference's bytes each time, and memory stays where it was."""
     kind = case.weight_recipe.format
@@ -89,7 +89,7 @@ def check_ste_native(case: Case, subject: BackendSubject) -> str:
 
 
 @check("train_through")
-@one_thread()
+@threads(1)
 def check_train_through(case: Case, subject: BackendSubject) -> str:
     """1,000 steps of a plain training loop through a frozen layer: finite gradients, a falling loss, flat memory."""
     weight = case.weight()

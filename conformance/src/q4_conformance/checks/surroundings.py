@@ -13,8 +13,9 @@ import attrs
 import numpy as np
 import torch
 
+from q4_conformance.checks.endurance import threads
 from q4_conformance.checks.values import draw, draws, judge_call, judged_calls, make_bias
-from q4_conformance.contract.case import check, expect
+from q4_conformance.contract.case import check, expect, within
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4_conformance.subjects.backend import BackendLayer, BackendSubject
@@ -94,27 +95,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def check_thread_counts(case: Case, subject: Subject) -> str:
     """Whatever number of threads torch is told to use, before the layer is made or after, every element is right."""
     weight = case.weight()
-    before = torch.get_num_threads()
     earlier = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    try:
-        for count in _COUNTS:
-            torch.set_num_threads(count)
+    for count in _COUNTS:
+        with threads(count):
             made = subject.layer(weight, dtype=case.dtype, precision=case.precision)
             for told, layer in (("made with as many", made), ("made earlier", earlier)):
-                with _told(f"{count} threads, a layer {told}"):
+                with within(f"{count} threads, a layer {told}"):
                     judged_calls(layer, draws(case, layer))
-    finally:
-        torch.set_num_threads(before)
     return f"{', '.join(map(str, _COUNTS))} threads"
-
-
-@contextlib.contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Say of a failure where it was."""
-    try:
-        yield
-    except FailureError as error:
-        raise FailureError(f"{where}: {error}") from error
 
 
 def _other_recipes(case: Case, subject: Subject) -> Iterator[WeightRecipe]:
@@ -160,7 +148,7 @@ def check_neighbours(case: Case, subject: Subject) -> str:
             continue  # what is not served has cases of its own
         made.append((beside, layer))
     for beside, layer in (*made, *reversed(made)):
-        with _told(f"{beside.weight_recipe.label} among {len(made)} layers"):
+        with within(f"{beside.weight_recipe.label} among {len(made)} layers"):
             judged_calls(layer, draws(beside, layer))
         layer(torch.full((max(case.rows), layer.weight.in_features), torch.nan, dtype=case.dtype, device=layer.device))
     return f"{len(made)} layers, forwards and backwards"
@@ -180,7 +168,7 @@ def check_changed(case: Case, subject: Subject) -> str:
             x.copy_(draw(case, layer, x.shape[0], seed))
             with torch.no_grad():
                 held.mul_(-1)
-            with _told("with another x and bias in the same place"):
+            with within("with another x and bias in the same place"):
                 judge_call(attrs.evolve(layer, bias=held.detach().to("cpu").clone()), x, layer(x))
     return f"{len(case.seeds)} contents of x and bias"
 
@@ -203,19 +191,11 @@ def _settings() -> dict[str, Any]:
 
 
 @check("settings")
+@threads(_UNUSUAL_THREADS)
 def check_settings(case: Case, subject: Subject) -> str:
     """Making and calling a layer leaves alone what torch, numpy and random hold for everybody."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(_UNUSUAL_THREADS)
     torch.set_flush_denormal(False)  # an earlier layer may have changed what it changes again
     torch.set_grad_enabled(mode=True)
-    try:
-        return _expect_settings_kept(case, subject)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _expect_settings_kept(case: Case, subject: Subject) -> str:
     weight = case.weight()
     bias = make_bias(case)
     _ = torch.rand(1), np.random.random(), random.random()  # noqa: NPY002, S311  # no state that a seed gives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from q4_conformance.outcome import FailureError
 from q4core import ActivationPrecision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from q4_conformance.oracle.weights import WeightRecipe
     from q4core import PackedWeight
@@ -112,6 +113,15 @@ def raised(kind: type[_Error] | tuple[type[_Error], ...], call: Callable[[], obj
     except kind as error:
         return error
     raise FailureError(otherwise)
+
+
+@contextlib.contextmanager
+def within(where: str) -> Iterator[None]:
+    """Say of a failure inside the ``with`` block where it was."""
+    try:
+        yield
+    except FailureError as error:
+        raise FailureError(f"{where}: {error}") from error
 
 
 def expect(condition: object, message: str) -> None:

@@ -14,17 +14,20 @@ import math
 import os
 import signal
 import sys
-import traceback
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from q4_conformance.execution.environment import manifest_of, survey
 from q4_conformance.execution.in_process import run_case
-from q4_conformance.outcome import CaseResult, FailureError, Outcome, said
+from q4_conformance.outcome import CaseResult, FailureError, Outcome
 from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
 from q4_conformance.subjects.reference import REFERENCE, reference_backend
 from q4core import Q4Error, default_registry
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +39,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_TEXT = 1 << 16
 _GROUP, _MODULES = "q4core.plugins", "Q4_PLUGIN_MODULES"
-_FAULTS = (Exception, SystemExit)
 
 
 def _names() -> dict[str, str]:
@@ -49,23 +51,6 @@ def _names() -> dict[str, str]:
     return found | {module: module for module in modules if module}
 
 
-class _Watcher:
-    """Stands first among the finders of modules, finds none, and so sees each import begin."""
-
-    def __init__(self, names: dict[str, str], begin: Callable[[list[str]], None]) -> None:
-        self._names = names
-        self._begin = begin
-        self._begun: list[str] = []
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        """Tell of a module that brings a plugin, after those that import it and have not ended."""
-        del path, target
-        if fullname in self._names:
-            self._begun = [name for name in self._begun if _is_under_way(name)]
-            self._begun.append(fullname)
-            self._begin(list(dict.fromkeys(self._names[name] for name in self._begun)))
-
-
 def _is_under_way(module: str) -> bool:
     spec = getattr(sys.modules.get(module), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
@@ -75,13 +60,17 @@ def _is_under_way(module: str) -> bool:
 def _steps(tell: Callable[[str], None], name: str) -> Iterator[None]:
     """Tell of each plugin whose import begins inside the block; that of who is judged is not to be shut out."""
     names = _names()
+    begun: list[str] = []
 
-    def begin(plugins: list[str]) -> None:
-        hint = "" if plugins[0] == name else f" (Q4_DISABLE_PLUGINS={plugins[0]} shuts it out)"
-        tell(f"importing the plugin {', which imports '.join(map(repr, plugins))}{hint}")
+    def find_spec(module: str, *_: object) -> None:
+        if module in names:
+            begun[:] = [*filter(_is_under_way, begun), module]
+            plugins = list(dict.fromkeys(names[item] for item in begun))
+            hint = "" if plugins[0] == name else f" (Q4_DISABLE_PLUGINS={plugins[0]} shuts it out)"
+            tell(f"importing the plugin {', which imports '.join(map(repr, plugins))}{hint}")
 
     tell("loading plugins")
-    watcher = _Watcher(names, begin)
+    watcher: Any = types.SimpleNamespace(find_spec=find_spec)  # the first finder of modules, which finds none
     sys.meta_path.insert(0, watcher)
     try:
         yield
@@ -132,13 +121,9 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    return _plain(_shown(value))
-
-
-def _shown(value: object) -> str:
     try:
-        return repr(value)
-    except _FAULTS as error:
+        return _plain(repr(value))
+    except PLUGIN_FAULTS as error:
         return f"a {type(value).__name__} that can't be shown: {type(error).__name__}"
 
 
@@ -175,15 +160,7 @@ def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
         pipes.tell(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
         raise SystemExit(0) from None
     facts = survey(target) if query["survey"] else {}
-    pipes.tell(
-        target={
-            "profile": target.profile,
-            "name": target.name,
-            "formats": list(target.formats),
-            "device": target.device,
-        },
-        facts=facts,
-    )
+    pipes.tell(target=attrs.asdict(target), facts=facts)
     return target, query
 
 
@@ -196,10 +173,8 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
         subject = subject_for(target)
     except FailureError as error:
         fault = str(error)
-    except _FAULTS as error:
-        frames = traceback.extract_tb(error.__traceback__)[:-3:-1]
-        place = " < ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
-        fault = f"{target.name!r} can't be had: {said(error)}" + (f" (in {place})" if place else "")
+    except PLUGIN_FAULTS as error:
+        fault = f"{target.name!r} can't be had: {describe_exception(error)}"
     pipes.tell(step=f"asking {target.name!r} what it offers")
     if query["survey"] and fault is None:
         pipes.tell(manifest=manifest_of(subject, target.formats), undeclared=split(cases.values(), subject)[1])
@@ -210,11 +185,11 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
         for name in order.get("cases", ()):
             case = cases[name]
             pipes.tell(start=name)
-            if fault is not None:
+            if fault is None:
+                result = run_case(case, subject)
+            else:
                 result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
-                pipes.tell(result=result.to_dict())
-                continue
-            pipes.tell(result=run_case(case, subject).to_dict())
+            pipes.tell(result=result.to_dict())
         pipes.tell(done=True)
 
 

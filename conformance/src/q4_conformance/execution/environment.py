@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,9 @@ import attrs
 import torch
 
 from q4_conformance.contract.cases import weight_recipes
-from q4_conformance.outcome import said
 from q4_conformance.overrides import declared_by, judged_in
 from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,16 +34,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of all that every run is made with."""
-    return {
-        "q4core": _version("q4core"),
-        "q4-conformance": _version("q4-conformance"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _distribution_of(package: str) -> importlib.metadata.Distribution | None:
@@ -88,12 +77,6 @@ def _files_of(package: str) -> Iterator[tuple[str, Path]]:
                 yield f"{package}/{path.relative_to(folder).as_posix()}", path
 
 
-def _digest(files: Iterable[tuple[str, Path]]) -> dict[str, Any]:
-    seen = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files}
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(seen.items()))
-    return {"files": len(seen), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
 def source_of(package: str) -> dict[str, Any]:
     """Return distribution, version and hash of the files of the package in which whoever is judged is defined."""
     distribution = _distribution_of(package)
@@ -104,12 +87,14 @@ def source_of(package: str) -> dict[str, Any]:
             shared[other.name] = other.version
             packages.append(re.sub(r"[-.]+", "_", other.name))
     files = {name: path for item in packages for name, path in _files_of(item)}
+    hashes = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in sorted(files.items()))
     return {
         "distribution": None if distribution is None else distribution.name,
         "version": None if distribution is None else distribution.version,
         "package": package,
         "with": shared,
-        **_digest(files.items()),
+        "files": len(files),
+        "sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
     }
 
 
@@ -149,11 +134,11 @@ def _driver() -> str | None:
 def survey(target: ConformanceTarget) -> dict[str, Any]:
     """Return the facts of this machine; the source of who is judged stands in the manifest, which needs it loaded."""
     broken = {record.name: list(record.errors) for record in default_registry().records() if record.errors}
+    own = {name: _version(name) for name in ("q4core", "q4-conformance")}
     return {
-        "versions": versions(),
+        "versions": own | {"torch": torch.__version__, "python": platform.python_version()},
         "device": device_facts(target.device),
         "broken_plugins": broken,
-        "executable": Path(sys.executable).name,
     }
 
 
@@ -173,9 +158,8 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
                     continue
                 for path in subject.backend.check(request).paths:
                     row = seen.setdefault((name, path.name, path.precision.value), _path_facts(name, path))
-                    short = str(dtype).removeprefix("torch.")
-                    if short not in row["dtypes"]:
-                        row["dtypes"].append(short)
+                    if _plain(dtype) not in row["dtypes"]:
+                        row["dtypes"].append(_plain(dtype))
     yield from seen.values()
 
 
@@ -210,6 +194,6 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         told["overrides"] = [item.to_dict() for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: the cases will judge it
-        told["fault"] = said(error)
+    except PLUGIN_FAULTS as error:  # the cases will judge it
+        told["fault"] = describe_exception(error)
     return told

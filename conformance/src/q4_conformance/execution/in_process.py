@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
-
-import attrs
 
 import q4_conformance.checks  # noqa: F401  # which fills CHECKS
 from q4_conformance.contract.case import CHECKS
 from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
 from q4_conformance.contract.plain_cases import core_cases
 from q4_conformance.measurement.recording import muted
-from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report, said
+from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
 from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.function import FunctionSubject
 from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.reference import REFERENCE
-from q4_conformance.subjects.temporary_plugin import is_installed
-from q4core import BUILTIN_FORMATS, PathKind, Precision, default_registry, dialects
+from q4core import BUILTIN_FORMATS, PathKind, Precision
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -32,9 +28,6 @@ if TYPE_CHECKING:
     from q4_conformance.overrides import Override
     from q4core import Backend, Format
 
-_PROFILES = {"dialect": "dialect", "provider": "memory"}
-"""What a subject calls whom it stands for → the profile, where a backend may have the same name."""
-_FRAMES = 3
 _clock = time.perf_counter
 """Taken before a subject may put another in its place."""
 _REFERENCE_KIND = PathKind.REFERENCE.value
@@ -59,11 +52,8 @@ def run_case(case: Case, subject: Any) -> CaseResult:
         outcome, message = Outcome.NOT_DECLARED, str(error)
     except NotTestableError as error:
         outcome, message = Outcome.NOT_TESTABLE, str(error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the subject's code: whatever it raises, or exits with, is a failure
-        place = " < ".join(
-            f"{frame.name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES:])
-        )
-        outcome, message = Outcome.FAIL, f"{said(error)} (in {place})"
+    except PLUGIN_FAULTS as error:  # whatever the subject raises, or exits with, is a failure
+        outcome, message = Outcome.FAIL, describe_exception(error)
     is_reference = getattr(subject, "name", None) == REFERENCE or any(f"|{_REFERENCE_KIND}|" in path for path in ran)
     return CaseResult(
         case=case.id,
@@ -81,12 +71,9 @@ def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[Case
     due, undeclared = split(cases, subject)
     results: list[CaseResult] = []
     for case in due:
-        result = run_case(case, subject)
-        if result.outcome is Outcome.FAIL:
-            result = with_command(result, case, subject)
-        results.append(result)
+        results.append(run_case(case, subject))
         if watch is not None:
-            watch(result)
+            watch(results[-1])
     return Report(subject=name, expected=[case.id for case in due], results=results, undeclared=undeclared)
 
 
@@ -146,30 +133,3 @@ def check_linear(  # the facts of one run
 def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:
     """Judge the core and its reference path."""
     return _run(select_cases(core_cases(), only), None, "q4core", watch)
-
-
-def with_command(result: CaseResult, case: Case, subject: Any) -> CaseResult:
-    """Return a result with what to type to run its case again."""
-    return attrs.evolve(result, reproducer=_command(case, subject))
-
-
-def _command(case: Case, subject: Any) -> str:
-    if getattr(subject, "function", None) is not None:
-        return f'q4_conformance.check_linear(function, "{case.weight_recipe.format.name}", only=["{case.id}"], …)'
-    if not _is_installed(subject):
-        return f'q4_conformance.run_case(case, subject), where case.id is "{case.id}"'
-    words = ["q4", "conform", getattr(subject, "name", "q4core")]
-    words += [word for name, profile in _PROFILES.items() if hasattr(subject, name) for word in ("--profile", profile)]
-    device = getattr(subject, "device", None)
-    if device is not None and device.type != "cpu":
-        words += ["--device", str(device)]
-    return shlex.join([*words, "--case", case.id])
-
-
-def _is_installed(subject: Any) -> bool:
-    """Say whether a command finds who is judged; the core is always there."""
-    if hasattr(subject, "dialect"):
-        return any(item is subject.dialect for item in dialects())
-    if hasattr(subject, "provider"):
-        return any(item is subject.provider for item in default_registry().memory_providers())
-    return subject is None or (hasattr(subject, "backend") and is_installed(subject.backend))

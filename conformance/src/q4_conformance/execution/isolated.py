@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import difflib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,11 @@ from q4_conformance.contract.cases import select_cases
 from q4_conformance.execution.process import Child, Ended
 from q4_conformance.execution.query import Query, Run
 from q4_conformance.execution.run import Judging
-from q4_conformance.outcome import CaseResult, Report
+from q4_conformance.outcome import CaseResult, Report, grouped
 from q4_conformance.subjects.manifest import declared_in, narrowed
 from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for
 from q4core import BUILTIN_FORMATS, ConfigError
+from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,9 +35,7 @@ def group_of(case: Case) -> str:
 
 def _groups(cases: Iterable[Case]) -> Iterator[tuple[Case, ...]]:
     """Yield the cases group by group, the group with most cases first, so that the last process is a short one."""
-    found: dict[str, list[Case]] = {}
-    for case in cases:
-        found.setdefault(group_of(case), []).append(case)
+    found = grouped(cases, group_of)
     yield from (tuple(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name)))
 
 
@@ -65,9 +63,9 @@ def _nearest(text: str, cases: tuple[Case, ...]) -> str:
     """Return what may have been meant, as far into an id as the text goes, and which contracts there are."""
     words = text.rstrip("/").count("/") + 1
     beginnings = dict.fromkeys("/".join(case.id.split("/")[:words]) for case in cases)
-    close = difflib.get_close_matches(text, beginnings, n=1, cutoff=0.3)
+    close = closest_name(text, beginnings, cutoff=0.3)
     contracts = sorted({case.contract for case in cases}, key=part_order)
-    meant = f"Did you mean {close[0]}? " if close else ""
+    meant = f"Did you mean {close}? " if close else ""
     return f"{meant}There are {', '.join(contracts)}."
 
 

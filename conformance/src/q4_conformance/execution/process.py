@@ -44,7 +44,6 @@ _OWNER = "Q4_CONFORMANCE_RUN"
 """Stands in the environment of everything that a run starts, so that what stays behind is found."""
 _PROC = Path("/proc")
 _GIB = 1 << 30
-_LEAST_LOAD_SECONDS, _SLOW_SECONDS = 10.0, 300.0
 
 
 @attrs.frozen(kw_only=True)
@@ -55,25 +54,18 @@ class Limits:
         case_seconds: How long one case may take.
         start_seconds: How long the process may take until it looks for plugins.
         slow_seconds: How long one that is marked as slow may take; 300, or as long as any other, unless told.
-        load_seconds: How long each step from there to the first case may take, such as importing one plugin.
+        load_seconds: How long each step from there to the first case may take, such as importing one plugin; half as
+            much again as a case, and 10 at least, unless told.
         memory_bytes: Resident memory, its own children included.
         deaths: After so many crashes and time-outs the rest of a group is given up.
     """
 
     case_seconds: float = 60.0
-    slow_seconds: float = attrs.field()
+    slow_seconds: float = attrs.Factory(lambda self: max(300.0, self.case_seconds), takes_self=True)
     start_seconds: float = 90.0
-    load_seconds: float = attrs.field()
+    load_seconds: float = attrs.Factory(lambda self: max(10.0, 1.5 * self.case_seconds), takes_self=True)
     memory_bytes: int = 6 * _GIB
     deaths: int = 6
-
-    @slow_seconds.default
-    def _slow_seconds(self) -> float:
-        return max(_SLOW_SECONDS, self.case_seconds)
-
-    @load_seconds.default
-    def _load_seconds(self) -> float:
-        return max(_LEAST_LOAD_SECONDS, 1.5 * self.case_seconds)
 
 
 class Ended(Exception):  # noqa: N818  # an event, not an error
@@ -96,15 +88,12 @@ def resident_bytes(pid: int) -> int:
 
 
 def _family(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
     yield pid
     with contextlib.suppress(OSError, ValueError):
         for task in (_PROC / str(pid) / "task").iterdir():
             for child in (task / "children").read_text(encoding="ascii").split():
                 yield from _family(int(child))
-
-
-def _bred_by(pid: int) -> list[int]:
-    return list(_family(pid))[1:]
 
 
 def _end(pids: Iterable[int]) -> None:
@@ -155,7 +144,7 @@ class Child:
         self._owner = secrets.token_hex(16)
         self._tail = bytearray()
         self._is_closed = False
-        self._bred: set[int] = set()
+        self._relatives: set[int] = set()
         self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._process = subprocess.Popen(  # noqa: S603  # an interpreter like this one, with a module of ours
             [sys.executable, "-c", _START.format(module=module)],
@@ -247,12 +236,12 @@ class Child:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        self._bred.update(_bred_by(self._process.pid))
+        self._relatives.update(_family(self._process.pid))
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
-        _end({*self._bred, *_owned(self._owner)})
+        _end({*self._relatives, *_owned(self._owner)} - {self._process.pid})
         for reader, stream in zip(self._readers, (self._process.stdout, self._process.stderr), strict=True):
             reader.join(_LINGER)
             if not reader.is_alive() and stream is not None:
@@ -260,7 +249,7 @@ class Child:
 
     def finish(self) -> None:
         """Let a process that has told everything end by itself, then make sure of it."""
-        self._bred.update(_bred_by(self._process.pid))  # once it has ended, nobody knows whose they were
+        self._relatives.update(_family(self._process.pid))  # once it has ended, nobody knows whose they were
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -62,15 +63,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a backend may print what it likes
     backend = pickle.load(sys.stdin.buffer)  # noqa: S301  # from this very file
-    if backend is None:
-        _answer(answers)
-    else:
-        with lent(make(backend) if isinstance(backend, str) else backend):
-            _answer(answers)
-    answers.close()
-
-
-def _answer(answers: io.BufferedWriter) -> None:
-    layer, x = pickle.load(sys.stdin.buffer)  # noqa: S301  # as above
-    y = layer(x.to(layer.device))
-    pickle.dump((layer.packed_weight().to("cpu"), y.cpu()), answers)
+    made = make(backend) if isinstance(backend, str) else backend
+    with contextlib.nullcontext() if made is None else lent(made), answers:
+        layer, x = pickle.load(sys.stdin.buffer)  # noqa: S301  # as above
+        y = layer(x.to(layer.device))
+        pickle.dump((layer.packed_weight().to("cpu"), y.cpu()), answers)

@@ -25,15 +25,6 @@ _THREADS = 2
 """Of each process: enough to let kernels share their work, and the same on every machine."""
 
 
-@attrs.define
-class _Talk:
-    """The cases that a process was asked for, by id; the one that it has begun, and when."""
-
-    cases: dict[str, Case]
-    current: Case | None = None
-    since: float = attrs.field(factory=time.monotonic)
-
-
 class Judging:
     """One run under way."""
 
@@ -82,7 +73,6 @@ class Judging:
                     "formats": query.formats,
                     "device": query.device,
                     "survey": survey,
-                    "command": query.words(),
                 }
             )
             message = self._answer(child, query.limits.start_seconds)
@@ -123,14 +113,15 @@ class Judging:
         """Run the cases of one group until each has a result."""
         limits, deaths, served = self.query.limits, 0, False
         last: Ended | None = None
-        while left := [case for case in cases if case.id not in self.results]:
+        while left := self._left(cases):
             if self._over():
                 break
             if self.fault is not None:
-                self._give_up(left, self.fault, "no process came to its first case")
+                self._give_up(left, self.fault.outcome, f"no process came to its first case: {self.fault.reason}")
                 break
             if last is not None and deaths >= limits.deaths:
-                self._give_up(left, last, f"not begun: {deaths} processes of this group had ended badly, the last so")
+                why = f"not begun: {deaths} processes of this group had ended badly, the last so: {last.reason}"
+                self._give_up(left, last.outcome, why)
                 break
             try:
                 child = child or self.open()
@@ -155,47 +146,37 @@ class Judging:
         Raises:
             Ended, TimeoutError: The process did not come to the end of them, or the time is spent.
         """
-        talk = _Talk({case.id: case for case in cases})
-        child.send({"cases": list(talk.cases)})
-        limits = self.query.limits
+        limits, by_id = self.query.limits, {case.id: case for case in cases}
+        child.send({"cases": list(by_id)})
+        current: Case | None = None
+        since = time.monotonic()
         try:
             while True:
-                slow = talk.current is not None and talk.current.is_slow
-                seconds = limits.slow_seconds if slow else limits.case_seconds
-                if self._is_done(child.receive(seconds, is_over=self._over), talk):
-                    self._keep_lost(cases)
+                slow = current is not None and current.is_slow
+                message = child.receive(limits.slow_seconds if slow else limits.case_seconds, is_over=self._over)
+                if "start" in message:
+                    current, since = by_id[message["start"]], time.monotonic()
+                elif "result" in message and current is not None:
+                    current = None
+                    self.keep(CaseResult.from_dict(message["result"]))
+                if message.get("done"):  # a case without a result now is not asked for again
+                    self._give_up(self._left(cases), Outcome.CRASH, "its process ended well, and told no result")
                     return
-                if talk.current is None and self._over():
+                if current is None and self._over():
                     raise TimeoutError
         except Ended as ended:
-            if talk.current is None:  # it ended between two cases: the one that it should have begun answers for it
-                talk.current, talk.since = next(case for case in cases if case.id not in self.results), time.monotonic()
-            result = _bad(talk.current, ended.outcome, ended.reason)
-            self.keep(attrs.evolve(result, seconds=time.monotonic() - talk.since))
+            if current is None:  # it ended between two cases: the one that it should have begun answers for it
+                current, since = self._left(cases)[0], time.monotonic()
+            self._give_up([current], ended.outcome, ended.reason, seconds=time.monotonic() - since)
             raise
 
-    def _is_done(self, message: dict[str, Any], talk: _Talk) -> bool:
-        """Take in a message, and return whether it is the last."""
-        if "start" in message:
-            talk.current, talk.since = talk.cases[message["start"]], time.monotonic()
-        elif "result" in message and talk.current is not None:
-            talk.current = None
-            self.keep(CaseResult.from_dict(message["result"]))
-        return bool(message.get("done"))
+    def _left(self, cases: Iterable[Case]) -> list[Case]:
+        return [case for case in cases if case.id not in self.results]
 
-    def _keep_lost(self, cases: list[Case]) -> None:
-        """Let no case be asked for again whose result did not come, though its process came to the end."""
+    def _give_up(self, cases: Iterable[Case], outcome: Outcome, message: str, *, seconds: float = 0.0) -> None:
         for case in cases:
-            if case.id not in self.results:
-                self.keep(_bad(case, Outcome.CRASH, "its process ended well, and told no result"))
-
-    def _give_up(self, cases: Iterable[Case], ended: Ended, why: str) -> None:
-        for case in cases:
-            self.keep(_bad(case, ended.outcome, f"{why}: {ended.reason}"))
-
-
-def _bad(case: Case, outcome: Outcome, message: str) -> CaseResult:
-    return CaseResult(case=case.id, contract=case.contract, outcome=outcome, message=message)
+            result = CaseResult(case=case.id, contract=case.contract, outcome=outcome, message=message, seconds=seconds)
+            self.keep(result)
 
 
 def _refusal(message: dict[str, Any]) -> Q4Error:

@@ -35,6 +35,7 @@ Reference:
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING
 
 import attrs
@@ -147,17 +148,18 @@ def _require_range(reference: Reference, bound: NDArray[np.float64], out_dtype: 
         raise ArithmeticError("sums may overflow float32: the draw can't be judged")
 
 
-def _unfit(
-    y: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
-) -> tuple[Fault, str] | None:
+def _unfit(y: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Comparison | None:
+    """Return the verdict on a result that has not the form asked for, or None."""
     if not isinstance(y, torch.Tensor) or tuple(y.shape) != shape:
         got = list(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
-        return Fault.SHAPE, f"the result must have shape {list(shape)}, got {got}"
-    if y.dtype != dtype:
-        return Fault.DTYPE, f"the result must be {dtype}, got {y.dtype}"
-    if device is not None and y.device != device:
-        return Fault.DEVICE, f"the result must be on {device}, got {y.device}"
-    return None
+        fault, message = Fault.SHAPE, f"the result must have shape {list(shape)}, got {got}"
+    elif y.dtype != dtype:
+        fault, message = Fault.DTYPE, f"the result must be {dtype}, got {y.dtype}"
+    elif device is not None and y.device != device:
+        fault, message = Fault.DEVICE, f"the result must be on {device}, got {y.device}"
+    else:
+        return None
+    return Comparison(fault=fault, message=message, ratio=math.inf, total=math.prod(shape))
 
 
 def judge(
@@ -178,7 +180,7 @@ def judge(
     _require_range(reference, bound, out_dtype)
     unfit = _unfit(y, reference.value.shape, out_dtype, device)
     if unfit is not None:
-        return Comparison(fault=unfit[0], message=unfit[1], ratio=float("inf"), total=reference.value.size)
+        return unfit
     got = y.detach().to("cpu", torch.float64).numpy()
     smallest = 2.0 ** (_LOWEST_EXPONENT[out_dtype] - _PRECISION_BITS[out_dtype] + 1)
     sizes = np.abs(reference.value)
@@ -239,12 +241,10 @@ def judge_noise(  # noqa: PLR0913  # the facts of one comparison
     reference = exact_linear(weight, x, codebook=codebook, roundings=roundings)
     unfit = _unfit(y, reference.value.shape, out_dtype, None)
     if unfit is not None:
-        return Comparison(fault=unfit[0], message=unfit[1], ratio=float("inf"), total=reference.value.size)
+        return unfit
     got = y.detach().to("cpu", torch.float64).numpy()
     if not np.isfinite(got).all():
-        return Comparison(
-            fault=Fault.NON_FINITE, message="the result is not finite", ratio=float("inf"), total=got.size
-        )
+        return Comparison(fault=Fault.NON_FINITE, message="the result is not finite", ratio=math.inf, total=got.size)
     dense = exact_weight(weight, codebook=codebook)
     steps = _steps(x.detach().to("cpu", torch.float64).numpy(), precision)
     variance = (steps**2 / 12.0) @ (dense**2).T

@@ -11,6 +11,8 @@ import attrs
 import numpy as np
 import torch
 
+from q4core import Catalogue
+
 FOLDER = Path(__file__).parents[1] / "golden"
 _MODULE = "proj."
 _DTYPES = {
@@ -57,15 +59,9 @@ class Vector:
         """The layer's tensors, as they lie on disk for the module ``proj``."""
         return {key: tensor for key, tensor in self._content[0].items() if key.startswith(_MODULE)}
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """The file's header metadata."""
-        return dict(self._content[1])
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ``config.json`` that goes with the file."""
-        return dict(self.facts["config"])
+    def catalogue(self) -> Catalogue:
+        """Return the layer with the file's metadata and the ``config.json`` that goes with it."""
+        return Catalogue(self.stored, metadata=dict(self._content[1]), config=dict(self.facts["config"]))
 
     @property
     def expected(self) -> torch.Tensor:

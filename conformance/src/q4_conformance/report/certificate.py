@@ -7,6 +7,7 @@ is a *report*. ``verdict_hash`` covers how each case ended, so that two runs can
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
@@ -89,24 +90,21 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
         rows += _formats_left(subject["formats"], declared, is_told="formats" in capabilities)
         here = subject["device"].partition(":")[0]
         for name in sorted(set(capabilities.get("devices", ())) - {here}):
-            why = f"declared; --device {name} judges it, on a machine that has it"
-            rows.append({"what": f"device {name}", "why": why, "cases": 0})
+            rows.append(_row(f"device {name}", f"declared; --device {name} judges it, on a machine that has it"))
     ran = {(format_of(result["case"]), path) for result in results for path in result.get("paths", ())}
     for item in manifest.get("offered", ()):
         label = f"{item['path']}/{item['precision']}"
         if item["format"] in subject["formats"] and (item["format"], label) not in ran:
-            text = f"path {label} of {item['format']}"
-            rows.append({"what": text, "why": "offered; no case that ran came to it", "cases": 0})
+            rows.append(_row(f"path {label} of {item['format']}", "offered; no case that ran came to it"))
     rows += _unmet(results)
     if document["run"]["only"]:
         text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
         left = due - len(results) - len(document["missing"]) - undeclared_cases(document)
-        rows.append({"what": text, "why": "not asked for", "cases": left})
-    rows += [{"what": row["what"], "why": _NOT_DECLARED, "cases": row["cases"]} for row in document["not_declared"]]
+        rows.append(_row(text, "not asked for", left))
+    rows += [_row(row["what"], _NOT_DECLARED, row["cases"]) for row in document["not_declared"]]
     rows += _silent(results)
     if document["missing"]:
-        lacking = len(document["missing"])
-        rows.append({"what": "cases without a result", "why": "the run ended before them", "cases": lacking})
+        rows.append(_row("cases without a result", "the run ended before them", len(document["missing"])))
     return rows
 
 
@@ -121,8 +119,7 @@ def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         alike = (both for (of, other), both in met.items() if of == kind and _precision(other) == _precision(path))
         left = sorted(set().union(*alike) - parts, key=part_order)
         if left:
-            why = f"no case of {', '.join(left)} came to it"
-            rows.append({"what": f"path {path} of {kind}", "why": why, "cases": 0})
+            rows.append(_row(f"path {path} of {kind}", f"no case of {', '.join(left)} came to it"))
     return rows
 
 
@@ -136,23 +133,27 @@ def _formats_left(judged: Sequence[str], declared: set[str], *, is_told: bool = 
     for name in BUILTIN_FORMATS:
         if name not in judged:
             is_asked = everything or name in declared
-            yield {"what": f"format {name}", "why": "not asked for" if is_asked else _NOT_DECLARED, "cases": 0}
+            yield _row(f"format {name}", "not asked for" if is_asked else _NOT_DECLARED)
     for name in sorted(declared - BUILTIN_FORMATS.keys() - {EVERY_FORMAT}):
-        yield {"what": f"format {name}", "why": "declared; this kit has no cases for it", "cases": 0}
+        yield _row(f"format {name}", "declared; this kit has no cases for it")
     if EVERY_FORMAT in declared:
-        yield {"what": "formats of plugins", "why": "declared; this kit has no cases for them", "cases": 0}
+        yield _row("formats of plugins", "declared; this kit has no cases for them")
 
 
 def _silent(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str, str], int] = {}
-    for result in results:
-        if result["outcome"] in {Outcome.NOT_DECLARED.value, Outcome.NOT_TESTABLE.value}:
-            key = (part_of(result["case"]), result["outcome"], result.get("message", ""))
-            groups[key] = groups.get(key, 0) + 1
+    groups = collections.Counter(
+        (part_of(result["case"]), result["outcome"], result.get("message", ""))
+        for result in results
+        if result["outcome"] in {Outcome.NOT_DECLARED.value, Outcome.NOT_TESTABLE.value}
+    )
     return [
-        {"what": part, "why": f"{outcome.replace('_', ' ')}: {why}", "cases": number}
+        _row(part, f"{outcome.replace('_', ' ')}: {why}", number)
         for (part, outcome, why), number in sorted(groups.items())
     ]
+
+
+def _row(what: str, why: str, cases: int = 0) -> dict[str, Any]:
+    return {"what": what, "why": why, "cases": cases}
 
 
 def _is_interpreted(document: Mapping[str, Any]) -> bool:

@@ -116,13 +116,8 @@ def _section(title: str, lead: str, body: str) -> str:
     return f"<section><h2>{_escape(title)}</h2>{first}{body}</section>"
 
 
-def _reproducer(item: Mapping[str, Any]) -> str:
-    lines = _lines(item, "reproducer", "\n")
-    return f"<pre>{lines}</pre>" if lines else ""
-
-
-def _lines(item: Mapping[str, Any], field: str, end: str) -> str:
-    return end.join(map(_escape, item.get(field, "").splitlines()))
+def _lines(text: str, end: str) -> str:
+    return end.join(map(_escape, text.splitlines()))
 
 
 def _findings(document: Mapping[str, Any]) -> str:
@@ -132,7 +127,8 @@ def _findings(document: Mapping[str, Any]) -> str:
         return ""
     lines = [
         f'<div class="finding {item["outcome"]}"><b>{SIGNS[item["outcome"]]} {_escape(NAMES[item["outcome"]])}</b> '
-        f"<code>{_escape(item['case'])}</code><br>{_lines(item, 'message', '<br>')}{_reproducer(item)}</div>"
+        f"<code>{_escape(item['case'])}</code><br>{_lines(item['message'], '<br>')}"
+        f"{'<pre>' + _lines(item['reproducer'], chr(10)) + '</pre>' if item.get('reproducer') else ''}</div>"
         for item in found[:_MOST_FINDINGS]
     ]
     if len(found) > _MOST_FINDINGS:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
+from q4_conformance.outcome import grouped
 from q4_conformance.report.tally import format_of
 
 if TYPE_CHECKING:
@@ -30,10 +31,7 @@ def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = 
     """Return the XML: a suite for each format, a test case for each case, with the seconds of each case where given."""
     who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
     root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for result in document["results"]:
-        groups.setdefault(format_of(result["case"]), []).append(result)
-    for name, results in groups.items():
+    for name, results in grouped(document["results"], lambda result: format_of(result["case"])).items():
         outcomes = [result["outcome"] for result in results]
         suite = ET.SubElement(
             root,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import part_order
-from q4_conformance.outcome import BAD, Outcome
+from q4_conformance.outcome import BAD, Outcome, grouped
 from q4_conformance.subjects.backend import WISHES
 from q4core import BUILTIN_FORMATS
 
@@ -71,9 +71,7 @@ def verdict_of(counts: Mapping[str, int]) -> str:
 
 def formats_of(results: Iterable[Mapping[str, Any]], missing: Iterable[str]) -> list[dict[str, Any]]:
     """Return the counts of every format, and whether all that was due of it passed."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(format_of(result["case"]), []).append(result)
+    groups = grouped(results, lambda result: format_of(result["case"]))
     lacking = {format_of(case) for case in missing}
     rows = []
     for name in sorted(groups, key=format_order):
@@ -90,14 +88,10 @@ def paths_of(
     A case that ended without a path, such as a crash, counts against every path that it could have concerned.
     """
     told = list(results)
-    seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for result in told:
-        for path in result.get("paths", ()):
-            seen.setdefault((format_of(result["case"]), path), []).append(result)
     lacking = {format_of(case) for case in missing}
     rows = []
-    for (kind, path), members in sorted(seen.items(), key=lambda item: (format_order(item[0][0]), item[0])):
-        counts = count([*members, *(result for result in told if _may_concern(result, kind, path))])
+    for kind, path in sorted(facts, key=lambda item: (format_order(item[0]), item)):
+        counts = count(_concerned(told, kind, path))
         passed = _all_passed(counts) and not lacking & {kind, NO_FORMAT}
         what, standing = facts[kind, path]
         rows.append({"format": kind, "path": path, "kind": what, "standing": standing, "passed": passed} | counts)
@@ -107,6 +101,15 @@ def paths_of(
 def _all_passed(counts: Mapping[str, int]) -> bool:
     """Say whether something passed, and nothing that was due ended otherwise."""
     return counts[_PASS] > 0 and not any(counts[outcome.value] for outcome in (*BAD, Outcome.NOT_TESTABLE))
+
+
+def _concerned(results: Iterable[Mapping[str, Any]], kind: str, path: str) -> list[Mapping[str, Any]]:
+    """Return the results of a format that came to a path, or ended badly where nobody knows on which path."""
+    return [
+        result
+        for result in results
+        if (format_of(result["case"]) == kind and path in result.get("paths", ())) or _may_concern(result, kind, path)
+    ]
 
 
 def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
@@ -122,28 +125,18 @@ def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
 
 def by_part(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
     """Return part → format → counts of a document's results."""
-    cells: dict[str, dict[str, dict[str, int]]] = {}
-    for result in document["results"]:
-        row = cells.setdefault(part_of(result["case"]), {})
-        counts = row.setdefault(format_of(result["case"]), count(()))
-        counts["cases"] += 1
-        counts[result["outcome"]] += 1
-        counts[_FALLBACK] += bool(result.get("fallback"))
-    return dict(sorted(cells.items(), key=lambda item: part_order(item[0])))
+    parts = grouped(document["results"], lambda result: part_of(result["case"]))
+    return {
+        part: {kind: count(cell) for kind, cell in grouped(parts[part], lambda item: format_of(item["case"])).items()}
+        for part in sorted(parts, key=part_order)
+    }
 
 
 def by_path(document: Mapping[str, Any]) -> tuple[list[str], list[tuple[Mapping[str, Any], list[dict[str, int]]]]]:
     """Return the contract cases that concern kernel paths, and each path with its counts for each of them."""
-    told = document["results"]
-    rows, seen = [], set()
+    rows = []
     for path in document["paths"]:
-        kind, name = path["format"], path["path"]
-        cells: dict[str, list[Mapping[str, Any]]] = {}
-        for result in told:
-            is_here = format_of(result["case"]) == kind and name in result.get("paths", ())
-            if is_here or _may_concern(result, kind, name):
-                cells.setdefault(result["case"].partition("/")[0], []).append(result)
-        seen |= set(cells)
-        rows.append((path, cells))
-    contracts = sorted(seen, key=part_order)
+        concerned = _concerned(document["results"], path["format"], path["path"])
+        rows.append((path, grouped(concerned, lambda result: result["case"].partition("/")[0])))
+    contracts = sorted(set().union(*(cells for _, cells in rows)), key=part_order)
     return contracts, [(path, [count(cells.get(name, ())) for name in contracts]) for path, cells in rows]

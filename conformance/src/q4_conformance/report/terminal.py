@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from q4_conformance.outcome import BAD, Outcome
+from q4_conformance.outcome import BAD, Outcome, grouped
 from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import counted, line_of, seal_of, title_of
 
@@ -45,10 +45,8 @@ def _lines(text: str) -> list[str]:
 
 def _show_failures(console: Console, bad: Sequence[Mapping[str, Any]]) -> None:
     """Show each message once, with the first case that has it: one cause may fail every case."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for item in bad:
-        groups.setdefault((item["outcome"], _ADDRESS.sub("0x", item["message"])), []).append(item)
-    for members in list(groups.values())[:_MOST_SHOWN]:
+    groups = [*grouped(bad, lambda item: (item["outcome"], _ADDRESS.sub("0x", item["message"]))).values()]
+    for members in groups[:_MOST_SHOWN]:
         first, others = members[0], len(members) - 1
         head = Text(f"{SIGNS[first['outcome']]} {NAMES[first['outcome']]} ", style="red")
         line = Text.assemble(head, first["case"])
@@ -58,7 +56,7 @@ def _show_failures(console: Console, bad: Sequence[Mapping[str, Any]]) -> None:
         console.print(line)
         for text in (*_lines(first["message"]), *_lines(first.get("reproducer", ""))):
             console.print(Text(f"    {text}", style="dim"))
-    left = sum(len(members) for members in list(groups.values())[_MOST_SHOWN:])
+    left = sum(map(len, groups[_MOST_SHOWN:]))
     if left:
         console.print(f"… and {left:,} more; --report and --json have all")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from q4_conformance.execution.environment import source_of
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
-from q4core import Q4Error
+from q4core import CheckpointError, Q4Error
+from q4core.plugin_api import open_regular
 
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
@@ -22,13 +21,6 @@ class CertificateError(Q4Error, ValueError):
     """A file is no certificate, or no longer the one that was written; ``where`` names the file."""
 
     code = "certificate"
-
-
-def schema() -> dict[str, Any]:
-    """Return the published JSON Schema of certificates."""
-    text = importlib.resources.files(__package__).joinpath("certificate.schema.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 def read_certificate(path: str | Path) -> dict[str, Any]:
@@ -70,20 +62,16 @@ def _refusal(path: str | Path, name: str, rule: str, value: object, hint: str) -
 
 
 def _text(path: str | Path) -> str:
-    hint = "Name the file that a run wrote."
     try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):  # before it is opened, which a device or a pipe may wait for
-            raise _refusal(path, "file", "a regular file", "another kind", hint)
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise _refusal(path, "size", f"at most {_MOST_BYTES} bytes", "more", "It is no certificate.")
-        return data.decode("utf-8")
-    except CertificateError:
-        raise
-    except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or str(error)
-        raise _refusal(path, "file", "one that can be read", told, hint) from error
+        text = data.decode("utf-8")
+    except (OSError, ValueError, CheckpointError) as error:
+        told = error.value if isinstance(error, CheckpointError) else str(error)
+        raise _refusal(path, "file", "one that can be read", told, "Name the file that a run wrote.") from error
+    if len(data) > _MOST_BYTES:
+        raise _refusal(path, "size", f"at most {_MOST_BYTES} bytes", "more", "It is no certificate.")
+    return text
 
 
 def _load(path: str | Path) -> Any:

@@ -40,12 +40,7 @@ WISHES = {
 
 def plugin_of(*backends: Backend) -> types.SimpleNamespace:
     """Return a plugin that brings these backends."""
-
-    @hookimpl
-    def q4_backends() -> list[Backend]:
-        return list(backends)
-
-    return types.SimpleNamespace(q4_backends=q4_backends)
+    return types.SimpleNamespace(q4_backends=hookimpl(lambda: list(backends)))
 
 
 def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:

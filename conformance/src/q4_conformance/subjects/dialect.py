@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from q4core import (
     dialects,
     quantize,
 )
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,19 +70,22 @@ class DialectSubject:
 
     def find(self, catalogue: Catalogue) -> list[LayerSchema]:
         """Return every layer that the dialect finds."""
-        return self._ask("find", lambda: list(self.dialect.find(catalogue)), LayerSchema)
+        return self._list("find", lambda: list(self.dialect.find(catalogue)), LayerSchema)
 
     def problems(self, layer: LayerSchema, catalogue: Catalogue) -> list[Problem]:
         """Return every problem of a layer: of its keys, missing ones among them, its dtypes and its shapes."""
         missing = [Problem("missing_key", key, "there") for key in layer.keys.values() if key not in catalogue]
-        told = self._ask("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
+        told = self._list("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
         return missing + told
 
-    def _ask(self, what: str, call: Callable[[], list[Any]], kind: type) -> list[Any]:
+    def _ask(self, what: str, call: Callable[[], Any]) -> Any:
         try:
-            answers = call()
-        except (Exception, SystemExit) as error:
-            raise FailureError(f"{what} raised {type(error).__name__}: {error}") from error
+            return call()
+        except PLUGIN_FAULTS as error:
+            raise FailureError(f"{what} raised {describe_exception(error)}") from error
+
+    def _list(self, what: str, call: Callable[[], list[Any]], kind: type) -> list[Any]:
+        answers: list[Any] = self._ask(what, call)
         strange = [item for item in answers if not isinstance(item, kind)]
         if strange:
             raise FailureError(f"{what} gave {strange[0]!r}, which is no {kind.__name__}")
@@ -88,19 +93,20 @@ class DialectSubject:
 
     def read(self, layer: LayerSchema, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
         """Return a layer's weight."""
-        try:
-            return self.dialect.read(layer, tensors.__getitem__)
-        except (Exception, SystemExit) as error:
-            raise FailureError(f"read of {layer.module!r} raised {type(error).__name__}: {error}") from error
+        read = functools.partial(self.dialect.read, layer, tensors.__getitem__)
+        weight: PackedWeight = self._ask(f"read of {layer.module!r}", read)
+        return weight
 
     def write(self, module: str, weight: PackedWeight) -> WrittenLayer | None:
         """Return a written layer, or None where the dialect refuses the weight by a typed error."""
-        try:
-            return self.dialect.write(module, weight)
-        except (DialectError, WeightError):
+
+        def write() -> WrittenLayer | None:
+            with contextlib.suppress(DialectError, WeightError):
+                return self.dialect.write(module, weight)
             return None
-        except (Exception, SystemExit) as error:
-            raise FailureError(f"write of {module!r} raised {type(error).__name__}: {error}") from error
+
+        layer: WrittenLayer | None = self._ask(f"write of {module!r}", write)
+        return layer
 
     def catalogue(self, layers: Mapping[str, WrittenLayer], dense: Mapping[str, torch.Tensor]) -> Catalogue:
         """Return a catalogue of written layers and dense tensors, as a file of them would give it."""

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.outcome import FailureError, NotTestableError
+from q4_conformance.subjects.backend import plugin_of
 from q4_conformance.subjects.reference import reference_backend
+from q4_conformance.subjects.wrappers import Wrapper
 from q4core import Registry, default_registry, hookimpl
 from q4core import memory as contract
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from q4core import MemoryProvider
@@ -32,39 +35,20 @@ def driver_says_managed(tensor: torch.Tensor) -> bool:
     return status == 0 and bool(answer.value)
 
 
-class UnableProvider:
-    """A provider as it is on a machine without managed memory, for a reason that device attributes decided."""
-
-    def __init__(self, provider: MemoryProvider, reason: str, attributes: dict[str, Any]) -> None:
-        self.name = provider.name
-        self._provider = provider
-        self._answer = contract.Availability(is_available=False, reason=reason, attributes=attributes)
-
-    def is_available(self, device: torch.device) -> contract.Availability:
-        """Say no."""
-        del device
-        return self._answer
-
-    def __getattr__(self, name: str) -> Any:
-        """Leave everything else to the provider."""
-        return getattr(self._provider, name)
+def unable_provider(provider: MemoryProvider, reason: str, attributes: dict[str, Any]) -> Any:
+    """Return a provider as it is without managed memory, for a reason that device attributes decided."""
+    answer = contract.Availability(is_available=False, reason=reason, attributes=attributes)
+    return Wrapper(provider, is_available=lambda _: answer)
 
 
-class CountedProvider:
-    """A provider whose calls are counted."""
-
-    def __init__(self, provider: MemoryProvider) -> None:
-        self.name = provider.name
-        self._provider = provider
-        self.calls: list[str] = []
-        """Names of the methods that were called, but for the questions."""
+class CountedProvider(Wrapper):
+    """A provider, and the names of its methods that were called, but for the questions, in ``calls``."""
 
     def __getattr__(self, name: str) -> Any:
         """Count whatever is called, and leave it to the provider."""
-        found = getattr(self._provider, name)
         if name in {"to_managed", "prefetch", "empty", "free"}:
             self.calls.append(name)
-        return found
+        return super().__getattr__(name)
 
 
 class MemorySubject:
@@ -89,8 +73,8 @@ class MemorySubject:
         """Return the provider's answer for the device; anything else than an ``Availability`` is a failure."""
         try:
             answer: object = self.provider.is_available(self.device)
-        except (Exception, SystemExit) as error:
-            raise FailureError(f"is_available raised {type(error).__name__}: {error}") from error
+        except PLUGIN_FAULTS as error:
+            raise FailureError(f"is_available raised {describe_exception(error)}") from error
         if not isinstance(answer, contract.Availability):
             raise FailureError(f"is_available must return an Availability, got {type(answer).__name__}")
         return answer
@@ -108,15 +92,6 @@ class MemorySubject:
 
     def registry(self, provider: Any = None) -> Registry:
         """Return a registry of the reference backend and the provider, or one that stands for it."""
-        chosen = self.provider if provider is None else provider
-
-        class _Plugin:
-            @hookimpl
-            def q4_memory_providers(self) -> list[Any]:
-                return [chosen]
-
-            @hookimpl
-            def q4_backends(self) -> list[Any]:
-                return [reference_backend()]
-
-        return Registry([(f"plugin of {self.name}", _Plugin())])
+        plugin = plugin_of(reference_backend())
+        plugin.q4_memory_providers = hookimpl(lambda: [self.provider if provider is None else provider])
+        return Registry([(f"plugin of {self.name}", plugin)])

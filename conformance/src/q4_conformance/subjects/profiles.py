@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from q4_conformance.subjects.manifest import with_cases
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance.subjects.temporary_plugin import make
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
+from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,7 +157,7 @@ def _profile_of(name: str, profile: str | None) -> str:
     having = [item for item, found in _PROFILES.items() if name in {*found.names()}]
     if not having:
         names = target_names(profile)  # which refuses a profile that there is not
-        close = difflib.get_close_matches(name, names, n=1)
+        close = closest_name(name, names)
         there = f"There are {', '.join(names)}." if names else "None is installed."
         there = " ".join([*(f"It may be of one that is not there: {item}." for item in _broken()), there])
         raise UnknownTargetError(
@@ -165,9 +165,9 @@ def _profile_of(name: str, profile: str | None) -> str:
             name="NAME",
             rule="installed",
             value=name,
-            hint=f"Did you mean {close[0]!r}? {there}" if close else there,
+            hint=f"Did you mean {close!r}? {there}" if close else there,
             available=names,
-            closest=close[0] if close else None,
+            closest=close,
         )
     if profile is None:
         return having[0]

@@ -1,4 +1,4 @@
-"""Backends that stand for one that is judged, with one fact changed."""
+"""Backends and providers that stand for one that is judged, with some facts changed."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ if TYPE_CHECKING:
     from q4core import Backend, Capabilities, Request
 
 
-class Proxy:
-    """A backend with another manifest, or another answer (an exception is raised) to every request."""
+class Wrapper:
+    """Whoever is wrapped, with other attributes where they are given."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        capabilities: Capabilities | None = None,
-        verdict: Support | BaseException | None = None,
-    ) -> None:
-        self._backend = backend
+    def __init__(self, wrapped: Any, **facts: Any) -> None:
+        self._wrapped = wrapped
+        vars(self).update(facts)
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave everything else to whom it wraps."""
+        return getattr(self._wrapped, name)
+
+
+class Proxy(Wrapper):
+    """A backend with other facts, or another answer (an exception is raised) to every request."""
+
+    name: str
+    api_version: tuple[int, int]
+    capabilities: Capabilities
+
+    def __init__(self, backend: Backend, *, verdict: Support | BaseException | None = None, **facts: Any) -> None:
+        super().__init__(backend, **facts)
         self._verdict = verdict
-        self.name = backend.name
-        self.api_version = backend.api_version
-        self.capabilities = capabilities or backend.capabilities
         self.checks = 0
         """How often it was asked."""
 
@@ -33,24 +40,11 @@ class Proxy:
         self.checks += 1
         if isinstance(self._verdict, BaseException):
             raise self._verdict
-        return self._backend.check(request) if self._verdict is None else self._verdict
-
-    def __getattr__(self, name: str) -> Any:
-        """Leave everything else to the backend."""
-        return getattr(self._backend, name)
+        answer: Support = self._wrapped.check(request) if self._verdict is None else self._verdict
+        return answer
 
 
 def unavailable(backend: Backend, message: str) -> Proxy:
     """Return the backend as it is where its native part was not built."""
     reason = Reason(ReasonCode.NOT_BUILT, message)
     return Proxy(backend, verdict=Support.no([reason], native_state="missing"))
-
-
-def broken(backend: Backend, message: str) -> Proxy:
-    """Return the backend as it is where its ``check`` raises."""
-    return Proxy(backend, verdict=RuntimeError(message))
-
-
-def leaving(backend: Backend, message: str) -> Proxy:
-    """Return the backend as it is where its ``check`` exits, which must not end the process."""
-    return Proxy(backend, verdict=SystemExit(message))
