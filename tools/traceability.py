@@ -2,7 +2,7 @@
 
 ``nox -s traceability`` runs it. It reads the kit's tables, the ids of the tests that pytest collects, the plugins'
 sources and what certificates there are; nothing is typed by hand but which use case a contract case proves, which is
-data in ``q4_conformance.contract.uses``.
+data in ``tools.use_cases``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from q4_conformance.contract.uses import USE_CASES, USES, uses_of
 from q4_conformance.report.html import SIGNS
 from tests.support.parts import TABLES, UNCAUGHT, catchers
 from tests.support.parts import parts as parts_of_tables
 from tests.support.running import collected, files_by_part
+from tools.use_cases import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from q4core.backend import Segment
 
-__all__ = ["Diagnostics", "Report"]
-
 _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
 
 

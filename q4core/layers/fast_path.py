@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
-__all__ = ["PLAIN", "make_fast_path"]
-
 PLAIN: type[torch.Tensor] = torch.Tensor
 """The one class of tensors that is taken; of another one torch might ask anything."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from q4core.ops.registration import LiveLayer
     from q4core.weight import PackedWeight, WeightSpec
 
-__all__ = ["Q4Linear", "WeightInfo"]
-
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _STRIDED = torch.strided
 _NO_GRAD = "Call under torch.no_grad(), or leave out= away."

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from q4core.layers.prepared_module import Content
 
-__all__ = ["PackedModule"]
-
 _STATE, _SPEC = "weight.", "weight.spec"
 _PICKLED, _SHARED = "packed_weight", "shared_buffers"
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["copy_layer", "placer_for", "prepare_layer", "tell_memory"]
-
 
 def placer_for(config: SessionConfig, registry: Registry, device: torch.device) -> Placer:
     """Return what places tensors under the configuration's unified-memory policy; DISABLED asks no plugin."""

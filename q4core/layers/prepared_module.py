@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from q4core.layers.fast_path import FastPath
     from q4core.ops.registration import LiveLayer
 
-__all__ = ["NOTHING", "Content", "WeightOwner", "require_weight"]
-
 _DISABLED = UnifiedMemoryPolicy.DISABLED
 NOTHING: dict[str, Any] = {"_fast": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
 """What a layer holds of its weight while it can't run; a copy gets its own from what is prepared for it."""

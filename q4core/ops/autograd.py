@@ -18,8 +18,6 @@ from q4core.ops.registration import LIBRARY, run_op
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["linear_function"]
-
 _EXACT_OPS = {True: torch.ops.q4core.linear_input_grad.default, False: torch.ops.q4core.linear_exact.default}
 """By whether they compute the gradient to the input."""
 

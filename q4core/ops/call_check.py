@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from q4core.ops.plan import Plan
 
-__all__ = ["check_buffers", "check_linear_call", "check_operand", "refuse_bias"]
-
 _OP = "q4core::linear"
 _STRIDED = torch.strided
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Segment
     from q4core.selection.result import Selection
 
-__all__ = ["Plan", "exported_weight", "given_weight", "make_plan", "plan_by_key", "raise_broken_call"]
-
 
 @attrs.frozen(eq=False, kw_only=True)
 class Plan:

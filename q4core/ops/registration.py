@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from q4core.ops.plan import Plan
     from q4core.selection.result import Selection
 
-__all__ = ["KERNELS", "LIBRARY", "LiveLayer", "forget_layer", "register_layer", "run_op"]
-
 _CHUNK_BYTES = 16 << 20
 
 

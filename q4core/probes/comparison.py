@@ -18,8 +18,6 @@ import torch
 from q4core.backend import Reason, ReasonCode
 from q4core.selection.probe_results import ProbeResult
 
-__all__ = ["describe_wrong", "error_bound", "probe_result", "worst_ratio"]
-
 _UNIT_ROUNDOFF = 2.0**-24
 _HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}

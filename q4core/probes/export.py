@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.selection.probe_results import ProbeResult
     from q4core.weight import PackedWeight
 
-__all__ = ["probe_export"]
-
 
 def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> ProbeResult:
     """Compare what a backend exports, whole and by rows, with the source, value by value."""

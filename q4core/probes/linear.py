@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from q4core.selection.probe_results import ProbeResult
     from q4core.weight import PackedWeight
 
-__all__ = ["CHUNK_ELEMENTS", "grid_activations", "probe_path", "sampled"]
-
 _ALL_ROWS = 1024
 """Weights of up to this many rows are compared whole; larger ones at both ends and at a stride between."""
 _END_ROWS = 128

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Request
     from q4core.selection.probe_results import ProbeResult
 
-__all__ = ["call_quantizer", "probe_quantizer"]
-
 _ROWS, _COLUMNS = 16, 256
 _SEEDS = (1, 1, 2)
 _CLOSE = 2.0**-20

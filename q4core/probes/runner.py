@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["Trial", "can_export"]
-
 
 def can_export(backend: Backend) -> bool:
     """Return whether a backend has the optional ``export``."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from q4core.policy import SessionConfig
     from q4core.selection.result import Selection
 
-__all__ = ["apply_config", "resolve_device", "select_for"]
-
 _CACHE_LIMIT = 4096
 
 

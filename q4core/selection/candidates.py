@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, Capabilities
     from q4core.selection.probe_results import ProbeResults
 
-__all__ = ["Candidate", "assess"]
-
 _INFINITY = 1 << 62
 _TABLE_STEPS = 126
 """A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""

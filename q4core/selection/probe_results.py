@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.backend import KernelPath, Reason, Segment
     from q4core.plugins.registry import Registry
 
-__all__ = ["ProbeResult", "ProbeResults", "probe_results", "row_counts", "warn_of_fault"]
-
 _UNRELATED = {"precision", "gradients", "m", "out_features", "in_features"}
 _FACTS = operator.attrgetter(*(field.name for field in attrs.fields(Request) if field.name not in _UNRELATED))
 """What of a request a path's code may depend on, beside the tails of N and K."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from q4core.backend import KernelPath, Reason, Request, Segment
     from q4core.policy import ComputePath
 
-__all__ = ["Rejection", "Selection"]
-
 
 @attrs.frozen
 class Rejection:

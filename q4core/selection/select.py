@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath
     from q4core.plugins.registry import InvalidItem
 
-__all__ = ["select_backend"]
-
 _KINDS = {
     ComputePath.AUTO: frozenset(PathKind),
     ComputePath.KERNEL_ONLY: frozenset({PathKind.KERNEL}),

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from q4core.schema import Dialect
     from q4core.weight import PackedWeight
 
-__all__ = ["dialects", "open", "save_checkpoint"]
-
 
 def dialects() -> tuple[Dialect, ...]:
     """Return every dialect there is: the two simplified ones, then the plugins', by name."""

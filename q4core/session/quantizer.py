@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["find_quantizer", "quantize", "quantize_request"]
-
 _SEEDS = 1 << 31
 
 

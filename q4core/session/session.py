@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
-__all__ = ["Session", "default_session", "explain", "linear", "select"]
-
 _numbers = itertools.count(1)
 
 

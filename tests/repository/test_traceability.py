@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 
-from q4_conformance.contract.uses import USE_CASES, USES, uses_of
 from tests.support.parts import catchers
 from tests.support.running import files_by_part, part_in
 from tools.traceability import CERTIFICATES, PAGE, certificates, page_of, parts, problems, tables, unshown
+from tools.use_cases import USE_CASES, USES, uses_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["USES", "USE_CASES", "uses_of"]
+
 USE_CASES = {
     "UC-01": "Load a 4-bit checkpoint of whatever dialect",
     "UC-02": "Choose who computes, and be obeyed or refused",
@@ -29,5 +31,5 @@ USES = {contract: tuple(f"UC-{number}" for number in numbers.split()) for contra
 def uses_of(contract: str) -> tuple[str, ...]:
     """Return the use cases that a contract case proves; ``LookupError`` where nobody has said yet what it is for."""
     if contract not in USES:
-        raise LookupError(f"contract case {contract!r} proves no use case; enter it in q4_conformance.contract.uses")
+        raise LookupError(f"contract case {contract!r} proves no use case; enter it in tools.use_cases")
     return USES[contract]
