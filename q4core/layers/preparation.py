@@ -16,7 +16,7 @@ from q4core.backend import PrepareContext, Prepared, Request
 from q4core.diagnostics.events import bound, emit, muted, warn_once
 from q4core.errors import LifecycleError, Q4FallbackWarning
 from q4core.formats import as_bytes
-from q4core.machine import outside_inference, without_casts
+from q4core.machine import is_recorded, outside_inference, without_casts
 from q4core.memory import Placer
 from q4core.ops.plan import make_plan
 from q4core.ops.registration import LiveLayer
@@ -137,7 +137,7 @@ def _prepare(
 
 def _refuse_inside_trace(weight: PackedWeight) -> None:
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or capturing:
+    if torch.compiler.is_compiling() or is_recorded() or capturing:
         raise LifecycleError(
             f"layer {weight.name!r} can't be prepared inside a trace or a capture",
             hint="Make the layer (session.linear) and move it to its device first, then compile.",

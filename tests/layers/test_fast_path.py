@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import q4core as q4
 from tests.support.fakes import FakeBackend, registry
 from tests.support.pretended import DEVICE, Pretence, on_another_device, pretended_cuda
+from tests.support.samples import random_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -217,6 +218,19 @@ def test_a_traced_layer_computes(has_out: bool) -> None:
             x = torch.randn(rows, K)
             assert torch.equal(traced(x), here.layer(x))
     assert "q4core::linear" in str(traced.graph)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_nothing_is_prepared_while_a_tracer_records() -> None:
+    """A trace would hold the self-probe's tensors, and the probe would judge recorded sizes: a typed refusal."""
+    weight = random_weight("nf4", N, K)
+    with pytest.raises(q4.LifecycleError, match="inside a trace"):
+        torch.jit.trace(lambda x: q4.linear(x, weight), (torch.zeros(3, K),))
+    x = torch.randn(3, K)
+    expected = q4.linear(x, weight)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: q4.linear(x, weight), (torch.zeros(3, K),))
+    assert torch.equal(traced(x), expected)
 
 
 def test_a_profiler_sees_the_op(watched: _Watched) -> None:
