@@ -31,6 +31,21 @@ def test_example_runs(example: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
+    """What the README shows of ``session.report()`` is what its example prints, but for the instruction set."""
+    (example,) = (text for text in EXAMPLES if "session.report()" in text)
+    shown = re.findall(r"^    (\S.*(?:\n    .*)*)", README.partition("`session.report()` says")[2], re.MULTILINE)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert _without_isa(done.stdout).startswith(_without_isa(re.sub("^    ", "", shown, flags=re.MULTILINE)))
+
+
+def _without_isa(text: str) -> str:
+    named = re.sub(r"(avx2|avx512|avxvnni|neon_\w+?)(?=_panel|\W)", "ISA", text)
+    return re.sub(r"\b(11|12|47|48)\b", "ROWS", named)  # from how many rows on panels pay, by instruction set
+
+
 def test_commands_are_there() -> None:
     """``q4 --help`` lists each command that the README names."""
     command = [sys.executable, "-m", "q4_cli", "--help"]
