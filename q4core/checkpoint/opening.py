@@ -127,7 +127,7 @@ def way_to(plugin: str, plugins: Mapping[str, str]) -> str:
     if state == "disabled":
         return f"The plugin {plugin!r} is installed; Q4_PLUGINS or Q4_DISABLE_PLUGINS leaves it out."
     if state == "unknown":
-        return f'Install q4-{plugin}: pip install "q4core[io]".'
+        return f"Install the package q4-{plugin}."
     return f"The plugin {plugin!r} is installed and does not work; `q4 doctor` says why."
 
 

@@ -213,7 +213,7 @@ def _find_unread(catalogue: Catalogue, dialects: Iterable[Dialect]) -> tuple[Pro
         if module and owner is not None and info.dtype in _PACKED_DTYPES and len(info.shape) > 1:
             rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
             if owner in _PACKAGED:
-                rule = "in a dialect that is installed; python3 -m pip install q4-dialects brings this one"
+                rule = "in a dialect that is installed; the package q4-dialects brings this one"
                 if any(dialect.name.startswith(owner) for dialect in dialects):
                     rule = "stored as an installed dialect has it"
             found[module] = Problem("unsupported", module, rule, owner)

@@ -181,5 +181,5 @@ def _way_out(request: Request, compute_path: ComputePath, rejections: Sequence[R
     is_there = any(item.backend == "dequant-fallback" for item in rejections)
     allows = request.op == "linear" and compute_path is not ComputePath.KERNEL_ONLY and request.allows(Precision.W4A32)
     if allows and not is_there:
-        return "The reference path serves every format: python3 -m pip install q4-dequant-fallback"
+        return "The reference path serves every format: install the package q4-dequant-fallback."
     return "`q4 doctor` shows what each backend lacks."

@@ -118,8 +118,8 @@ def test_missing_reader_is_named_with_the_way_to_it(name: str, plugin: str, stat
         open_checkpoint(tmp_path / name, plugins={} if state is None else {plugin: state})
     assert caught.value.hint is not None
     told = {
-        None: f'Install q4-{plugin}: pip install "q4core[io]"',
-        "unknown": f'Install q4-{plugin}: pip install "q4core[io]"',
+        None: f"Install the package q4-{plugin}.",
+        "unknown": f"Install the package q4-{plugin}.",
         "disabled": "is installed; Q4_PLUGINS or Q4_DISABLE_PLUGINS leaves it out",
         "failed": "does not work; `q4 doctor` says why",
         "loaded": "does not work; `q4 doctor` says why",

@@ -81,7 +81,7 @@ def test_explain_suggests_what_is_missing(capsys: pytest.CaptureFixture[str], mo
     backends = registry(FakeBackend("gpu-only", devices={"cuda"}), reference=False)
     monkeypatch.setattr("q4core.default_registry", lambda: backends)
     monkeypatch.setattr("q4core.session.session.default_registry", lambda: backends)
-    assert "pip install q4-dequant-fallback" in answer(capsys, "explain", NF4, status=1)["error"]["hint"]
+    assert "install the package q4-dequant-fallback" in answer(capsys, "explain", NF4, status=1)["error"]["hint"]
     strict = answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)["error"]
     assert "q4-dequant-fallback" not in strict["hint"]
 

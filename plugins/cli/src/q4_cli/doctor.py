@@ -133,7 +133,7 @@ def _machine_lines(facts: q4.MachineFacts) -> Iterator[tuple[str, str]]:
 def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
     _show_heading(console, "Plugins")
     if not record["plugins"]:
-        say(console, ("none: not even the reference; pip install q4-dequant-fallback", "red"), label="  ")
+        say(console, ("none: not even the reference; install the package q4-dequant-fallback", "red"), label="  ")
     width = max([_LABEL, *(len(plugin.name) for plugin in record["plugins"])])
     for plugin in record["plugins"]:
         style = "red" if plugin.errors else _STATE_STYLES[plugin.state]
