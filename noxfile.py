@@ -97,11 +97,9 @@ def certificates(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def soak(session: nox.Session) -> None:
-    """Run what takes minutes: races, protocol models at full size, interpreted kernels in every format, mutants."""
+    """Run what takes minutes, and store the result: races, full protocol models, mutants, kernels in every format."""
     install_group(session, "test")
-    _pytest(session, "-m", "soak and not interpreted and not gpu and not peer", *(session.posargs or SHARED_OUT))
-    if not session.posargs:
-        _pytest(session, "-m", "soak and interpreted", "plugins", *SHARED_OUT, TRITON_INTERPRET="1")
+    run(session, "python", "-m", "tools.soak")
 
 
 @nox.session(venv_backend="none", requires=["env"])
