@@ -31,7 +31,9 @@ VALUES = {
     "TC-09/values/nvfp4-e4m3_div-low_first-48x256b16-row_global_scale-s0/bfloat16/exact",
     "TC-09/values/mxfp4-e8m0-low_first-48x256b32-s0/bfloat16/exact",
 }
-CASES = [case for case in EXACT if case.contract in {"TC-10", "TC-14", "TC-16", "TC-17", "EX-16"} or case.id in VALUES]
+JUDGED = {"TC-10", "TC-14", "TC-16", "TC-17"}
+"""Contracts that ``nox -s conformance`` judges in the interpreter: here in the long run alone."""
+CASES = [case for case in EXACT if case.contract in {*JUDGED, "EX-16"} or case.id in VALUES]
 
 
 def test_the_cases_named_exist() -> None:
@@ -45,7 +47,10 @@ def subject() -> BackendSubject:
     return BackendSubject(Nvfp4Native())
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.id, marks=pytest.mark.soak if case.contract in JUDGED else ()) for case in CASES],
+)
 def test_case(case: Case, subject: BackendSubject) -> None:
     """The case passes by a kernel of ours; another codebook is said not to be served."""
     result = run_case(case, subject)
