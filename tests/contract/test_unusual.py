@@ -10,7 +10,6 @@ from q4_conformance import Outcome, backend_cases, linear_cases, run_case, run_c
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
 from q4_conformance_faults import UNUSUAL
-from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +35,7 @@ def test_unusual_backend_computes_what_is_asked(name: str, install: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("format_", sorted(BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", ["nf4", "nvfp4", "q4_1"])
 @pytest.mark.parametrize("name", EACH)
 def test_unusual_backend_passes_every_case(name: str, format_: str, install: Callable[..., None]) -> None:
     """Reordered sums, padded storage and late preparation pass, installed as plugins; what is not declared is told."""
