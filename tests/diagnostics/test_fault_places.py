@@ -125,7 +125,8 @@ def test_a_method_that_raises_is_told_with_its_place(kernels: Any, method: str) 
         _only(backend).linear(_weight())
 
 
-def test_a_fault_keeps_no_tensor_alive() -> None:
+@pytest.mark.parametrize("holds_itself", [False, True])
+def test_a_fault_keeps_no_tensor_alive(holds_itself: bool) -> None:
     """What a failed prepare had made is freed before the next backend prepares: there may be no room for both."""
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
@@ -134,6 +135,9 @@ def test_a_fault_keeps_no_tensor_alive() -> None:
         def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
             half = torch.zeros(1000)
             made.append(weakref.ref(half))
+            if holds_itself:
+                error = RuntimeError("no room")  # a frame that holds its own exception is freed by the collector alone
+                raise error
             raise MemoryError("no room")
 
     class Next(FakeBackend):
