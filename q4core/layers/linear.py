@@ -139,10 +139,11 @@ class Q4Linear(PackedModule):
         flat = index.reshape(-1).to(self.device, torch.int64)
         with torch.no_grad():
             # Blocks that straddle rows can't be exported by rows.
+            buffers = self._own_buffers() or self._require_ready().buffers
             if plan.source is None and self._content.spec.blocks is BlockOrder.ROW:
-                dense = dequantize(plan.weight(self._own_buffers(), flat), wanted)
+                dense = dequantize(plan.weight(buffers, flat), wanted)
             else:
-                dense = dequantize(plan.weight(self._own_buffers()), wanted, rows=flat)
+                dense = dequantize(plan.weight(buffers), wanted, rows=flat)
         return dense.reshape(*index.shape, self.in_features)
 
     def diagnostics(self) -> Diagnostics:

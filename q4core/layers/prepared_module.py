@@ -125,7 +125,7 @@ class WeightOwner(nn.Module):
 
     def _take(self, content: Content) -> None:
         """Make what was prepared the layer's own; nothing here can fail."""
-        self._let_go()
+        self._let_go(self.__dict__.get("_content"))
         self._content, live = content, content.prepared
         buffers = content.empty if live is None else live.buffers
         self._buffer_names = tuple(f"packed_{index}" for index in range(len(buffers)))
@@ -137,9 +137,8 @@ class WeightOwner(nn.Module):
             self._is_managed = (content.config.unified_memory or _DISABLED) is not _DISABLED
             self._fast = None if self._is_managed else make_fast_path(self, live)
 
-    def _let_go(self) -> None:
+    def _let_go(self, content: Content | None) -> None:
         """Keep nothing of what was prepared; what a user put on the layer stays."""
-        content: Content | None = self.__dict__.get("_content")
         if content is not None and content.prepared is not None:
             forget_layer(content.prepared)
         for key in self.__dict__.get("_buffer_names", ()):
@@ -148,13 +147,15 @@ class WeightOwner(nn.Module):
 
     def __del__(self) -> None:
         """Let the op forget the layer."""
-        self._let_go()
+        self._let_go(self.__dict__.get("_content"))
 
     def close(self) -> None:
         """Give every byte back; later use is a ``LifecycleError``. Closing twice is allowed."""
         self._closed = True
-        self._let_go()
-        self._content = attrs.evolve(self._content, prepared=None, empty=())
+        content = self._content
+        # First, so that a call in another thread finds a closed layer where it misses a buffer.
+        self._content = attrs.evolve(content, prepared=None, empty=())
+        self._let_go(content)
 
     def __enter__(self) -> Self:
         """Return the layer.
@@ -191,12 +192,16 @@ class WeightOwner(nn.Module):
         """Return the canonical weight: exported by the backend, or the source that was kept."""
         plan = self._require_ready().plan
         with torch.no_grad():
-            weight = plan.weight(self._own_buffers())
+            weight = plan.weight(self._own_buffers() or self._require_ready().buffers)
         return weight.relabelled(**self._content.labels, dtype=self._content.spec.dtype)
 
     def _own_buffers(self) -> list[torch.Tensor]:
         buffers = self._buffers
-        return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
+        try:
+            return [buffers[key] for key in self._buffer_names]  # type: ignore[misc]  # never None
+        except KeyError:
+            self._require_ready()  # another thread closes the layer
+            raise
 
     def _require_ready(self) -> LiveLayer:
         live = self._content.prepared

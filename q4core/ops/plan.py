@@ -111,6 +111,10 @@ def given_weight(backend: Backend, method: str, shape: tuple[int, ...], call: Ca
     """
     try:
         weight = call()
+    except Q4Error as error:  # a refusal of what the method makes of its weight, not of what the caller gave
+        if method == "quantize":
+            raise
+        raise BackendError(f"{method} of backend {backend.name!r} raised {describe_exception(error)}") from error
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, backend, method)
     if not isinstance(weight, PackedWeight) or weight.shape != shape:

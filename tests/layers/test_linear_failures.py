@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
+from q4core.layers import prepared_module
 from tests.support.fakes import KERNEL_PATH, FakeBackend, plugin, registry
 
 if TYPE_CHECKING:
@@ -138,6 +139,35 @@ def test_a_closed_layer_stays_closed() -> None:
         layer.load_state_dict(state)
     with pytest.raises(q4.LifecycleError):
         layer(X)
+
+
+def test_an_export_that_makes_a_damaged_weight_is_the_backends_fault() -> None:
+    """The error names the backend: the caller's weight is right."""
+    backend = FakeBackend("mine")
+    layer = q4.Session(registry=registry(backend)).linear(_weight())
+    whole = backend.export
+    backend.export = lambda *given: attrs.evolve(whole(*given), scale=torch.ones(1))
+    with pytest.raises(q4.BackendError, match=r"export of backend 'mine' raised WeightError: .*scale"):
+        layer.packed_weight()
+
+
+@pytest.mark.parametrize(
+    "use", [lambda layer: layer.packed_weight(), lambda layer: layer.rows(torch.zeros(1, dtype=torch.int64))]
+)
+def test_a_layer_that_is_being_closed_is_closed(use: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever uses it in another thread, wherever ``close`` is by then, gets the error of a closed layer."""
+    layer = q4.Session(registry=registry()).linear(_weight())
+    told: list[str] = []
+
+    def meanwhile(*_: object) -> None:
+        with pytest.raises(q4.LifecycleError) as caught:
+            use(layer)
+        told.append(str(caught.value))
+
+    monkeypatch.setattr(prepared_module, "forget_layer", meanwhile)
+    layer.close()
+    assert len(told) == 1
+    assert "closed" in told[0]
 
 
 def test_a_layer_made_while_its_session_closes_is_closed() -> None:
