@@ -163,5 +163,5 @@ def find_quantizer(registry: Registry, request: Request) -> Selection:
             result = probe_quantizer(backend, request)
             results.record(backend.name, path, request, result)
         if result.fault is None:
-            return selection
+            return attrs.evolve(selection, proven=True)
         warn_of_fault(backend.name, path, request, result.fault)

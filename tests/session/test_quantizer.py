@@ -252,7 +252,8 @@ def test_to_nearest_the_bytes_are_those_of_the_reference(manner: str) -> None:
     request = quantizer.quantize_request(_dense(), "nvfp4")
     plugins = registry(Quantiser(manner=manner))
     if manner == "right":
-        assert quantizer.find_quantizer(plugins, request).path == PATH
+        found = quantizer.find_quantizer(plugins, request)
+        assert (found.path, found.proven) == (PATH, True)
         return
     with pytest.warns(q4.Q4ProbeWarning, match="differ"), pytest.raises(q4.BackendUnavailableError):
         quantizer.find_quantizer(plugins, request)
