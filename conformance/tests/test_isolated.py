@@ -10,7 +10,7 @@ import pytest
 
 from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.execution.isolated import run_target
-from q4_conformance.execution.process import Limits, resident_bytes
+from q4_conformance.execution.process import Child, Ended, Limits, resident_bytes
 from q4_conformance.execution.query import Query
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
@@ -250,3 +250,18 @@ def test_memory_of_a_process_is_read() -> None:
 
     assert resident_bytes(os.getpid()) > 1 << 20
     assert resident_bytes(2**22 + 1) == 0
+
+
+def test_a_process_may_end_after_its_last_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case keeps the result that was told; nobody is asked for a case that is not there."""
+    converse = Child.receive
+
+    def receive(child: Child, *arguments: Any, **options: Any) -> dict[str, Any]:
+        message = converse(child, *arguments, **options)
+        if message.get("done"):
+            raise Ended(Outcome.CRASH, "gone")
+        return message
+
+    monkeypatch.setattr(Child, "receive", receive)
+    report = _judge("one_format", STRUCK)
+    assert {result.outcome for result in report.results} == {Outcome.PASS}

@@ -92,7 +92,8 @@ def expect_same_bits(
 ) -> None:
     """Raise ``FailureError`` where a layer gives other bits for an input than the result beside it."""
     for x, y in calls:
-        expect(torch.equal(layer(x), y), f"M = {x.shape[0]}: other bits from {whose}")
+        got = layer(x)
+        expect(got.dtype is y.dtype and torch.equal(got, y), f"M = {x.shape[0]}: other bits from {whose}")
 
 
 def _sweep(case: Case, layer: Layer) -> str:

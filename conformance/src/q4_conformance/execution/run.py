@@ -165,6 +165,8 @@ class Judging:
                 if current is None and self._over():
                     raise TimeoutError
         except Ended as ended:
+            if current is None and not self._left(cases):  # every case has its result
+                raise
             if current is None:  # it ended between two cases: the one that it should have begun answers for it
                 current, since = self._left(cases)[0], time.monotonic()
             self._give_up([current], ended.outcome, ended.reason, seconds=time.monotonic() - since)
