@@ -318,7 +318,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             "quantises-by-chance",
             _replaced(endurance, "quantize", _by_chance),
             "TC-18/often",
-            "call 0: other bytes",
+            r"call \d+: other bytes",
         ),
         ("halves-gradients", _backward(lambda grad: grad / 2), "TC-19/gradients", "master: out_of_bound"),
         (
