@@ -35,8 +35,8 @@ def test_protocol_holds(setting: Setting, least: int) -> None:
     ("setting", "least"),
     [
         (Setting(in_place=True, writers=(2,), readers=(1,), kills=1), 160_000),
-        (Setting(in_place=True, writers=(1, 1), readers=(1,), kills=1), 100_000),
-        (Setting(in_place=True, writers=(), readers=(1,), watchers=1, healers=1, kills=1), 100_000),
+        (Setting(in_place=True, writers=(1, 1), readers=(), watchers=1, kills=1), 180_000),
+        (Setting(in_place=True, writers=(), readers=(1,), watchers=1, healers=1, kills=1), 340_000),
     ],
     ids=str,
 )

@@ -32,7 +32,7 @@ def test_protocol_holds(setting: Setting, least: int) -> None:
     [
         (Setting(writers=(3,), readers=(1,), kills=1), 130_000),
         (Setting(writers=(2, 1), readers=(1,), kills=0), 40_000),
-        (Setting(writers=(1, 1), readers=(1,), kills=1), 100_000),
+        (Setting(writers=(1, 1), readers=(1,), kills=1), 770_000),
     ],
     ids=str,
 )
