@@ -28,7 +28,7 @@ def test_junit_is_well_formed_whatever_a_text_holds(letter: str) -> None:
     """A character that XML 1.0 forbids is spelled out in messages and names alike."""
     told = documents.document(documents.bad(message=f"left{letter}right"))
     told["subject"] = {**told["subject"], "name": f"made{letter}up"}
-    root = ET.fromstring(to_junit(told).encode())  # noqa: S314  # our own
+    root = ET.fromstring(to_junit(told, {}).encode())  # noqa: S314  # our own
     spelled = f"\\u{ord(letter):04x}"
     assert [item.get("message") for item in root.iter("failure")] == [f"fail: left{spelled}right"]
     assert f"made{spelled}up" in root.attrib["name"]
@@ -38,7 +38,7 @@ def test_junit_is_well_formed_whatever_a_text_holds(letter: str) -> None:
 def test_junit_keeps_what_xml_can_hold() -> None:
     """Letters of any script, tabs and ends of lines stay what they are."""
     text = "<é> \t\n\x85 \ue000 \ufffd \U00010000 😀"
-    root = ET.fromstring(to_junit(documents.document(documents.bad(message=text))).encode())  # noqa: S314  # our own
+    root = ET.fromstring(to_junit(documents.document(documents.bad(message=text)), {}).encode())  # noqa: S314  # our own
     assert [item.get("message") for item in root.iter("failure")] == [f"fail: {text}"]
 
 

@@ -134,10 +134,8 @@ def _require_folder(folder: Path) -> None:
 def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[CaseResult], None]]]:
     """Show on stderr how far a run has come, where that is a terminal."""
     console = console_of(to_stderr=True)
-    if not console.is_terminal:
-        yield (lambda _: None), (lambda _: None)
-        return
-    bar = Progress(
+    bad: list[str] = []
+    with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -146,23 +144,16 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
         TextColumn("{task.fields[case]}", markup=False, style="dim"),
         console=console,
         transient=True,
-    )
-    bad: list[str] = []
-    task = bar.add_task(label, total=None, bad="", case="starting")
-    try:
-        bar.start()
-
-        def announce(total: int) -> None:
-            bar.update(task, total=total)
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(label, total=None, bad="", case="starting")
 
         def watch(result: CaseResult) -> None:
             if result.outcome in BAD:
                 bad.append(result.case)
             bar.update(task, advance=1, case=result.case, bad=f"{len(bad)} bad" if bad else "")
 
-        yield announce, watch
-    finally:
-        bar.stop()
+        yield lambda total: bar.update(task, total=total), watch
 
 
 def _verify(path: Path, *, as_json: bool) -> None:

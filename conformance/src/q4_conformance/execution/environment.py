@@ -29,13 +29,6 @@ _IGNORED = {".pyc", ".pyo"}
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _distribution_of(package: str) -> importlib.metadata.Distribution | None:
     """Return the distribution whose plugin lives in a package; no other one is asked, which would take long."""
     for point in importlib.metadata.entry_points(group=_GROUP):
@@ -134,7 +127,7 @@ def _driver() -> str | None:
 def survey(target: ConformanceTarget) -> dict[str, Any]:
     """Return the facts of this machine; the source of who is judged stands in the manifest, which needs it loaded."""
     broken = {record.name: list(record.errors) for record in default_registry().records() if record.errors}
-    own = {name: _version(name) for name in ("q4core", "q4-conformance")}
+    own = {name: importlib.metadata.version(name) for name in ("q4core", "q4-conformance")}
     return {
         "versions": own | {"torch": torch.__version__, "python": platform.python_version()},
         "device": device_facts(target.device),

@@ -156,12 +156,6 @@ def _row(what: str, why: str, cases: int = 0) -> dict[str, Any]:
     return {"what": what, "why": why, "cases": cases}
 
 
-def _is_interpreted(document: Mapping[str, Any]) -> bool:
-    """Return whether any path that ran, or that is offered, is an interpreter's by its own account."""
-    rows = (*document["paths"], *document["manifest"].get("offered", ()))
-    return any(row.get("standing") == "interpreted" for row in rows)
-
-
 def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[str, str]]:
     """Return kind and standing of every (format, path) that ran; of several standings the least."""
     kinds: dict[tuple[str, str], set[str]] = {}
@@ -228,7 +222,8 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
         }
     )
     document["not_tested"] = not_tested(document, len(cases))
-    document["device"]["interpreted"] = _is_interpreted(document)
+    paths = (*document["paths"], *document["manifest"].get("offered", ()))
+    document["device"]["interpreted"] = any(path.get("standing") == "interpreted" for path in paths)
     standing = standing_of(document)
     document |= {"standing": standing, "kind": kind_of(standing), "sentence": sentence_of(document, standing)}
     document["verdict_hash"] = verdict_hash(document)
@@ -237,13 +232,5 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
 
 
 def to_text(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON, one line for each result, so that two files can be compared line by line."""
-    lines = []
-    for key, item in document.items():
-        if isinstance(item, list) and item and isinstance(item[0], dict):
-            inner = ",\n".join("  " + json.dumps(one, ensure_ascii=False) for one in item)
-            lines.append(f" {json.dumps(key)}: [\n{inner}\n ]")
-        else:
-            text = json.dumps(item, indent=1, ensure_ascii=False).replace("\n", "\n ")
-            lines.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """Return a document as JSON."""
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

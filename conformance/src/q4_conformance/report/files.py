@@ -37,7 +37,7 @@ def write_files(
     kind = document["kind"]
     texts = {
         f"{kind}.json": to_text(document),
-        f"{kind}.xml": to_junit(document, seconds),
+        f"{kind}.xml": to_junit(document, seconds or {}),
         f"{kind}.html": to_html(document),
         f"{kind}.md": to_markdown(document),
     }

@@ -10,7 +10,7 @@ from q4_conformance.outcome import grouped
 from q4_conformance.report.tally import format_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 _ELEMENTS = {"fail": "failure", "crash": "error", "timeout": "error"}
 _FORBIDDEN = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -22,17 +22,13 @@ def _legal(text: str) -> str:
     return _FORBIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _tell_time(element: ET.Element, results: Iterable[Mapping[str, Any]], seconds: Mapping[str, float] | None) -> None:
-    if seconds is not None:
-        element.set("time", f"{sum(seconds.get(result['case'], 0.0) for result in results):.3f}")
-
-
-def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> str:
-    """Return the XML: a suite for each format, a test case for each case, with the seconds of each case where given."""
+def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
+    """Return the XML: a suite for each format, a test case for each case, with the seconds that each case took."""
     who, device = (_legal(document["subject"][key]) for key in ("name", "device"))
     root = ET.Element("testsuites", name=f"q4 conform {who} on {device}")
     for name, results in grouped(document["results"], lambda result: format_of(result["case"])).items():
         outcomes = [result["outcome"] for result in results]
+        times = [seconds.get(result["case"], 0.0) for result in results]
         suite = ET.SubElement(
             root,
             "testsuite",
@@ -42,13 +38,12 @@ def to_junit(document: Mapping[str, Any], seconds: Mapping[str, float] | None = 
             errors=str(outcomes.count("crash") + outcomes.count("timeout")),
             skipped=str(outcomes.count("not_declared") + outcomes.count("not_testable")),
             timestamp=document["volatile"]["date"][:19],
+            time=f"{sum(times):.3f}",
         )
-        _tell_time(suite, results, seconds)
-        for result in results:
+        for result, time in zip(results, times, strict=True):
             contract, _, rest = result["case"].partition("/")
             classname = f"{who}.{_legal(name)}.{_legal(contract)}"
-            case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(rest))
-            _tell_time(case, [result], seconds)
+            case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(rest), time=f"{time:.3f}")
             if result["outcome"] != "pass":
                 element = ET.SubElement(case, _ELEMENTS.get(result["outcome"], "skipped"))
                 text = _legal(result.get("message", ""))
