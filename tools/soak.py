@@ -18,7 +18,7 @@ from benchmarks.record import write
 __all__ = ["count_tests", "main"]
 
 ROOT = Path(__file__).parents[1]
-SHARED_OUT = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"]
+OPTIONS = ["-v", "-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 PARTS = {"": "soak and not interpreted and not gpu and not peer", "1": "soak and interpreted"}
 """Value of TRITON_INTERPRET → which tests run under it."""
 
@@ -37,7 +37,7 @@ def main() -> None:
     for interpret, chosen in PARTS.items():
         report = ROOT / "build" / f"soak{interpret}.xml"
         folders = ["plugins"] if interpret else []
-        command = [sys.executable, "-m", "pytest", "-m", chosen, *folders, *SHARED_OUT, f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-m", chosen, *folders, *OPTIONS, f"--junitxml={report}"]
         variables = {"TRITON_INTERPRET": interpret} if interpret else {}
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
         if done.returncode:

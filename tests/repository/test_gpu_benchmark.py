@@ -430,7 +430,8 @@ sys.meta_path.insert(0, Blocker())
 def test_few_packages_are_enough(tmp_path: Path) -> None:
     """Without matplotlib, Hypothesis and others a dry run works, and each test that needs a GPU is collected."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    environment = {key: value for key, value in os.environ.items() if key not in {"TRITON_INTERPRET", "PYTHONPATH"}}
+    left_out = {"TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS"}
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
     here = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
     environment |= {"PYTHONPATH": here, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 

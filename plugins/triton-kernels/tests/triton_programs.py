@@ -45,6 +45,8 @@ _SHORT_WEIGHTS = ("nvfp4", "mxfp4")
 _BLOCKS = tuple(name for name in RECIPES if name not in _SHORT_WEIGHTS)
 _OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
 """Architectures of which split sums and uneven K are compiled in every run; those of the others are like them."""
+_WHOLE = frozenset({90, 121})
+"""Architectures of which soak compiles every program; of the others what bfloat16 asks for at even K, in one sum."""
 _TENSOR_MEMORY = frozenset({100, 103})
 """Architectures with tensor memory, of which blocks of 16 take most: beyond what there is, a program is a trap."""
 
@@ -68,6 +70,11 @@ class Candidate:
         words += [word for word, holds in (("uneven", not self.even), ("split", not self.final)) if holds]
         words += [f"to_{_SHORT[self.out_dtype]}"] if self.out_dtype is not None else []
         return "-".join(words)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is what layers of even K in bfloat16 run."""
+        return self.dtype is torch.bfloat16 and self.even and self.final and self.out_dtype is None
 
     def compile(self) -> Compiled:
         """Return what the program becomes."""
@@ -107,9 +114,10 @@ def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None, out_dtype: to
 
 
 def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
-    """Yield the programs of an architecture: those that each run compiles, or else all the others."""
-    common = set(_common(arch))
-    found = common if not every else set(_all(arch)) - common
+    """Yield the programs of an architecture: those that each run compiles, or else those that soak adds."""
+    found = common = set(_common(arch))
+    if every:
+        found = {item for item in _all(arch) if arch in _WHOLE or item.is_usual} - common
     yield from sorted(found, key=str)
 
 
