@@ -18,7 +18,7 @@ from benchmarks.record import write
 __all__ = ["count_tests", "main"]
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ["-v", "-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
+OPTIONS = ["-v", "-nauto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder", "--durations=40"]
 PARTS = {"": "soak and not interpreted and not gpu and not peer", "1": "soak and interpreted"}
 """Value of TRITON_INTERPRET → which tests run under it."""
 
