@@ -97,9 +97,9 @@ def certificates(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def soak(session: nox.Session) -> None:
-    """Run what takes minutes, and store the result: races, full protocol models, mutants, kernels in every format."""
+    """Run what takes minutes and store it: races, protocol models, mutants, kernels; ``-- actors`` runs one part."""
     install_group(session, "test")
-    run(session, "python", "-m", "tools.soak")
+    run(session, "python", "-m", "tools.soak", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -1,10 +1,11 @@
-"""Runs the long tests, and stores what they found in benchmarks/results/soak.json: ``python -m tools.soak``.
+"""Runs the long tests, and stores what they found in benchmarks/results/soak.json: ``python -m tools.soak [PART …]``.
 
-Only a run without a failure is stored.
+Each part is stored when it ends without a failure, with commit and date, so that one whose code changed is run anew alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,14 +14,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write
+from benchmarks.record import RESULTS, environment, write
 
-__all__ = ["count_tests", "main"]
+__all__ = ["PARTS", "count_tests", "main"]
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = ["-v", "-nauto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder", "--durations=40"]
-PARTS = {"": "soak and not interpreted and not gpu and not peer", "1": "soak and interpreted"}
-"""Value of TRITON_INTERPRET → which tests run under it."""
+OPTIONS = ["-v", "-nauto", "--maxprocesses=8", "--durations=20"]
+PARTS = {
+    "contract": ["tests"],
+    "kit": ["conformance"],
+    "files": ["plugins/safetensors", "plugins/gguf"],
+    "actors": ["plugins/actors"],
+    "networks": ["plugins/nn"],
+    "cpu-native": ["plugins/cpu-native"],
+    "gpu-programs": ["plugins/triton-kernels"],
+    "emulated": ["plugins/nvfp4-native"],
+    "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native"],
+}
+"""Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, the others the rest."""
 
 
 def count_tests(report: Path) -> dict[str, Any]:
@@ -31,20 +42,37 @@ def count_tests(report: Path) -> dict[str, Any]:
     return {"seconds": float(suite.attrib["time"]), "tests": tests, "skipped": skipped, "modules": dict(counts)}
 
 
-def main() -> None:
-    """Run both parts, and write the record if nothing failed."""
-    found = []
-    for interpret, chosen in PARTS.items():
-        report = ROOT / "build" / f"soak{interpret}.xml"
-        folders = ["plugins"] if interpret else []
-        command = [sys.executable, "-m", "pytest", "-m", chosen, *folders, *OPTIONS, f"--junitxml={report}"]
-        variables = {"TRITON_INTERPRET": interpret} if interpret else {}
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
-        if done.returncode:
-            raise SystemExit(done.returncode)
-        found.append({"selected": chosen, **count_tests(report)})
-    print(f"wrote {write('soak', {'parts': found})}")
+def run_part(name: str) -> dict[str, Any]:
+    """Run one part, and return its record.
+
+    Raises:
+        SystemExit: A test failed.
+    """
+    report = ROOT / "build" / f"soak-{name}.xml"
+    is_interpreted = name == "interpreted"
+    chosen = f"soak and {'' if is_interpreted else 'not '}interpreted and not gpu and not peer"
+    shared = "loadfile" if name == "gpu-programs" else "load"  # these are compiled at once, on every core
+    options = [*OPTIONS, f"--dist={shared}", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-m", chosen, *PARTS[name], *options]
+    variables = {"TRITON_INTERPRET": "1"} if is_interpreted else {}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return {key: environment()[key] for key in ("commit", "date")} | count_tests(report)
+
+
+def main(names: list[str]) -> None:
+    """Run some parts, or all, and store each that ends without a failure; the first failure ends the run."""
+    unknown = sorted({*names} - PARTS.keys())
+    if unknown:
+        raise SystemExit(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    os.environ["Q4_BENCH_COMMIT"] = environment()["commit"]  # of before the first result
+    for name in names or PARTS:
+        record = run_part(name)
+        stored = RESULTS / "soak.json"
+        parts = json.loads(stored.read_text(encoding="utf-8"))["parts"] if stored.is_file() else {}
+        print(f"wrote {write('soak', {'parts': {**parts, name: record}})}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -45,8 +45,6 @@ _SHORT_WEIGHTS = ("nvfp4", "mxfp4")
 _BLOCKS = tuple(name for name in RECIPES if name not in _SHORT_WEIGHTS)
 _OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
 """Architectures of which split sums and uneven K are compiled in every run; those of the others are like them."""
-_WHOLE = frozenset({90, 121})
-"""Architectures of which soak compiles every program; of the others what bfloat16 asks for at even K, in one sum."""
 _TENSOR_MEMORY = frozenset({100, 103})
 """Architectures with tensor memory, of which blocks of 16 take most: beyond what there is, a program is a trap."""
 
@@ -73,7 +71,7 @@ class Candidate:
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is what layers of even K in bfloat16 run."""
+        """Whether it is what layers of even K in bfloat16 run; each run takes the rest by turns."""
         return self.dtype is torch.bfloat16 and self.even and self.final and self.out_dtype is None
 
     def compile(self) -> Compiled:
@@ -114,10 +112,10 @@ def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None, out_dtype: to
 
 
 def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
-    """Yield the programs of an architecture: those that each run compiles, or else those that soak adds."""
+    """Yield the programs of an architecture: those that each run compiles, or else all that layers usually run."""
     found = common = set(_common(arch))
     if every:
-        found = {item for item in _all(arch) if arch in _WHOLE or item.is_usual} - common
+        found = {item for item in _all(arch) if item.is_usual} - common
     yield from sorted(found, key=str)
 
 
