@@ -55,6 +55,14 @@ class HookSpecs:
         """Return writers of checkpoint files."""
 
     @hookspec
+    def q4_layers(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
+        """Return layer types of networks; q4-nn says what they are."""
+
+    @hookspec
+    def q4_architectures(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
+        """Return architectures of model files; q4-nn says what they are."""
+
+    @hookspec
     def q4_commands(self, app: Any) -> None:
         """Add sub-commands to the ``q4`` command; ``app`` is its ``typer.Typer``.
 

@@ -160,6 +160,10 @@ class Registry:
         """Return the writers of checkpoint files, in the order of their names."""
         return tuple(self._named("q4_checkpoint_writers")[0].values())
 
+    def items(self, hook: str) -> dict[str, Any]:
+        """Return what every plugin gives to ``q4_layers`` or ``q4_architectures``, by name and in that order."""
+        return self._named(hook)[0]
+
     def backends(self) -> dict[str, Backend]:
         """Return the backends that may serve, by name, in the order of their names."""
         return self._named("q4_backends")[0]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import gguf
 import numpy as np
 import pytest
 import torch
 
+import q4_nn
 import q4core as q4
-from q4_nn import LanguageModel, architectures, builder
-from q4_nn.builders import _BUILDERS, build_decoder
+from q4_nn import Architecture, LanguageModel, architectures, build_decoder
 from q4_nn.metadata import Metadata
+from q4_nn.models.gguf import ARCHITECTURES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -186,7 +188,7 @@ def test_unknown_tensor(write_llama: Any) -> None:
 METADATA: dict[str, tuple[Any, str]] = {
     "general.architecture": ("lama", "Did you mean 'llama'"),
     "llama.block_count": (0, "from 1 to"),
-    "llama.embedding_length": (96, r"of shape \[268, 96\], which the metadata asks for"),
+    "llama.embedding_length": (96, r"of shape \[268, 96\], which the model's sizes ask for"),
     "llama.feed_forward_length": (64, r"of shape \[64, 64\]"),
     "llama.attention.head_count": (6, "a divisor of the 64 features"),
     "llama.attention.head_count_kv": (3, "a divisor of the 4 heads"),
@@ -244,14 +246,19 @@ def test_linear_rope_scaling(tiny_llama: Path) -> None:
     assert relative_error(results[1], expected) > 1e-2
 
 
-def test_a_builder_can_be_added(tiny_llama: Path) -> None:
-    """A new architecture is one decorated function."""
+def test_a_plugin_brings_an_architecture(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new architecture is one object that a plugin gives to ``q4_architectures``."""
+
+    class Plugin:
+        @q4.hookimpl
+        def q4_architectures(self) -> list[Architecture]:
+            return [attrs.evolve(ARCHITECTURES[0], name="llama-again")]
+
+    registry = q4.Registry([("nn", q4_nn), ("more", Plugin())])
+    monkeypatch.setattr("q4_nn.models.architecture.default_registry", lambda: registry)
+    assert [*architectures()] == ["llama", "llama-again"]
     checkpoint = q4.open(tiny_llama)
-    try:
-        builder("llama-again")(_BUILDERS["llama"])
-        assert architectures() == ("llama", "llama-again")
-        with q4.Session(CONFIG) as session:
-            values = {**checkpoint.metadata, "general.architecture": "llama-again"}
-            assert build_decoder(checkpoint, session, Metadata(values, "tiny.gguf")).shape.layers == 2
-    finally:
-        _BUILDERS.pop("llama-again", None)
+    values = {**checkpoint.metadata, "general.architecture": "llama-again"}
+    values |= {key.replace("llama.", "llama-again."): value for key, value in values.items()}
+    with q4.Session(CONFIG) as session:
+        assert len(build_decoder(checkpoint, session, Metadata(values, "tiny.gguf")).layers) == 2

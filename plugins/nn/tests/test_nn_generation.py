@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from q4_nn.cache import KVCache
-from q4_nn.decoder import DecoderShape
+from q4_nn.blocks.cache import KVCache
 from q4_nn.generation import Generation, StopReason
+from q4_nn.models.config import TransformerConfig
 from q4core import InputError
 
 
@@ -20,8 +20,8 @@ class Script:
     device = torch.device("cpu")
 
     def __init__(self, script: list[int], context: int = 16) -> None:
-        self.shape = DecoderShape(
-            layers=1, hidden=4, feed_forward=4, heads=1, kv_heads=1, head_dim=4, vocabulary=10, context=context
+        self.config = TransformerConfig(
+            hidden_size=4, intermediate_size=4, vocab_size=10, max_position_embeddings=context
         )
         self.script = iter(script)
         self.given: list[list[int]] = []

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from q4_nn.attention import attend
-from q4_nn.cache import KVCache
-from q4_nn.norm import RMSNorm
-from q4_nn.rope import Rotary
+from q4_nn.blocks.attention import attend
+from q4_nn.blocks.cache import KVCache
+from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4core import InputError
 
 
@@ -56,11 +56,12 @@ def test_attention(past: int, count: int, kv_heads: int, group: int, seed: int) 
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 0.3])
-def test_norm(epsilon: float) -> None:
-    """The norm divides by the root of mean square plus epsilon, and multiplies by the weight."""
-    x, weight = torch.randn(5, 3, 48), torch.randn(48)
-    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-    assert close(RMSNorm(weight, epsilon)(x), exact)
+def test_offset_norm(epsilon: float) -> None:
+    """The norm divides by the root of mean square plus epsilon, and multiplies by one plus the weight."""
+    x, norm = torch.randn(5, 3, 48), OffsetRMSNorm(48, eps=epsilon)
+    weight = torch.nn.init.normal_(norm.weight).detach()
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * (1 + weight.double())
+    assert close(norm(x).detach(), exact)
 
 
 @pytest.mark.parametrize("dimensions", [16, 8])
@@ -84,8 +85,8 @@ def test_rotation_is_the_usual_one_on_permuted_rows(dimensions: int, scale: floa
         -1,
     )
     order = [*torch.arange(dimensions).view(2, half).t().flatten().tolist(), *range(dimensions, head_dim)]
-    rotary = Rotary(dimensions, base, scale=scale)
-    rotary.prepare(start + 6)
+    scaling = RopeScaling(kind="linear", factor=scale)
+    rotary = RotaryEmbedding(dimensions, base, scaling=scaling, interleaved=True)
     # The angle itself is rounded to float32, so the bound grows with it.
     error = (rotary(x[..., order], start).double() - expected[..., order]).abs().max()
     assert float(error) <= 8 * torch.finfo(torch.float32).eps * max(1.0, (start + 6) / scale) * float(x.abs().max())
@@ -94,19 +95,16 @@ def test_rotation_is_the_usual_one_on_permuted_rows(dimensions: int, scale: floa
 def test_rotation_factors() -> None:
     """Factors divide the frequencies, pair by pair."""
     factors = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    with_factors, plain = Rotary(8, 100.0, factors=factors), Rotary(8, 100.0)
-    assert torch.equal(with_factors.frequency, plain.frequency / factors)
+    with_factors, plain = RotaryEmbedding(8, 100.0, factors=factors), RotaryEmbedding(8, 100.0)
+    assert torch.equal(with_factors.frequencies(1), plain.frequencies(1) / factors)
 
 
 def test_rotary_table_grows_and_keeps() -> None:
-    """Preparing more positions changes no earlier one; preparing fewer changes nothing."""
-    rotary = Rotary(8, 100.0)
-    rotary.prepare(4)
-    before = rotary.turn.clone()
-    rotary.prepare(9)
-    assert torch.equal(rotary.turn[:4], before)
-    rotary.prepare(2)
-    assert rotary.turn.shape[0] == 9
+    """A table of more positions has the same first ones; one of fewer is not made anew."""
+    rotary, cpu = RotaryEmbedding(8, 100.0), torch.device("cpu")
+    before = rotary.table(4, cpu)
+    assert torch.equal(rotary.table(9, cpu)[:4], before)
+    assert rotary.table(2, cpu) is rotary.table(9, cpu)
 
 
 def test_cache_is_written_in_place() -> None:

@@ -8,21 +8,20 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel
-from q4_nn.builders import build_decoder
+from q4_nn import Generation, LanguageModel, build_decoder
 from q4_nn.metadata import Metadata
-from q4_nn.step import make_step
+from q4_nn.models.step import make_step
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from q4_nn.decoder import Decoder
+    from q4_nn import TransformerDecoder
 
 CONFIG = q4.SessionConfig(device="cpu", activation_precision=q4.ActivationPrecision.EXACT)
 TOKENS = [5, 100, 267, 0, 33, 33, 7, 250, 1, 64, 12]
 
 
-def greatest_error(decoder: Decoder, tokens: list[int]) -> float:
+def greatest_error(decoder: TransformerDecoder, tokens: list[int]) -> float:
     """Return the greatest difference between steps and one pass over everything, relative to the greatest logit."""
     with torch.inference_mode():
         whole = decoder(torch.tensor([tokens]), decoder.make_cache(16))[0]
@@ -118,7 +117,7 @@ def test_a_hook_is_run_for_every_token(tiny_llama: Path) -> None:
     seen = []
     with LanguageModel.open(tiny_llama, CONFIG) as model:
         without = list(Generation(model.decoder, TOKENS, max_tokens=5))
-        model.decoder.blocks[1].attention.register_forward_hook(lambda _module, _x, y: seen.append(y.shape[1]))  # type: ignore[union-attr]  # an Attention
+        model.decoder.layers[1].self_attn.register_forward_hook(lambda _module, _x, y: seen.append(y.shape[1]))  # type: ignore[union-attr]  # a TransformerBlock
         assert list(Generation(model.decoder, TOKENS, max_tokens=5)) == without
     assert seen == [len(TOKENS), 1, 1, 1, 1]
 
@@ -132,5 +131,5 @@ def test_what_only_the_general_path_serves(tiny_llama: Path) -> None:
         decoder = model.decoder
         assert make_step(decoder, decoder.make_cache(2)) is not None
         assert make_step(decoder, decoder.make_cache(2, batch=2)) is None
-        decoder.blocks[0].feed_forward.down = torch.nn.Linear(96, 64)  # type: ignore[union-attr]  # a SwiGLU
+        decoder.layers[0].mlp.down_proj = torch.nn.Sequential(torch.nn.Linear(96, 64))  # type: ignore[union-attr]  # as above
         assert make_step(decoder, decoder.make_cache(2)) is None

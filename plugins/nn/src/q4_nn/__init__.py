@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from q4_nn.attention import Attention, attend
-from q4_nn.builders import architectures, build_decoder, builder
-from q4_nn.cache import KVCache
+from q4_nn.blocks.attention import MultiHeadAttention
+from q4_nn.blocks.cache import KVCache
+from q4_nn.blocks.feed_forward import FeedForward
+from q4_nn.blocks.joined import JoinedLinear
+from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4_nn.chat import render_chat
 from q4_nn.convert import Conversion, ConversionTable, convert_linears_
-from q4_nn.decoder import Block, Decoder, DecoderShape, SwiGLU
 from q4_nn.generation import Generation, StopReason
-from q4_nn.joined import JoinedLinear
 from q4_nn.metadata import Metadata
 from q4_nn.model import LanguageModel
-from q4_nn.norm import RMSNorm
-from q4_nn.plugin import q4_commands
-from q4_nn.rope import Rotary
+from q4_nn.models.architecture import Architecture, architectures, build_decoder
+from q4_nn.models.config import TransformerConfig
+from q4_nn.models.load import Names
+from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
+from q4_nn.plugin import q4_architectures, q4_commands
 from q4_nn.sampling import Sampler
 from q4_nn.stream import TextStream
 from q4_nn.tokenizer import Tokenizer, build_tokenizer
@@ -26,39 +29,40 @@ from q4_nn.training import (
     quantize_packed,
     ste_weight,
 )
-from q4_nn.weights import DenseLinear, Weights
 
 __all__ = [
-    "Attention",
-    "Block",
+    "Architecture",
     "Conversion",
     "ConversionTable",
-    "Decoder",
-    "DecoderShape",
-    "DenseLinear",
+    "FeedForward",
     "Generation",
     "JoinedLinear",
     "KVCache",
     "LanguageModel",
     "Metadata",
-    "RMSNorm",
-    "Rotary",
+    "MultiHeadAttention",
+    "Names",
+    "OffsetRMSNorm",
+    "PackedEmbedding",
+    "RopeScaling",
+    "RotaryEmbedding",
     "Sampler",
     "StopReason",
-    "SwiGLU",
     "TextStream",
     "Tokenizer",
-    "Weights",
+    "TransformerBlock",
+    "TransformerConfig",
+    "TransformerDecoder",
+    "TransformerEncoder",
     "architectures",
-    "attend",
     "build_decoder",
     "build_tokenizer",
-    "builder",
     "clear_eval_cache",
     "convert_linears_",
     "dequantize_packed",
     "eval_cache_bytes",
     "linear_ste",
+    "q4_architectures",
     "q4_commands",
     "quantize_packed",
     "render_chat",

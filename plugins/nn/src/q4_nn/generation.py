@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from q4_nn.models.step import make_step
 from q4_nn.sampling import Sampler
-from q4_nn.step import make_step
 from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from q4_nn.cache import KVCache
-    from q4_nn.decoder import Decoder
-    from q4_nn.step import DecodeStep
+    from q4_nn.blocks.cache import KVCache
+    from q4_nn.models.step import DecodeStep
+    from q4_nn.models.transformer import TransformerDecoder
 
 __all__ = ["Generation", "StopReason"]
 
@@ -56,7 +56,7 @@ class Generation:
             not positive.
     """
 
-    decoder: Decoder = attrs.field(repr=False)
+    decoder: TransformerDecoder = attrs.field(repr=False)
     prompt: Sequence[int] = attrs.field(repr=False)
     max_tokens: int = 256
     sampler: Sampler = attrs.field(factory=Sampler)
@@ -77,7 +77,9 @@ class Generation:
         """Check the arguments, and make a cache where there is none."""
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise InputError("generation", name="max_tokens", rule="a positive whole number", value=self.max_tokens)
-        context = self.decoder.shape.context if self.cache is None else self.cache.capacity - self.cache.length
+        context = self.decoder.config.max_position_embeddings
+        if self.cache is not None:
+            context = self.cache.capacity - self.cache.length
         if not 1 <= len(self.prompt) <= context:
             raise InputError(
                 "generation",

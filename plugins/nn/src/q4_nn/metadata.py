@@ -39,6 +39,10 @@ class Metadata:
             "model metadata", name=f"metadata {key!r}", rule=rule, where=self.where, hint=hint, **data
         )
 
+    def fail_tensor(self, name: str, rule: str, value: object) -> NoReturn:
+        """Raise a ``CheckpointError`` that names the file, a tensor of it, the rule and the value."""
+        raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self.where)
+
     def _get(self, key: str, default: _T) -> Any | _T:
         if key not in self._values:
             if default is _MISSING:

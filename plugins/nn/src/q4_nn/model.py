@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 import q4core as q4
-from q4_nn.builders import build_decoder, find_architecture
 from q4_nn.chat import render_chat
 from q4_nn.metadata import Metadata
+from q4_nn.models.architecture import build_decoder, find_architecture
 from q4_nn.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from q4_nn.decoder import Decoder
+    from q4_nn.models.transformer import TransformerDecoder
     from q4_nn.tokenizer import Tokenizer
 
 __all__ = ["LanguageModel"]
@@ -34,7 +34,7 @@ class LanguageModel:
         session: What the decoder's layers were prepared under; closed with the model.
     """
 
-    decoder: Decoder
+    decoder: TransformerDecoder
     tokenizer: Tokenizer
     metadata: Metadata
     session: q4.Session

@@ -1,4 +1,4 @@
-"""What q4core finds here: the command ``q4 generate``."""
+"""What q4core finds here: the command ``q4 generate``, and the architectures of model files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from q4core import hookimpl
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["q4_commands"]
+    from q4_nn.models.architecture import Architecture
+
+__all__ = ["q4_architectures", "q4_commands"]
+
+
+@hookimpl
+def q4_architectures() -> list[Architecture]:
+    """Return the architectures of GGUF files."""
+    from q4_nn.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before somebody asks
+
+    return [*ARCHITECTURES]
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["JoinedLinear"]
+__all__ = ["JoinedLinear", "project"]
 
 
 class JoinedLinear(nn.Module):
@@ -34,3 +34,21 @@ class JoinedLinear(nn.Module):
         """Return [..., N] of each part, from x [..., K]; parts of one layer are views of its result."""
         results = zip(self.layers, self.parts, strict=True)
         return tuple(part for layer, sizes in results for part in layer(x).split(sizes, -1))
+
+
+def project(module: Any, joined: str, x: torch.Tensor, memory: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+    """Return what a module's layers that share their x give: of the joined one where there is one, else of each.
+
+    Args:
+        module: Has ``joins``, from the joined layer's name to those of its parts.
+        joined: That name.
+        x: [..., K] for the first part.
+        memory: [..., K] for the others; x unless told. A joined layer computes all parts of both, then.
+    """
+    memory = x if memory is None else memory
+    layer = getattr(module, joined)
+    if layer is None:
+        first, *others = (getattr(module, name) for name in module.joins[joined])
+        return [first(x), *(other(memory) for other in others)]
+    parts: tuple[torch.Tensor, ...] = layer(x)
+    return parts if memory is x else (parts[0], *layer(memory)[1:])

@@ -3,54 +3,62 @@
 Beside its matrices a small model computes little for a token. What costs is to start it: the general path is 1,750
 torch operations for SmolLM2-135M (30 blocks), most of which make a new tensor, and each attribute of a module between
 them costs up to 0.5 µs. Here it is 616 operations, which write in place: every buffer is made once, and every part is
-bound to its buffers once. Prompts, batches and other dtypes go through ``Decoder.forward``.
+bound to its buffers once. Prompts, batches, other dtypes and other kinds of decoders go through
+``TransformerDecoder.forward``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
 
-from q4_nn.attention import Attention
-from q4_nn.decoder import Block, Decoder, SwiGLU
-from q4_nn.joined import JoinedLinear
-from q4_nn.norm import RMSNorm
-from q4_nn.rope import Rotary
-from q4_nn.weights import DenseLinear
+from q4_nn.blocks.attention import MultiHeadAttention
+from q4_nn.blocks.feed_forward import FeedForward
+from q4_nn.blocks.joined import JoinedLinear
+from q4_nn.blocks.rotary import RotaryEmbedding
+from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder
 from q4core import InputError, Q4Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4_nn.cache import KVCache, Place
-    from q4_nn.decoder import DecoderShape
+    from q4_nn.blocks.cache import KVCache, Place
+    from q4_nn.models.config import TransformerConfig
 
     Part = Callable[[], object]
 
 __all__ = ["DecodeStep", "make_step"]
 
-_PARTS = (Decoder, Block, Attention, SwiGLU, JoinedLinear, RMSNorm, Rotary, Q4Linear, DenseLinear, nn.ModuleList)
+_PARTS = (
+    *(TransformerDecoder, TransformerBlock, MultiHeadAttention, FeedForward, JoinedLinear, RotaryEmbedding),
+    *(PackedEmbedding, Q4Linear, nn.Embedding, nn.Linear, nn.RMSNorm, nn.ModuleList),
+)
+_LLAMA = {"norm": "rms", "norm_position": "pre", "hidden_act": "silu", "gated": True, "positions": "rotary"}
+_LLAMA |= {"rope_interleaved": True, "qk_norm": False, "attention_scale": None, "embedding_scale": 1.0}
+_LLAMA |= {"no_rope_layers": (), "sliding_layers": ()}
+"""Options of the decoders whose arithmetic this is."""
 
 
-def make_step(decoder: Decoder, cache: KVCache) -> DecodeStep | None:
-    """Return the step of a decoder over a cache; None where only ``Decoder.forward`` knows what to do.
+def make_step(decoder: TransformerDecoder, cache: KVCache) -> DecodeStep | None:
+    """Return the step of a decoder over a cache; None where only ``TransformerDecoder.forward`` knows what to do.
 
-    That is so for another dtype than float32 (which norms and turns in float32, then rounds), other devices, batches,
-    and wherever a module is not one of ours or has a hook, which must be run.
+    That is so for other decoders than Llama's, for another dtype than float32 (which norms and turns in float32, then
+    rounds), other devices, batches, and wherever a module is not one of ours or has a hook, which must be run.
     """
-    if type(decoder) is not Decoder or decoder.dtype is not torch.float32 or decoder.device.type != "cpu":
+    if type(decoder) is not TransformerDecoder or decoder.dtype is not torch.float32 or decoder.device.type != "cpu":
         return None
-    if cache.batch != 1 or decoder.shape.head_dim % 2:
+    config = decoder.config
+    if not cache.is_plain or config.head_dim % 2 or config.rope_scaling.depends_on_length():
+        return None
+    if any(getattr(config, name) != value for name, value in _LLAMA.items()):
         return None
     for module in decoder.modules():
         if type(module) not in _PARTS or module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001  # torch has no other way to ask
-            return None
-        if isinstance(module, Attention) and module.rotary is not decoder.rotary:
             return None
     return DecodeStep(decoder, cache)
 
@@ -63,15 +71,14 @@ class DecodeStep:
         cache: From ``decoder.make_cache``.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
-        shape = decoder.shape
+    def __init__(self, decoder: TransformerDecoder, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._buffers = buffers = _Buffers.of(shape, cache.capacity, decoder.rotary.dimensions)
-        decoder.rotary.prepare(cache.capacity)
-        self._turn = decoder.rotary.turn.unbind(0)
-        self._blocks = [_Block(block, buffers) for block in decoder.blocks]  # type: ignore[arg-type]  # make_step looked
-        self._last = _norm(decoder.norm, buffers), _linear(decoder.head, buffers.normed, buffers.logits)
+        self._buffers = buffers = _Buffers.of(decoder.config, cache.capacity)
+        rotary: Any = decoder.layers[0].self_attn.rotary  # type: ignore[union-attr]  # of all blocks
+        self._turn = rotary.table(cache.capacity, decoder.device).unbind(0)
+        self._blocks = [_Block(block, buffers) for block in decoder.layers]  # type: ignore[arg-type]  # make_step looked
+        self._last = _norm(decoder.norm, buffers), _linear(decoder.lm_head, buffers.normed, buffers.logits)
 
     @torch.inference_mode()
     def __call__(self, token: int) -> torch.Tensor:
@@ -83,12 +90,12 @@ class DecodeStep:
         Raises:
             InputError: The token is not in the vocabulary, or the cache is full.
         """
-        vocabulary = self._decoder.shape.vocabulary
+        vocabulary = self._decoder.config.vocab_size
         if not 0 <= token < vocabulary:
             raise InputError("decoder", name="tokens", rule=f"from 0 to {vocabulary - 1}", value=token)
         cache, buffers = self._cache, self._buffers
         cache.require(1)
-        buffers.x.copy_(self._decoder.embed(torch.tensor([token])))
+        buffers.x.copy_(self._decoder.embed_tokens(torch.tensor([token])))
         turn = self._turn[cache.length]
         places = cache.places()
         scores = buffers.scores_of(cache.length + 1)
@@ -130,25 +137,25 @@ class _Buffers:
     """[1, vocabulary]."""
 
     @classmethod
-    def of(cls, shape: DecoderShape, capacity: int, dimensions: int) -> _Buffers:
-        heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
+    def of(cls, config: TransformerConfig, capacity: int) -> _Buffers:
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         zeros = functools.partial(torch.zeros, dtype=torch.float32)  # whatever torch's default dtype is
         qkv = zeros(1, (heads + 2 * kv_heads) * head_dim)
         by_head = qkv.view(-1, head_dim)
-        turned = by_head[: heads + kv_heads, :dimensions]
+        turned = by_head[: heads + kv_heads, : config.rope_dim]
         return cls(
-            x=zeros(1, shape.hidden),
-            normed=zeros(1, shape.hidden),
-            added=zeros(1, shape.hidden),
-            zero=zeros(shape.hidden),
+            x=zeros(1, config.hidden_size),
+            normed=zeros(1, config.hidden_size),
+            added=zeros(1, config.hidden_size),
+            zero=zeros(config.hidden_size),
             qkv=qkv,
             query=by_head[:heads].view(kv_heads, -1, head_dim),
             pairs=torch.view_as_complex(turned.unflatten(-1, (-1, 2))),
             entry=by_head[heads:].view(2, kv_heads, head_dim),
             scores=zeros(heads * capacity),
             mixed=zeros(kv_heads, heads // kv_heads, head_dim),
-            gate_up=zeros(1, 2 * shape.feed_forward),
-            logits=zeros(1, shape.vocabulary),
+            gate_up=zeros(1, 2 * config.intermediate_size),
+            logits=zeros(1, config.vocab_size),
         )
 
     def scores_of(self, seen: int) -> torch.Tensor:
@@ -160,25 +167,25 @@ class _Buffers:
 class _Block:
     """A block bound to its buffers."""
 
-    def __init__(self, block: Block, buffers: _Buffers) -> None:
-        attention, feed_forward = block.attention, block.feed_forward
+    def __init__(self, block: TransformerBlock, buffers: _Buffers) -> None:
+        attention, feed_forward = block.self_attn, block.mlp
         self.layer = attention.layer
         gate, up = buffers.gate_up.chunk(2, -1)
         mixed = buffers.mixed.view(1, -1)
         self._project: tuple[Part, ...] = (
-            _norm(block.attention_norm, buffers),
-            *_joined(attention.qkv, buffers.normed, buffers.qkv),
+            _norm(block.input_layernorm, buffers),
+            *_joined(attention, "qkv_proj", buffers.normed, buffers.qkv),
         )
         self._attend = _attention(buffers, 1 / math.sqrt(attention.head_dim))
         add = functools.partial(buffers.x.add_, buffers.added)
         self._rest: tuple[Part, ...] = (
-            _linear(attention.output, mixed, buffers.added),
+            _linear(attention.o_proj, mixed, buffers.added),
             add,
-            _norm(block.feed_forward_norm, buffers),
-            *_joined(feed_forward.gate_up, buffers.normed, buffers.gate_up),
+            _norm(block.pre_feedforward_layernorm, buffers),
+            *_joined(feed_forward, "gate_up_proj", buffers.normed, buffers.gate_up),
             functools.partial(nn.functional.silu, gate, inplace=True),
             functools.partial(gate.mul_, up),
-            _linear(feed_forward.down, gate, buffers.added),
+            _linear(feed_forward.down_proj, gate, buffers.added),
             add,
         )
 
@@ -191,19 +198,24 @@ class _Block:
 
 
 def _linear(layer: nn.Module, x: torch.Tensor, out: torch.Tensor) -> Part:
+    if isinstance(layer, nn.Linear):
+        weight, bias = layer.weight, layer.bias
+        return lambda: out.copy_(nn.functional.linear(x, weight, bias))
     # forward itself: there are no hooks, and 121 times 1 µs to look for them is a fiftieth of a token.
     return functools.partial(layer.forward, x, out=out)
 
 
-def _joined(layers: JoinedLinear, x: torch.Tensor, out: torch.Tensor) -> list[Part]:
-    sizes = [sum(parts) for parts in layers.parts]
-    return [_linear(layer, x, part) for layer, part in zip(layers.layers, out.split(sizes, -1), strict=True)]
+def _joined(module: Any, name: str, x: torch.Tensor, out: torch.Tensor) -> list[Part]:
+    joined = getattr(module, name)
+    layers = [getattr(module, part) for part in module.joins[name]] if joined is None else joined.layers
+    sizes = [layer.out_features for layer in layers]
+    return [_linear(layer, x, part) for layer, part in zip(layers, out.split(sizes, -1), strict=True)]
 
 
-def _norm(norm: RMSNorm, buffers: _Buffers) -> Part:
+def _norm(norm: Any, buffers: _Buffers) -> Part:
     """Return a norm from x to normed: 2.4 µs in two calls, where ``rms_norm`` is six calls inside and 7.5 µs."""
     x, zero, out = buffers.x[0], buffers.zero, buffers.normed[0]
-    weight, epsilon, size = norm.weight, norm.epsilon, x.numel()
+    weight, epsilon, size = norm.weight.detach(), norm.eps, x.numel()
     dot, multiply = torch.dot, torch.addcmul
 
     def run() -> None:

@@ -1,0 +1,1 @@
+"""Parts of networks, each an ``nn.Module``: attention, feed-forward, norms, rotary embedding, the cache."""

@@ -1,0 +1,236 @@
+"""Multi-head attention: grouped queries, causal or not, over x or another sequence, with or without a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from q4_nn.blocks.joined import project
+from q4core import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from q4_nn.blocks.cache import KVCache
+    from q4_nn.blocks.rotary import RotaryEmbedding
+
+__all__ = ["MultiHeadAttention", "attend", "visible"]
+
+
+def visible(  # noqa: PLR0913  # one argument per rule
+    count: int,
+    seen: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    allowed: torch.Tensor | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor | None:
+    """Return which keys each query sees: bool, broadcastable to [B, 1, T, S]; None for all.
+
+    Args:
+        count: T queries.
+        seen: S keys.
+        causal: Whether query t of T sees key s only where ``s <= S - T + t``.
+        window: And only the last ``window`` of these.
+        allowed: bool [B, S]: keys that hold a token; a query always sees itself, so that no row is empty.
+        device: Where.
+    """
+    mask = None
+    if causal and (count > 1 or (window is not None and window < seen)):
+        mask = torch.ones(count, seen, dtype=torch.bool, device=device).tril(seen - count)
+        if window is not None and window < seen:
+            mask = mask.triu(seen - count - window + 1)
+    if allowed is not None:
+        own = torch.eye(count, seen, dtype=torch.bool, device=device) if count == seen else None
+        if own is None:
+            own = torch.zeros(count, seen, dtype=torch.bool, device=device)
+            own.diagonal(seen - count).fill_(True)  # noqa: FBT003  # torch takes it by place
+        held = allowed[:, None, None, :] | own
+        mask = held if mask is None else held & mask
+    return mask
+
+
+def attend(  # noqa: PLR0913  # what a call of torch's takes
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    causal: bool = True,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Return softmax(q·kᵀ · scale)·v; causal: token t of the last T sees the keys up to its own.
+
+    Args:
+        query: [B, T, heads, head_dim].
+        keys: [B, kv_heads, S, head_dim]. ``heads`` is a multiple of ``kv_heads``; query head h reads key-value head
+            ``h // (heads / kv_heads)``.
+        values: The shape of ``keys``.
+        causal: Whether the last T keys are the query's own and later ones are hidden; ignored where a mask is given.
+        mask: From ``visible``, or None.
+        scale: 1 / sqrt(head_dim) unless told.
+        dropout: Share of the weights that is dropped.
+
+    Returns:
+        [B, T, heads, head_dim].
+
+    Reference:
+        Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints.
+    """
+    batch, count, heads, head_dim = query.shape
+    kv_heads, seen = keys.shape[1], keys.shape[2]
+    product = nn.functional.scaled_dot_product_attention
+    if count == 1:
+        # The heads of a group are so many queries to one key-value head; the keys need not be repeated.
+        grouped = query.view(batch, kv_heads, heads // kv_heads, head_dim)
+        mixed = product(grouped, keys, values, attn_mask=mask, scale=scale, dropout_p=dropout)
+        return mixed.reshape(query.shape)
+    if mask is None and causal and seen > count:
+        mask = visible(count, seen, device=query.device)
+    mixed = product(
+        query.transpose(1, 2),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        enable_gqa=heads != kv_heads,
+        scale=scale,
+        dropout_p=dropout,
+    )
+    return mixed.transpose(1, 2)
+
+
+class MultiHeadAttention(nn.Module):
+    """Projects, turns, attends and projects back.
+
+    Parts: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and ``q_norm``, ``k_norm`` where ``qk_norm`` is given.
+    Packing may put one ``qkv_proj`` in the place of the first three.
+
+    Args:
+        hidden_size: Features of a token.
+        num_heads: Query heads.
+        num_kv_heads: Key-value heads, a divisor of ``num_heads``; as many unless told.
+        head_dim: Features of a head; ``hidden_size / num_heads`` unless told.
+        causal: Whether a token sees none behind it.
+        window: How many tokens it sees, its own among them; None for all.
+        bias: Whether queries, keys and values have one.
+        out_bias: Whether the last projection has one; as ``bias`` unless told.
+        qk_norm: Epsilon of the RMS norm of each head's queries and keys; None for no norm.
+        norm: Makes that norm, from head_dim and epsilon.
+        rotary: Turns queries and keys, or None.
+        scale: Of the scores; 1 / sqrt(head_dim) unless told.
+        dropout: Share of the attention weights that training drops.
+        layer: The layer's index in a cache.
+
+    Raises:
+        ConfigError: The sizes don't fit one another.
+    """
+
+    joins = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # noqa: RUF012  # read, never written
+    """Layers that share their x, by the name of the one that may take their place."""
+
+    def __init__(  # noqa: PLR0913  # one argument per option
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: float | None = None,
+        norm: type[nn.Module] = nn.RMSNorm,
+        rotary: RotaryEmbedding | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads:
+            rule = f"a divisor of the {num_heads} heads"
+            raise ConfigError("attention", name="num_kv_heads", rule=rule, value=num_kv_heads)
+        if head_dim is None and hidden_size % num_heads:
+            rule = f"a divisor of the {hidden_size} features"
+            raise ConfigError("attention", name="num_heads", rule=rule, value=num_heads)
+        self.head_dim = head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if rotary is not None and rotary.dim > head_dim:
+            raise ConfigError("attention", name="rotary.dim", rule=f"at most {head_dim}", value=rotary.dim)
+        narrow = num_kv_heads * head_dim
+        self.q_proj: nn.Module | None = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
+        self.k_proj: nn.Module | None = nn.Linear(hidden_size, narrow, bias=bias)
+        self.v_proj: nn.Module | None = nn.Linear(hidden_size, narrow, bias=bias)
+        self.qkv_proj: nn.Module | None = None
+        out_bias = bias if out_bias is None else out_bias
+        self.o_proj: nn.Module = nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.q_norm = None if qk_norm is None else norm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else norm(head_dim, eps=qk_norm)
+        self.rotary = rotary
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        self.causal = causal
+        self.window = window
+        self.scale = scale
+        self.dropout = dropout
+        self.layer = layer
+
+    def extra_repr(self) -> str:
+        """Return what torch prints beside the parts."""
+        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, causal={self.causal}"
+        return text if self.window is None else f"{text}, window={self.window}"
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the mixed tokens [B, T, hidden_size].
+
+        Args:
+            x: [B, T, hidden_size]; behind ``cache.length`` tokens where a cache is given.
+            memory: [B, S, hidden_size]: another sequence to attend to, all of it; None for x itself.
+            cache: Keys and values of the tokens before, to which x's are added.
+            allowed: bool [B, S]: which tokens of x, or of the memory, are not padding.
+
+        Raises:
+            InputError: A cache is given with a memory, or to attention that is not causal; x has another size.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:  # noqa: PLR2004  # [B, T, hidden]
+            raise InputError("attention", name="x", rule=f"[B, T, {self.hidden_size}]", value=list(x.shape))
+        if cache is not None and (memory is not None or not self.causal):
+            raise InputError("attention", name="cache", rule="None, for attention is not causal over x alone")
+        causal = self.causal and memory is None
+        parts = project(self, "qkv_proj", x, x if memory is None else memory)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        start = 0 if cache is None else cache.start
+        if self.rotary is not None:
+            query, key = self.rotary(query, start), self.rotary(key, start)
+        if cache is None:
+            keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        else:
+            keys, values = cache.write(self.layer, key, value)
+            allowed = self._held(cache, keys.shape[2], x)
+        window = self.window if self.window is not None and self.window < keys.shape[2] else None
+        mask = None
+        if allowed is not None or window is not None:
+            mask = visible(x.shape[1], keys.shape[2], causal=causal, window=window, allowed=allowed, device=x.device)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(query, keys, values, causal=causal, mask=mask, scale=self.scale, dropout=dropout)
+        y: torch.Tensor = self.o_proj(mixed.flatten(-2))
+        return y
+
+    @staticmethod
+    def _held(cache: KVCache, seen: int, x: torch.Tensor) -> torch.Tensor | None:
+        """Return which of the last ``seen`` positions hold a token: bool [B, S]; None for all."""
+        if cache.padding is None:
+            return None
+        end = cache.length + x.shape[1]
+        return torch.arange(end - seen, end, device=x.device) >= cache.padding.to(x.device)[:, None]

@@ -1,0 +1,92 @@
+"""The feed-forward part of a block: one hidden layer, gated or not."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from q4_nn.blocks.joined import project
+from q4core import ConfigError
+from q4core.plugin_api import closest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ACTIVATIONS", "FeedForward"]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": functools.partial(nn.functional.gelu, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+"""Name → function; ``gelu_tanh`` is what Hugging Face calls ``gelu_pytorch_tanh``."""
+
+
+class FeedForward(nn.Module):
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
+
+    Parts: ``gate_proj`` (gated), ``up_proj``, ``down_proj``. Packing may put one ``gate_up_proj`` in the place of the
+    first two.
+
+    Args:
+        hidden_size: Features of a token.
+        intermediate_size: Features inside.
+        activation: ``silu`` (SwiGLU where gated), ``gelu``, ``gelu_tanh`` or ``relu``.
+        gated: Whether there is a gate.
+        bias: Whether the layers have one.
+        dropout: Share of the inner features that training drops.
+
+    Raises:
+        ConfigError: There is no such activation.
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer.
+    """
+
+    joins = {"gate_up_proj": ("gate_proj", "up_proj")}  # noqa: RUF012  # read, never written
+    """Layers that share their x, by the name of the one that may take their place."""
+
+    def __init__(  # noqa: PLR0913  # one argument per option
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            close = closest_name(activation, ACTIVATIONS)
+            hint = f"Did you mean {close!r}?" if close else None
+            rule = f"one of {', '.join(ACTIVATIONS)}"
+            raise ConfigError("feed-forward", name="activation", rule=rule, value=activation, hint=hint)
+        self.gate_proj: nn.Module | None = nn.Linear(hidden_size, intermediate_size, bias=bias) if gated else None
+        self.up_proj: nn.Module | None = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.gate_up_proj: nn.Module | None = None
+        self.down_proj: nn.Module = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = activation
+        self.gated = gated
+        self.dropout = dropout
+
+    def extra_repr(self) -> str:
+        """Return what torch prints beside the parts."""
+        return f"activation={self.activation}, gated={self.gated}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., hidden_size] from [..., hidden_size]."""
+        act = ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, up = project(self, "gate_up_proj", x)
+            inner = act(gate) * up
+        else:
+            inner = act(self.up_proj(x))  # type: ignore[misc]  # only a gated one may be joined
+        if self.dropout:
+            inner = nn.functional.dropout(inner, self.dropout, self.training)
+        y: torch.Tensor = self.down_proj(inner)
+        return y

@@ -1,0 +1,170 @@
+"""Puts the tensors of an opened checkpoint into a model that was built without any.
+
+Each tensor is asked for with its shape, and what nobody asked for is an error in the end: the model would lack a part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+from torch import nn
+
+from q4_nn.models.place import Part, place_linears_
+from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
+from q4core import CheckpointError, PackedWeight, resolve_config
+from q4core.plugin_api import resolve_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from q4_nn.models.transformer import TransformerEncoder
+    from q4core import Checkpoint, Session
+
+__all__ = ["Names", "load_weights_"]
+
+
+@attrs.frozen
+class Names:
+    """What a file calls the parts of a model.
+
+    Args:
+        ours: A tensor's or module's name in the file → ours.
+        theirs: And back, for messages.
+        fused: A module's name, of ours → the modules whose rows one matrix of the file holds, with their numbers.
+        ignored: Beginnings of names in the file, or of ours, that the model does not need.
+    """
+
+    ours: Callable[[str], str]
+    theirs: Callable[[str], str]
+    fused: Callable[[str], Mapping[str, int]] = attrs.field(default=lambda name: {name: 0})
+    ignored: tuple[str, ...] = ()
+
+
+def load_weights_(
+    model: TransformerDecoder | TransformerEncoder, checkpoint: Checkpoint, session: Session, names: Names, where: str
+) -> None:
+    """Fill a model whose parameters are on the meta device; it is in evaluation mode then, and nothing needs gradients.
+
+    Args:
+        model: The model.
+        checkpoint: The opened file.
+        session: Makes the 4-bit layers; its ``compute_dtype`` (float32 unless told) is that of all dense tensors.
+        names: What the file calls the parts.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape, or has no place in the model.
+    """
+    device = resolve_device(resolve_config(session.config), torch.device("cpu"))  # where a file's weights are
+    _Loader(checkpoint, names, where, session.config.compute_dtype or torch.float32, device).fill(model, session)
+
+
+class _Loader:
+    def __init__(
+        self, checkpoint: Checkpoint, names: Names, where: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+        self._where = where
+        self._dtype = dtype
+        self._device = device
+        self._left = {
+            ours: name
+            for name in (*checkpoint, *checkpoint.dense)
+            if not (ours := names.ours(name)).startswith(names.ignored) and not name.startswith(names.ignored)
+        }
+
+    def fill(self, model: TransformerDecoder | TransformerEncoder, session: Session) -> None:
+        tied = isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings
+        parts: dict[str, Part] = {}
+        self._fused(parts)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                if name not in parts and not (tied and name == "lm_head"):
+                    parts[name] = self._part(
+                        name, module.out_features, module.in_features, biased=module.bias is not None
+                    )
+            elif isinstance(module, nn.Embedding):
+                self._embed(model, name, module, session, tied=tied)
+            else:
+                for own, parameter in list(module.named_parameters(recurse=False)):
+                    tensor = self._dense(f"{name}.{own}", tuple(parameter.shape))
+                    setattr(module, own, nn.Parameter(tensor, requires_grad=False))
+        if tied and "lm_head.weight" in self._left:  # some files hold it twice
+            del self._left["lm_head.weight"]
+        self._finish()
+        place_linears_(model, parts, session)
+        model.eval()
+
+    def _embed(self, model: Any, name: str, module: nn.Embedding, session: Session, *, tied: bool) -> None:
+        part = self._part(name, module.num_embeddings, module.embedding_dim, biased=False)
+        tied = tied and name == "embed_tokens"
+        if isinstance(part.weight, PackedWeight):
+            layer = session.linear(part.weight, name=part.name)
+            setattr(model, name, PackedEmbedding(layer, self._dtype))
+            if tied:
+                model.lm_head = layer
+            return
+        module.weight = nn.Parameter(part.weight, requires_grad=False)
+        if tied:
+            model.lm_head.weight = module.weight
+
+    def _fused(self, parts: dict[str, Part]) -> None:
+        """Take the dense matrices that hold the rows of several layers, and those layers' parts of them."""
+        for ours in list(self._left):
+            module, _, leaf = ours.rpartition(".")
+            inner = self._names.fused(module) if leaf == "weight" else {}
+            if len(inner) < 2:  # noqa: PLR2004  # several
+                continue
+            dense = self._checkpoint.dense[self._left[ours]]
+            if dense.dim() != 2 or dense.shape[0] != sum(inner.values()):  # noqa: PLR2004  # [N, K]
+                self._fail(self._left[ours], f"of shape [{sum(inner.values())}, K]", list(dense.shape))
+            del self._left[ours]
+            for name, rows in zip(inner, dense.split(list(inner.values())), strict=True):
+                parts[name] = Part(name, rows.to(self._device, self._dtype, copy=True), None)
+
+    def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:
+        what = f"tensor {name!r}"
+        raise CheckpointError("model", name=what, rule=rule, value=value, where=self._where, hint=hint)
+
+    def _miss(self, ours: str) -> NoReturn:
+        """Say why a tensor can't be had: the file has it in a form that is not read, or not at all."""
+        name = self._names.theirs(ours)
+        for problem in self._checkpoint.schema.unsupported:
+            if problem.key in {name, name.removesuffix(".weight")}:
+                self._fail(name, problem.rule, problem.value)
+        self._fail(name, "present", "none")
+
+    def _dense(self, ours: str, shape: tuple[int, ...]) -> torch.Tensor:
+        name = self._left.pop(ours, None)
+        if name is None:
+            self._miss(ours)
+        tensor = self._checkpoint.dense[name]
+        self._check_shape(name, tuple(tensor.shape), shape)
+        # A copy: views would keep the whole file mapped for a few kilobytes.
+        return tensor.to(self._device, self._dtype, copy=True)
+
+    def _part(self, ours: str, out_features: int, in_features: int, *, biased: bool) -> Part:
+        """Take a matrix out of the file, and its bias where the model has one."""
+        shape = (out_features, in_features)
+        bias = self._dense(f"{ours}.bias", (out_features,)) if biased else None
+        name = self._left.pop(ours, None)
+        if name is None:
+            name = self._names.theirs(f"{ours}.weight").removesuffix(".weight")
+            return Part(name, self._dense(f"{ours}.weight", shape), bias)
+        weight = self._checkpoint[name]
+        self._check_shape(f"{name}.weight", tuple(weight.shape), shape)
+        return Part(name, weight, bias)
+
+    def _check_shape(self, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            self._fail(name, f"of shape {list(wanted)}, which the model's sizes ask for", list(found))
+
+    def _finish(self) -> None:
+        if self._left:
+            names = sorted(self._left.values())
+            hint = "The model has parts that this version does not compute; its answers would be wrong."
+            told = f"{len(names)} unknown: {', '.join(names[:5])}"
+            self._fail(names[0], "one that the architecture knows", told, hint)
