@@ -18,7 +18,7 @@ from benchmarks import record, verdict
 from benchmarks.llama_cpp_model import LlamaModel
 from benchmarks.style import caption, plt, save, tidy
 from q4_nn import Generation, LanguageModel
-from q4_nn.command import find_model
+from q4_nn.generation.command import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ import q4core as q4
 from benchmarks import record
 from benchmarks.llama_cpp_model import LlamaModel
 from q4_nn import LanguageModel
-from q4_nn.command import find_model
+from q4_nn.generation.command import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from q4_nn.metadata import Metadata
-from q4_nn.tokenizer import Tokenizer, build_tokenizer
+from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
+from q4_nn.models.metadata import Metadata
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ import torch
 import q4_nn
 import q4core as q4
 from q4_nn import Architecture, LanguageModel, architectures, build_decoder
-from q4_nn.metadata import Metadata
 from q4_nn.models.gguf import ARCHITECTURES
+from q4_nn.models.metadata import Metadata
 
 if TYPE_CHECKING:
     from pathlib import Path

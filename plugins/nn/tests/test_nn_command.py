@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_nn import Generation, LanguageModel
-from q4_nn.command import add_generate, find_model, printable
+from q4_nn.generation.command import add_generate, find_model, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,13 +149,15 @@ def test_missing_file_says_how_to_get_one(tmp_path: Path) -> None:
     assert caught.value.value == str(tmp_path / "none.gguf")
 
 
-def test_hugging_face_folder_is_named(tmp_path: Path) -> None:
-    """A model folder is no file that ``generate`` reads: it says so, and how to make one."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(q4.CheckpointError, match=r"Hugging Face model folder.*convert_hf_to_gguf") as caught:
+def test_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    """A folder that is no Hugging Face folder says so, and what is read; one without weights says what is missing."""
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(q4.CheckpointError, match=r"a folder without config\.json.*Hugging Face folder") as caught:
         invoke(tmp_path, "--prompt", "a")
     assert caught.value.where == str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(q4.CheckpointError, match=r"tokenizer\.json must be present"):
+        invoke(tmp_path, "--prompt", "a")
 
 
 def test_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from q4_nn.blocks.cache import KVCache
-from q4_nn.generation import Generation, StopReason
+from q4_nn.generation.run import Generation, StopReason
 from q4_nn.models.config import TransformerConfig
 from q4core import InputError
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from q4_nn.sampling import Sampler
+from q4_nn.generation.sampling import Sampler
 from q4core import ConfigError, InputError
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.5, 3.5, 0.0, -2.0])

@@ -9,7 +9,7 @@ import torch
 
 import q4core as q4
 from q4_nn import Generation, LanguageModel, build_decoder
-from q4_nn.metadata import Metadata
+from q4_nn.models.metadata import Metadata
 from q4_nn.models.step import make_step
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from q4_nn.stream import TextStream
+from q4_nn.generation.stream import TextStream
 
 if TYPE_CHECKING:
-    from q4_nn.tokenizer import Tokenizer
+    from q4_nn.generation.tokenizer import Tokenizer
 
 
 @given(numbers=st.lists(st.integers(0, 267), max_size=40))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from q4_nn.metadata import Metadata
-from q4_nn.tokenizer import build_tokenizer
+from q4_nn.generation.tokenizer import build_tokenizer
+from q4_nn.models.metadata import Metadata
 from q4core import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from q4_nn.tokenizer import Tokenizer
+    from q4_nn.generation.tokenizer import Tokenizer
 
 
 def texts(tokenizer: Tokenizer, numbers: list[int]) -> list[str | None]:

@@ -8,19 +8,21 @@ from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.joined import JoinedLinear
 from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
-from q4_nn.chat import render_chat
 from q4_nn.convert import Conversion, ConversionTable, convert_linears_
-from q4_nn.generation import Generation, StopReason
-from q4_nn.metadata import Metadata
-from q4_nn.model import LanguageModel
+from q4_nn.generation.chat import render_chat
+from q4_nn.generation.language_model import LanguageModel
+from q4_nn.generation.run import Generation, StopReason
+from q4_nn.generation.sampling import Sampler
+from q4_nn.generation.stream import TextStream
+from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.models.architecture import Architecture, architectures, build_decoder
 from q4_nn.models.config import TransformerConfig
+from q4_nn.models.hf import build_from_hf
+from q4_nn.models.initialise import initialise_
 from q4_nn.models.load import Names
+from q4_nn.models.metadata import Metadata
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
 from q4_nn.plugin import q4_architectures, q4_commands
-from q4_nn.sampling import Sampler
-from q4_nn.stream import TextStream
-from q4_nn.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.training import (
     clear_eval_cache,
     dequantize_packed,
@@ -56,11 +58,13 @@ __all__ = [
     "TransformerEncoder",
     "architectures",
     "build_decoder",
+    "build_from_hf",
     "build_tokenizer",
     "clear_eval_cache",
     "convert_linears_",
     "dequantize_packed",
     "eval_cache_bytes",
+    "initialise_",
     "linear_ste",
     "q4_architectures",
     "q4_commands",

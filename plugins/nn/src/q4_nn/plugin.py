@@ -25,6 +25,6 @@ def q4_architectures() -> list[Architecture]:
 @hookimpl
 def q4_commands(app: typer.Typer) -> None:
     """Add ``generate`` to the ``q4`` command."""
-    from q4_nn.command import add_generate  # noqa: PLC0415  # typer and rich are the command's alone
+    from q4_nn.generation.command import add_generate  # noqa: PLC0415  # typer and rich are the command's alone
 
     add_generate(app)

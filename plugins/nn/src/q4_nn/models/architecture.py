@@ -15,9 +15,9 @@ from q4core.plugin_api import closest_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from q4_nn.metadata import Metadata
     from q4_nn.models.config import TransformerConfig
     from q4_nn.models.load import Names
+    from q4_nn.models.metadata import Metadata
     from q4core import Checkpoint, Session
 
 __all__ = ["Architecture", "architectures", "build_decoder", "find_architecture"]

@@ -14,7 +14,7 @@ from q4_nn.models.config import TransformerConfig
 from q4_nn.models.load import Names
 
 if TYPE_CHECKING:
-    from q4_nn.metadata import Metadata
+    from q4_nn.models.metadata import Metadata
     from q4_nn.models.transformer import TransformerDecoder
     from q4core import Checkpoint
 

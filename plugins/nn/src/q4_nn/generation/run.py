@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
+from q4_nn.generation.sampling import Sampler
 from q4_nn.models.step import make_step
-from q4_nn.sampling import Sampler
 from q4core import InputError
 
 if TYPE_CHECKING:

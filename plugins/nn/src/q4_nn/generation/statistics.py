@@ -13,8 +13,8 @@ import attrs
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from q4_nn.generation import Generation
-    from q4_nn.model import LanguageModel
+    from q4_nn.generation.language_model import LanguageModel
+    from q4_nn.generation.run import Generation
 
 __all__ = ["Statistics", "collect_statistics", "peak_resident_bytes", "print_statistics"]
 

@@ -6,7 +6,7 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from q4_nn.tokenizer import Tokenizer
+    from q4_nn.generation.tokenizer import Tokenizer
 
 __all__ = ["TextStream"]
 

@@ -1,0 +1,125 @@
+"""A language model in one object: decoder, tokenizer, chat template, and the session that its layers belong to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+import q4core as q4
+from q4_nn.generation.chat import render_chat
+from q4_nn.generation.hf_tokenizer import read_chat_template, tokenizer_from_hf
+from q4_nn.generation.tokenizer import build_tokenizer
+from q4_nn.models.architecture import build_decoder, find_architecture
+from q4_nn.models.hf import build_from_hf
+from q4_nn.models.metadata import Metadata
+from q4_nn.models.transformer import TransformerDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from q4_nn.generation.tokenizer import Tokenizer
+
+__all__ = ["LanguageModel"]
+
+
+@attrs.frozen
+class LanguageModel:
+    """A model that continues texts.
+
+    Args:
+        decoder: Token numbers to logits.
+        tokenizer: Texts to token numbers.
+        session: What the decoder's layers were prepared under; closed with the model.
+        chat_template: Template of a conversation (jinja2), or None.
+        special: Texts of the special tokens that a template may name.
+        where: The file or folder, for messages.
+    """
+
+    decoder: TransformerDecoder
+    tokenizer: Tokenizer
+    session: q4.Session
+    chat_template: str | None
+    special: Mapping[str, str | None]
+    where: str
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], config: q4.SessionConfig | None = None) -> LanguageModel:
+        """Open a GGUF file or a Hugging Face directory and prepare its layers.
+
+        Args:
+            path: The file, or the directory with ``config.json``, ``tokenizer.json`` and safetensors files; no code
+                of it is run.
+            config: What to ask for; unset fields ask the context, the environment and the default.
+
+        Raises:
+            CheckpointError: The file is malformed, or holds a model that is not served.
+            BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve its layers.
+        """
+        session = q4.Session(config)
+        try:
+            if (folder := Path(path)).is_dir():
+                return cls._from_folder(folder, session)
+            return cls._from_file(os.fspath(path), session)
+        except BaseException:
+            session.close()
+            raise
+
+    @classmethod
+    def _from_folder(cls, folder: Path, session: q4.Session) -> LanguageModel:
+        tokenizer = tokenizer_from_hf(folder)
+        template, special = read_chat_template(folder)
+        decoder = build_from_hf(folder, session)
+        if not isinstance(decoder, TransformerDecoder):
+            rule = "of a decoder; an encoder gives no text"
+            raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
+        return cls(decoder, tokenizer, session, template, special, str(folder))
+
+    @classmethod
+    def _from_file(cls, path: str, session: q4.Session) -> LanguageModel:
+        with q4.open(path) as checkpoint:
+            metadata = Metadata(checkpoint.metadata, path)
+            find_architecture(metadata)  # before the seconds that a vocabulary takes
+            tokenizer = build_tokenizer(metadata)
+            decoder = build_decoder(checkpoint, session, metadata)
+        special = {
+            f"{name}_token": tokenizer.token_text(metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0))
+            for name in ("bos", "eos")
+            if f"tokenizer.ggml.{name}_token_id" in metadata
+        }
+        template = metadata.text("tokenizer.chat_template", default=None)
+        return cls(decoder, tokenizer, session, template, special, path)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token numbers of a conversation, up to where the assistant starts to speak.
+
+        Args:
+            messages: Each with ``role`` and ``content``.
+
+        Raises:
+            CheckpointError: There is no chat template, or it does not take these messages.
+        """
+        if self.chat_template is None:
+            hint = "The model has no chat template; use the raw mode."
+            raise q4.CheckpointError("model", name="chat_template", rule="present", where=self.where, hint=hint)
+        special: dict[str, Any] = dict(self.special)
+        text = render_chat(self.chat_template, messages, where=self.where, **special)
+        # A template writes BOS itself where the model wants one.
+        return self.tokenizer.encode(text, add_bos=False)
+
+    def close(self) -> None:
+        """Give every prepared byte back."""
+        self.session.close()
+
+    def __enter__(self) -> LanguageModel:  # noqa: PYI034  # Self needs Python 3.11
+        """Return the model."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model."""
+        self.close()
