@@ -7,6 +7,7 @@ from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.joined import JoinedLinear
 from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4_nn.convert import Conversion, ConversionTable, convert_linears_
 from q4_nn.generation.chat import render_chat
@@ -24,12 +25,17 @@ from q4_nn.models.metadata import Metadata
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
 from q4_nn.plugin import q4_architectures, q4_commands
 from q4_nn.training import (
+    STEConv2d,
+    STELinear,
+    STERecurrent,
     clear_eval_cache,
     dequantize_packed,
     eval_cache_bytes,
     linear_ste,
+    pack_,
     quantize_packed,
     ste_weight,
+    to_ste_,
 )
 
 __all__ = [
@@ -37,6 +43,7 @@ __all__ = [
     "Conversion",
     "ConversionTable",
     "FeedForward",
+    "FilledLinear",
     "Generation",
     "JoinedLinear",
     "KVCache",
@@ -46,8 +53,13 @@ __all__ = [
     "Names",
     "OffsetRMSNorm",
     "PackedEmbedding",
+    "Q4Conv2d",
+    "Q4Recurrent",
     "RopeScaling",
     "RotaryEmbedding",
+    "STEConv2d",
+    "STELinear",
+    "STERecurrent",
     "Sampler",
     "StopReason",
     "TextStream",
@@ -66,9 +78,11 @@ __all__ = [
     "eval_cache_bytes",
     "initialise_",
     "linear_ste",
+    "pack_",
     "q4_architectures",
     "q4_commands",
     "quantize_packed",
     "render_chat",
     "ste_weight",
+    "to_ste_",
 ]

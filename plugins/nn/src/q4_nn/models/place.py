@@ -58,24 +58,26 @@ def place_linears_(model: nn.Module, parts: Mapping[str, Part], session: Session
         session: Makes the 4-bit layers.
     """
     left = dict(parts)
+    changes: list[tuple[nn.Module, str, nn.Module | None]] = []  # all are made before the first takes its place
     for at, module in list(model.named_modules()):
         for joined, names in getattr(module, "joins", {}).items():
             full = [f"{at}.{name}" if at else name for name in names]
-            if not all(name in left for name in full):
-                continue
-            own = [left[name] for name in full]
-            if not any(isinstance(part.weight, PackedWeight) for part in own):
+            own = [left[name] for name in full if name in left]
+            if len(own) < len(full) or not any(isinstance(part.weight, PackedWeight) for part in own):
                 continue  # dense ones keep their names
             groups = [list(group) for _, group in itertools.groupby(own, Part.join_key)]
             layers = [_layer(_join(group), session) for group in groups]
             sizes = [tuple(part.weight.shape[0] for part in group) for group in groups]
-            setattr(module, joined, JoinedLinear(layers, sizes))
-            for name in names:
-                setattr(module, name, None)
-                del left[f"{at}.{name}" if at else name]
+            changes.append((module, joined, JoinedLinear(layers, sizes).train(module.training)))
+            changes += [(module, name, None) for name in names]
+            for name in full:
+                del left[name]
     for name, part in left.items():
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _layer(part, session))
+        owner = model.get_submodule(parent)
+        changes.append((owner, attribute, _layer(part, session).train(owner.training)))
+    for owner, attribute, layer in changes:
+        setattr(owner, attribute, layer)
 
 
 def _join(parts: list[Part]) -> Part:
