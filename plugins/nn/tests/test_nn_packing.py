@@ -169,8 +169,9 @@ def test_refusals() -> None:
     with pytest.raises(q4.ConfigError, match="an RNN, GRU, or LSTM without projections"):
         STERecurrent(nn.LSTM(32, 32, proj_size=8))
     model = nn.Sequential(STELinear(64, 4), STELinear(64, 4))
+    broken: Any = model[1]
     with torch.no_grad():
-        model[1].weight[0, 0] = float("nan")
+        broken.weight[0, 0] = float("nan")
     with q4.Session(EXACT) as session, pytest.raises(q4.InputError):
         pack_(model, session)
     assert [type(layer) for layer in model] == [STELinear, STELinear]

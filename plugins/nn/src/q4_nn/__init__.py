@@ -23,7 +23,9 @@ from q4_nn.models.initialise import initialise_
 from q4_nn.models.load import Names
 from q4_nn.models.metadata import Metadata
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
-from q4_nn.plugin import q4_architectures, q4_commands
+from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
+from q4_nn.registry.description import build, describe
+from q4_nn.registry.layer_type import LayerType, layer_types, make
 from q4_nn.training import (
     STEConv2d,
     STELinear,
@@ -48,6 +50,7 @@ __all__ = [
     "JoinedLinear",
     "KVCache",
     "LanguageModel",
+    "LayerType",
     "Metadata",
     "MultiHeadAttention",
     "Names",
@@ -69,18 +72,23 @@ __all__ = [
     "TransformerDecoder",
     "TransformerEncoder",
     "architectures",
+    "build",
     "build_decoder",
     "build_from_hf",
     "build_tokenizer",
     "clear_eval_cache",
     "convert_linears_",
     "dequantize_packed",
+    "describe",
     "eval_cache_bytes",
     "initialise_",
+    "layer_types",
     "linear_ste",
+    "make",
     "pack_",
     "q4_architectures",
     "q4_commands",
+    "q4_layers",
     "quantize_packed",
     "render_chat",
     "ste_weight",

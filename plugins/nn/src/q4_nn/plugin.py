@@ -1,4 +1,4 @@
-"""What q4core finds here: the command ``q4 generate``, and the architectures of model files."""
+"""What q4core finds here: the command ``q4 generate``, layer types, and architectures of model files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import typer
 
     from q4_nn.models.architecture import Architecture
+    from q4_nn.registry.layer_type import LayerType
 
-__all__ = ["q4_architectures", "q4_commands"]
+__all__ = ["q4_architectures", "q4_commands", "q4_layers"]
 
 
 @hookimpl
@@ -20,6 +21,14 @@ def q4_architectures() -> list[Architecture]:
     from q4_nn.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before somebody asks
 
     return [*ARCHITECTURES]
+
+
+@hookimpl
+def q4_layers() -> list[LayerType]:
+    """Return the layer types that come with q4-nn."""
+    from q4_nn.registry.builtin import LAYER_TYPES  # noqa: PLC0415  # not before somebody asks
+
+    return [*LAYER_TYPES]
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""Layer types by name, and models from plain descriptions."""
