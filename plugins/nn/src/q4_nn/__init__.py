@@ -26,6 +26,8 @@ from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, Transfor
 from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.layer_type import LayerType, layer_types, make
+from q4_nn.trainer.instrument import Costs, LayerCost, instrument
+from q4_nn.trainer.loop import EarlyStop, State, Trainer, TrainingError
 from q4_nn.training import (
     STEConv2d,
     STELinear,
@@ -44,12 +46,15 @@ __all__ = [
     "Architecture",
     "Conversion",
     "ConversionTable",
+    "Costs",
+    "EarlyStop",
     "FeedForward",
     "FilledLinear",
     "Generation",
     "JoinedLinear",
     "KVCache",
     "LanguageModel",
+    "LayerCost",
     "LayerType",
     "Metadata",
     "MultiHeadAttention",
@@ -64,9 +69,12 @@ __all__ = [
     "STELinear",
     "STERecurrent",
     "Sampler",
+    "State",
     "StopReason",
     "TextStream",
     "Tokenizer",
+    "Trainer",
+    "TrainingError",
     "TransformerBlock",
     "TransformerConfig",
     "TransformerDecoder",
@@ -82,6 +90,7 @@ __all__ = [
     "describe",
     "eval_cache_bytes",
     "initialise_",
+    "instrument",
     "layer_types",
     "linear_ste",
     "make",

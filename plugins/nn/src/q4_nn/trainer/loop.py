@@ -1,0 +1,282 @@
+"""``Trainer``: the loop that everyone writes, over torch's own modules, optimizers and data loaders."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from q4_nn.trainer.checkpoint import load_state, restore_random, save_state, take_random
+from q4_nn.trainer.progress import Progress
+from q4core import InputError, Q4Error
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["EarlyStop", "State", "Trainer", "TrainingError"]
+
+
+class TrainingError(Q4Error, ArithmeticError):
+    """A loss or a gradient is not finite; the model is as before that step."""
+
+    code = "training"
+
+
+@attrs.define
+class State:
+    """Where a training stands; callbacks read it and may stop it.
+
+    Args:
+        epoch: Passes over the data that are finished.
+        step: Updates of the weights so far.
+        batch: Batches of this epoch so far.
+        losses: Mean loss of each update.
+        epoch_losses: Mean loss of each finished epoch.
+        stopped: Why it was stopped, or None.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    batch: int = 0
+    losses: list[float] = attrs.field(factory=list)
+    epoch_losses: list[float] = attrs.field(factory=list)
+    stopped: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the training behind this step."""
+        self.stopped = reason
+
+
+@attrs.define
+class EarlyStop:
+    """Stops a training whose epochs no longer get better: a callback.
+
+    Args:
+        patience: Epochs without a better one.
+        measure: Returns what should fall, such as the loss over held-back data; the epoch's mean loss unless told.
+        at_least: By how much a better one must be better.
+    """
+
+    patience: int
+    measure: Callable[[], float] | None = None
+    at_least: float = 0.0
+    best: float = attrs.field(default=math.inf, init=False)
+    bad_epochs: int = attrs.field(default=0, init=False)
+
+    def on_epoch(self, state: State) -> None:
+        """Look at an epoch's result."""
+        value = state.epoch_losses[-1] if self.measure is None else self.measure()
+        if value < self.best - self.at_least:
+            self.best, self.bad_epochs = value, 0
+            return
+        self.bad_epochs += 1
+        if self.bad_epochs >= self.patience:
+            state.stop(f"{self.bad_epochs} epochs without a better one than {self.best:.6g}")
+
+
+class Trainer:
+    """Trains a module: forward, loss, backward, update.
+
+    A batch is a tuple whose last item is the target and whose others the model takes; or whatever ``step`` takes.
+
+    Args:
+        model: The module; for several processes one wrapped in ``DistributedDataParallel``.
+        optimizer: Over the model's parameters.
+        loss: Takes the model's result and the target, and returns the mean loss of a batch.
+        max_grad_norm: Longer gradients are scaled to this length; None for no limit.
+        accumulate: Batches for each update.
+        scheduler: A scheduler of torch's; moves on behind each update.
+        callbacks: Objects with ``on_step(state)`` or ``on_epoch(state)``, or both.
+        step: Takes the model and a batch and returns the loss, in the place of ``loss``.
+        checkpoint: A file to which everything that resuming needs is written, at once and whole.
+        every: Updates between two checkpoints; at the end of each epoch, too.
+        show: Whether to show a progress bar with loss and rate; where stderr is a terminal unless told.
+
+    Raises:
+        InputError: Neither or both of ``loss`` and ``step`` are given, or a number is not positive.
+    """
+
+    def __init__(  # noqa: PLR0913  # one argument per option
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        scheduler: Any = None,
+        callbacks: Sequence[Any] = (),
+        step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 0,
+        show: bool | None = None,
+    ) -> None:
+        if (loss is None) is (step is None):
+            raise InputError("Trainer", name="loss", rule="given, or step", value=None if loss is None else "both")
+        for name, value, low in (("accumulate", accumulate, 1), ("every", every, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise InputError("Trainer", name=name, rule=f"a whole number from {low}", value=value)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InputError("Trainer", name="max_grad_norm", rule="a positive number or None", value=max_grad_norm)
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.max_grad_norm = max_grad_norm
+        self.accumulate = accumulate
+        self.scheduler = scheduler
+        self.callbacks = tuple(callbacks)
+        self.step = step
+        self.checkpoint = None if checkpoint is None else Path(checkpoint)
+        self.every = every
+        self.show = show
+        self.state = State()
+        self._epoch_random: dict[str, Any] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and shows: the only one, or the one of rank 0."""
+        distributed = torch.distributed
+        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+    def fit(self, loader: Iterable[Any], *, epochs: int = 1, resume: bool = False) -> State:
+        """Train for some epochs, counted from the first.
+
+        Args:
+            loader: Gives the batches of an epoch, each time that it is iterated over.
+            epochs: How many in all.
+            resume: Whether to go on from the checkpoint where there is one. The weights become what they would have
+                been without the interruption, bit for bit, where the loader draws from torch's, numpy's or Python's
+                generators, or from its own ``generator``.
+
+        Returns:
+            Where the training stands.
+
+        Raises:
+            InputError: The loader is empty, or ``epochs`` is not positive.
+            TrainingError: A loss or a gradient is not finite; it names the step.
+            CheckpointError: The checkpoint is damaged, or of another model.
+        """
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+            raise InputError("Trainer", name="epochs", rule="a positive whole number", value=epochs)
+        skip = self._resume(loader) if resume and self.checkpoint is not None and self.checkpoint.is_file() else None
+        with Progress(show=self.show if self.is_first else False) as progress:
+            while self.state.epoch < epochs and self.state.stopped is None:
+                self._epoch(loader, skip, progress, epochs)
+                skip = None
+        return self.state
+
+    def _resume(self, loader: Any) -> dict[str, Any]:
+        """Take everything from the checkpoint, and return the generators' states behind the last batch."""
+        found = load_state(self.checkpoint, self._parts())  # type: ignore[arg-type]  # fit looked
+        self.state = State(**found["state"])
+        self._epoch_random = found["epoch_random"]
+        restore_random(self._epoch_random, loader)
+        random: dict[str, Any] = found["random"]
+        return random
+
+    def _parts(self) -> dict[str, Any]:
+        model = getattr(self.model, "module", self.model)  # of a module for several processes its own
+        parts = {"model": model, "optimizer": self.optimizer}
+        return parts if self.scheduler is None else {**parts, "scheduler": self.scheduler}
+
+    def _save(self, loader: Any) -> None:
+        if self.checkpoint is not None and self.is_first:
+            told = {"state": attrs.asdict(self.state), "epoch_random": self._epoch_random}
+            save_state(self.checkpoint, self._parts(), {**told, "random": take_random(loader)})
+
+    def _epoch(self, loader: Any, skip: dict[str, Any] | None, progress: Progress, epochs: int) -> None:
+        """Run one epoch, or what is left of it."""
+        state = self.state
+        self.model.train()
+        if skip is None:
+            self._epoch_random = take_random(loader)
+            state.batch = 0
+        done = 0
+        pending: list[torch.Tensor] = []
+        progress.begin(loader, state.epoch, epochs)
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in loader:
+            progress.advance(state.losses)
+            done += 1
+            if done <= state.batch:  # drawn again, so that the loader stands where it stood
+                continue
+            if skip is not None:
+                restore_random(skip, loader)
+                skip = None
+            pending.append(self._backward(batch, is_last=len(pending) + 1 == self.accumulate))
+            state.batch = done
+            if len(pending) == self.accumulate:
+                self._update(pending)
+                if state.stopped is not None or (self.every and state.step % self.every == 0):
+                    self._save(loader)
+                if state.stopped is not None:
+                    return
+        if not done:
+            raise InputError("Trainer", name="loader", rule="one that gives at least one batch", value="an empty one")
+        if pending:
+            self._update(pending)
+        self._end_epoch(loader, -(-done // self.accumulate))
+
+    def _end_epoch(self, loader: Any, updates: int) -> None:
+        """Count an epoch of so many updates, ask the callbacks, and keep everything."""
+        state = self.state
+        state.epoch_losses.append(math.fsum(state.losses[-updates:]) / updates)
+        state.epoch += 1
+        state.batch = 0
+        self._call("on_epoch")
+        self._epoch_random = take_random(loader)
+        self._save(loader)
+
+    def _call(self, name: str) -> None:
+        for callback in self.callbacks:
+            if hasattr(callback, name):
+                getattr(callback, name)(self.state)
+
+    def _backward(self, batch: Any, *, is_last: bool) -> torch.Tensor:
+        """Add a batch's gradients, and return its loss."""
+        waits = getattr(self.model, "no_sync", None)  # gradients of several processes meet once for each update
+        with contextlib.nullcontext() if is_last or waits is None else waits():
+            if self.step is not None:
+                loss = self.step(self.model, batch)
+            else:
+                *inputs, target = batch
+                loss = self.loss(self.model(*inputs), target)  # type: ignore[misc]  # given where step is not
+            if loss.dim():
+                rule = "one number for each batch; take the mean"
+                raise InputError("Trainer", name="loss", rule=rule, value=list(loss.shape))
+            if not torch.isfinite(loss):
+                self._fail("loss", float(loss.detach()))
+            (loss / self.accumulate).backward()
+        return loss.detach()
+
+    def _update(self, pending: list[torch.Tensor]) -> None:
+        """Update the weights by the gradients of the pending batches."""
+        if len(pending) < self.accumulate:  # the last ones of an epoch weigh as much
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.accumulate / len(pending))
+        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit) if limit < math.inf else None
+        if norm is not None and not torch.isfinite(norm):
+            self._fail("norm of the gradients", float(norm))
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.step += 1
+        self.state.losses.append(float(torch.stack(pending).mean()))
+        pending.clear()
+        self._call("on_step")
+
+    def _fail(self, what: str, value: float) -> None:
+        state = self.state
+        self.optimizer.zero_grad(set_to_none=True)
+        hint = "The weights are as before this step. A lower learning rate or max_grad_norm may help."
+        where = f"step {state.step}, epoch {state.epoch}, batch {state.batch}"
+        raise TrainingError("training", name=what, rule="finite", value=value, where=where, hint=hint)
