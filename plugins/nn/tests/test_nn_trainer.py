@@ -154,7 +154,8 @@ def test_it_stops_at_what_is_not_finite(what: str) -> None:
         if what == "loss" or len(seen) < 5:
             return loss
         total = model.weight.sum()
-        return loss + (total - total.detach()).sqrt()  # zero, of infinite slope
+        steep: torch.Tensor = loss + (total - total.detach()).sqrt()  # zero, of infinite slope
+        return steep
 
     with pytest.raises(TrainingError, match=f"{what} must be finite") as caught:
         Trainer(model, sgd(model), step=step, max_grad_norm=1.0).fit(batches)

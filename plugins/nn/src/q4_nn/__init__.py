@@ -14,6 +14,7 @@ from q4_nn.generation.chat import render_chat
 from q4_nn.generation.language_model import LanguageModel
 from q4_nn.generation.run import Generation, StopReason
 from q4_nn.generation.sampling import Sampler
+from q4_nn.generation.sentence_encoder import SentenceEncoder
 from q4_nn.generation.stream import TextStream
 from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.models.architecture import Architecture, architectures, build_decoder
@@ -24,6 +25,7 @@ from q4_nn.models.load import Names
 from q4_nn.models.metadata import Metadata
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
 from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
+from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn, build_transformer
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.layer_type import LayerType, layer_types, make
 from q4_nn.trainer.instrument import Costs, LayerCost, instrument
@@ -69,6 +71,7 @@ __all__ = [
     "STELinear",
     "STERecurrent",
     "Sampler",
+    "SentenceEncoder",
     "State",
     "StopReason",
     "TextStream",
@@ -81,9 +84,13 @@ __all__ = [
     "TransformerEncoder",
     "architectures",
     "build",
+    "build_cnn",
     "build_decoder",
     "build_from_hf",
+    "build_mlp",
+    "build_rnn",
     "build_tokenizer",
+    "build_transformer",
     "clear_eval_cache",
     "convert_linears_",
     "dequantize_packed",

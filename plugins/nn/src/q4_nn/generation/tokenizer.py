@@ -140,6 +140,11 @@ class Tokenizer:
         wanted = self.add_bos if add_bos is None else add_bos
         return [self.bos, *numbers] if wanted and self.bos is not None else numbers
 
+    def encode_whole(self, text: str) -> list[int]:
+        """Return the token numbers of a text with whatever the tokenizer puts round it, such as [CLS] and [SEP]."""
+        numbers: list[int] = self._engine.encode(text, add_special_tokens=True).ids
+        return numbers
+
     def token_bytes(self, number: int, *, skip_special: bool = True) -> bytes:
         """Return the bytes that a token adds to a text; none for a control token, unless asked for."""
         if number in self._special:

@@ -1,0 +1,109 @@
+"""Sentences to vectors: an encoder's features, averaged and scaled to length one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+import q4core as q4
+from q4_nn.generation.hf_tokenizer import tokenizer_from_hf
+from q4_nn.models.hf import build_from_hf
+from q4_nn.models.transformer import TransformerEncoder
+from q4core import InputError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from q4_nn.generation.tokenizer import Tokenizer
+
+__all__ = ["SentenceEncoder"]
+
+
+@attrs.frozen
+class SentenceEncoder:
+    """A model that gives a vector for each sentence, as the MiniLM models of sentence-transformers do.
+
+    Args:
+        encoder: Token numbers to features.
+        tokenizer: Sentences to token numbers.
+        session: What 4-bit layers were prepared under; closed with the model.
+    """
+
+    encoder: TransformerEncoder
+    tokenizer: Tokenizer
+    session: q4.Session
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], config: q4.SessionConfig | None = None) -> SentenceEncoder:
+        """Open a Hugging Face directory of an encoder.
+
+        Args:
+            folder: With ``config.json``, ``tokenizer.json`` and safetensors files.
+            config: What to ask for; unset fields ask the context, the environment and the default.
+
+        Raises:
+            CheckpointError: A file is missing or malformed, or the model is no encoder.
+        """
+        folder = Path(folder)
+        tokenizer = tokenizer_from_hf(folder)
+        session = q4.Session(config)
+        try:
+            encoder = build_from_hf(folder, session)
+        except BaseException:
+            session.close()
+            raise
+        if not isinstance(encoder, TransformerEncoder):
+            session.close()
+            rule, hint = "of an encoder", "LanguageModel.open reads decoders."
+            raise q4.CheckpointError("model folder", name="model_type", rule=rule, where=str(folder), hint=hint)
+        return cls(encoder, tokenizer, session)
+
+    def encode(self, sentences: Sequence[str], *, batch: int = 32) -> torch.Tensor:
+        """Return one vector of length one for each sentence: float32 [n, hidden].
+
+        Args:
+            sentences: Texts; what is longer than the model's context is cut.
+            batch: Sentences at once.
+
+        Raises:
+            InputError: ``sentences`` is a single text, or empty.
+        """
+        if isinstance(sentences, str) or not sentences:
+            raise InputError("SentenceEncoder", name="sentences", rule="a list of at least one text", value=sentences)
+        limit = self.encoder.config.max_position_embeddings
+        rows = [self.tokenizer.encode_whole(text)[:limit] for text in sentences]
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # alike lengths together
+        found: list[tuple[int, torch.Tensor]] = []
+        for start in range(0, len(rows), batch):
+            chosen = order[start : start + batch]
+            found += zip(chosen, self._vectors([rows[index] for index in chosen]), strict=True)
+        return torch.stack([vector for _, vector in sorted(found, key=lambda item: item[0])])
+
+    @torch.inference_mode()
+    def _vectors(self, rows: list[list[int]]) -> torch.Tensor:
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.encoder.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)
+        allowed = torch.arange(longest, device=self.encoder.device) < lengths[:, None]
+        features = self.encoder(tokens, allowed=allowed).to(torch.float32)
+        mean = (features * allowed[..., None]).sum(1) / lengths[:, None]
+        return torch.nn.functional.normalize(mean, dim=-1).cpu()
+
+    def close(self) -> None:
+        """Give every prepared byte back."""
+        self.session.close()
+
+    def __enter__(self) -> SentenceEncoder:  # noqa: PYI034  # Self needs Python 3.11
+        """Return the model."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the model."""
+        self.close()
