@@ -51,6 +51,8 @@ def doctor(
             "formats": sorted(registry.formats()),
             "dialects": sorted(item.name for item in q4.dialects()),
             "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
+            "architectures": [*registry.items("q4_architectures")],
+            "layer_types": [*registry.items("q4_layers")],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
             "memory": [
                 {"provider": provider.name, "device": str(place), **attrs.asdict(availability(provider, place))}
@@ -59,13 +61,8 @@ def doctor(
             ],
             "backends": [
                 *(
-                    {
-                        "name": name,
-                        "state": "serves",
-                        "api_version": item.api_version,
-                        "capabilities": item.capabilities,
-                    }
-                    for name, item in registry.backends().items()
+                    {"name": name, "state": "serves", "api_version": one.api_version, "capabilities": one.capabilities}
+                    for name, one in registry.backends().items()
                 ),
                 *(
                     {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
@@ -140,7 +137,7 @@ def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
         say(console, (f"{plugin.state:<8}", style), f"  {plugin.source}", label=f"  {plugin.name:<{width}}  ")
         for error in plugin.errors:
             say(console, (error, "red"), label=" " * (width + 4))
-    kinds = ("dialects", "checkpoint_readers", "memory_providers")
+    kinds = ("dialects", "checkpoint_readers", "architectures", "layer_types", "memory_providers")
     _show_lines(console, "", [(kind.replace("_", " "), ", ".join(record[kind]) or "none") for kind in kinds])
     for item in record["memory"]:
         word = "unified memory" if item["is_available"] else "no unified memory"
