@@ -72,18 +72,23 @@ def test_the_loop_is_the_usual_one(accumulate: int) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kill_at", [3, 8, 13, 20])
-def test_killed_and_resumed(kill_at: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Weights of a training that nobody killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run("resume", folder, 0)
+    return torch.load(folder / "weights.pt")
+
+
+@pytest.mark.parametrize("kill_at", [3, 13, *(pytest.param(step, marks=pytest.mark.soak) for step in (1, 8, 16, 20))])
+def test_killed_and_resumed(kill_at: int, uninterrupted: Any, tmp_path: Path) -> None:
     """A training that is killed at any step and started again ends with the very weights of one that was not."""
-    (tmp_path / "whole").mkdir()
-    run("resume", tmp_path / "whole", 0)
-    (tmp_path / "cut").mkdir()
-    assert run("resume", tmp_path / "cut", kill_at, check=False) == -9
-    assert not (tmp_path / "cut" / "weights.pt").exists()
-    run("resume", tmp_path / "cut", 0)
-    expected, found = (torch.load(tmp_path / name / "weights.pt") for name in ("whole", "cut"))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert not [*(tmp_path / "cut").glob(".training*")]
+    assert run("resume", tmp_path, kill_at, check=False) == -9
+    assert not (tmp_path / "weights.pt").exists()
+    run("resume", tmp_path, 0)
+    found = torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(uninterrupted[name], found[name]) for name in uninterrupted)
+    assert not [*tmp_path.glob(".training*")]
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("float", 1e-5), ("ste", 2e-2)])
