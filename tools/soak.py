@@ -1,6 +1,6 @@
 """Runs the long tests, and stores what they found in benchmarks/results/soak.json: ``python -m tools.soak [PART …]``.
 
-Each part is stored when it ends without a failure, with commit and date, so that one whose code changed is run anew alone.
+Each part is stored when it ends without a failure, with commit and date, and can be run alone when its code changed.
 """
 
 from __future__ import annotations

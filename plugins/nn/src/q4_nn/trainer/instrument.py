@@ -31,8 +31,8 @@ class LayerCost:
         weight_bytes: Of its own parameters and buffers.
         forward_calls: How often it ran.
         forward_seconds: Wall-clock seconds of these, layers inside included; on a GPU without what is still queued.
-        backward_calls: How often gradients came through it; not counted of a layer that works in place.
-        backward_seconds: Wall-clock seconds from its output's gradients to its input's.
+        backward_calls: How often gradients came to its first result.
+        backward_seconds: Wall-clock seconds from there to its input's gradients, where these are asked for.
         output_bytes: Of all its results.
         new_tensors: How many of these were no view of what it was given.
     """
@@ -67,11 +67,6 @@ class Costs:
                 module.register_forward_pre_hook(self._before(name)),
                 module.register_forward_hook(self._behind(name)),
             ]
-            if not getattr(module, "inplace", False):  # torch's hooks and what is written in place exclude each other
-                self._handles += [
-                    module.register_full_backward_pre_hook(self._before(name)),
-                    module.register_full_backward_hook(self._through(name)),
-                ]
 
     def _before(self, name: str) -> Any:
         starts = self._starts[name]
@@ -87,16 +82,7 @@ class Costs:
             for tensor in _tensors(outputs):
                 cost.output_bytes += tensor.numel() * tensor.element_size()
                 cost.new_tensors += tensor.untyped_storage().data_ptr() not in given
-
-        return hook
-
-    def _through(self, name: str) -> Any:
-        cost, starts = self._costs[name], self._starts[name]
-
-        def hook(*_: Any) -> None:
-            if starts:
-                cost.backward_seconds += time.perf_counter() - starts.pop()
-                cost.backward_calls += 1
+            _watch_backward(cost, [*_tensors(inputs)], [*_tensors(outputs)])
 
         return hook
 
@@ -162,6 +148,27 @@ def instrument(model: nn.Module) -> Costs:
     if not isinstance(model, nn.Module):
         raise InputError("instrument", name="model", rule="an nn.Module", value=type(model).__name__)
     return Costs(model)
+
+
+def _watch_backward(cost: LayerCost, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Count gradients by hooks of tensors: those of modules don't bear what is written in place."""
+    results = [tensor for tensor in outputs if tensor.requires_grad]
+    if not results:
+        return
+    starts: list[float] = []
+
+    def begin(_: torch.Tensor) -> None:
+        cost.backward_calls += 1
+        starts.append(time.perf_counter())
+
+    def end(_: torch.Tensor) -> None:
+        if starts:
+            cost.backward_seconds += time.perf_counter() - starts.pop()
+
+    results[0].register_hook(begin)
+    asking = [tensor for tensor in inputs if tensor.requires_grad]
+    if asking:
+        asking[0].register_hook(end)
 
 
 def _weight_bytes(module: nn.Module) -> int:
