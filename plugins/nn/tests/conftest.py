@@ -23,7 +23,7 @@ TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SIZES = {"hidden": 64, "feed_forward": 96, "heads": 4, "kv_heads": 2, "layers": 2, "head_dim": 16}
+SIZES = {"hidden": 64, "feed_forward": 96, "heads": 4, "kv_heads": 2, "layers": 2, "head_dim": 16, "context": 48}
 
 
 def byte_letters() -> list[str]:
@@ -74,7 +74,7 @@ def write_tiny_llama(  # one step for each part of a file
     rng = np.random.default_rng(3)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(size["layers"])
-    writer.add_context_length(48)
+    writer.add_context_length(size["context"])
     writer.add_embedding_length(size["hidden"])
     writer.add_feed_forward_length(size["feed_forward"])
     writer.add_head_count(size["heads"])

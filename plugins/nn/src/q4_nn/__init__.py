@@ -10,8 +10,11 @@ from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4_nn.convert import Conversion, ConversionTable, convert_linears_
+from q4_nn.generation.batch import generate_batch
 from q4_nn.generation.chat import render_chat
+from q4_nn.generation.conversation import Conversation, stream_text
 from q4_nn.generation.language_model import LanguageModel
+from q4_nn.generation.perplexity import Perplexity, measure_perplexity
 from q4_nn.generation.run import Generation, StopReason
 from q4_nn.generation.sampling import Sampler
 from q4_nn.generation.sentence_encoder import SentenceEncoder
@@ -46,6 +49,7 @@ from q4_nn.training import (
 
 __all__ = [
     "Architecture",
+    "Conversation",
     "Conversion",
     "ConversionTable",
     "Costs",
@@ -63,6 +67,7 @@ __all__ = [
     "Names",
     "OffsetRMSNorm",
     "PackedEmbedding",
+    "Perplexity",
     "Q4Conv2d",
     "Q4Recurrent",
     "RopeScaling",
@@ -96,11 +101,13 @@ __all__ = [
     "dequantize_packed",
     "describe",
     "eval_cache_bytes",
+    "generate_batch",
     "initialise_",
     "instrument",
     "layer_types",
     "linear_ste",
     "make",
+    "measure_perplexity",
     "pack_",
     "q4_architectures",
     "q4_commands",
@@ -108,5 +115,6 @@ __all__ = [
     "quantize_packed",
     "render_chat",
     "ste_weight",
+    "stream_text",
     "to_ste_",
 ]

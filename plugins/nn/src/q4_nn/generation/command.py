@@ -1,4 +1,4 @@
-"""``q4 generate``: a model file answers."""
+"""``q4 generate``, ``q4 chat`` and ``q4 perplexity``: a model answers, talks, and is measured."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import attrs
 import typer
 from rich.console import Console
 
 import q4core as q4
+from q4_nn.generation.conversation import Conversation, stream_text
 from q4_nn.generation.language_model import LanguageModel
+from q4_nn.generation.perplexity import measure_perplexity
 from q4_nn.generation.run import Generation
 from q4_nn.generation.sampling import Sampler
 from q4_nn.generation.statistics import collect_statistics, print_statistics
-from q4_nn.generation.stream import TextStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["add_generate", "find_model", "printable"]
 
@@ -75,14 +77,11 @@ def _prompt_tokens(model: LanguageModel, prompt: str, system: str | None, *, raw
     return model.chat([*first, {"role": "user", "content": prompt}])
 
 
-def _run(generation: Generation, model: LanguageModel, write: Callable[[str], None]) -> str:
-    stream = TextStream(model.tokenizer)
+def _run(generation: Generation, model: LanguageModel, stops: Sequence[str], write: Callable[[str], None]) -> str:
     pieces = []
-    for token in generation:
-        pieces.append(stream.push(token))
-        write(pieces[-1])
-    pieces.append(stream.close())
-    write(pieces[-1])
+    for piece in stream_text(model, generation, stops):
+        pieces.append(piece)
+        write(piece)
     return "".join(pieces)
 
 
@@ -104,31 +103,44 @@ def _console() -> Console:
     return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
+File = Annotated[
+    str, typer.Argument(help=f"GGUF file, Hugging Face folder, or {DEMO_NAME!r} for the model in {DEMO_PACKAGE}.")
+]
+System = Annotated[str | None, typer.Option(help="The system message.")]
+MaxTokens = Annotated[int, typer.Option(help="Most new tokens.")]
+Temperature = Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 for all.")]
+TopP = Annotated[float, typer.Option(help="Draw among the fewest tokens that reach this probability.")]
+Seed = Annotated[int, typer.Option(help="Of the random generator.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+Backend = Annotated[str | None, typer.Option(help="This backend or none.")]
+ComputePath = Annotated[str | None, typer.Option(help="auto, kernel_only, kernel_or_fallback, dequant_matmul_only.")]
+Precision = Annotated[str | None, typer.Option(help="How activations may be rounded: auto, exact, int8 or fp4.")]
+Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
 def generate(  # noqa: PLR0913  # one argument per option
-    file: Annotated[
-        str, typer.Argument(help=f"GGUF file, Hugging Face folder, or {DEMO_NAME!r} for the model in {DEMO_PACKAGE}.")
-    ],
+    file: File,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     *,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands, without chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens that reach this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the random generator.")] = 0,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")] = None,
-    backend: Annotated[str | None, typer.Option(help="This backend or none.")] = None,
-    compute_path: Annotated[
-        str | None, typer.Option(help="auto, kernel_only, kernel_or_fallback, dequant_matmul_only.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="How activations may be rounded: auto, exact, int8 or fp4.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    system: System = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    device: Device = None,
+    backend: Backend = None,
+    compute_path: ComputePath = None,
+    precision: Precision = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
     """Let a model answer, and show what it cost and which backends ran."""
     path = find_model(file)
@@ -150,7 +162,7 @@ def generate(  # noqa: PLR0913  # one argument per option
         generation = Generation(
             model.decoder, tokens, max_tokens=max_tokens, sampler=sampler, stops=model.tokenizer.stops
         )
-        text = _run(generation, model, (lambda _: None) if as_json else _show)
+        text = _run(generation, model, stop or (), (lambda _: None) if as_json else _show)
         statistics = collect_statistics(model, generation, open_seconds=open_seconds)
         report = model.session.report()
     if as_json:
@@ -162,6 +174,84 @@ def generate(  # noqa: PLR0913  # one argument per option
     print_statistics(statistics, console)
 
 
+def chat(  # noqa: PLR0913  # one argument per option
+    file: File,
+    *,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = None,
+    backend: Backend = None,
+    precision: Precision = None,
+    dtype: Dtype = None,
+) -> None:
+    """Talk with a model: a question a line, until the end of the input (Ctrl-D)."""
+    path = find_model(file)
+    config = q4.SessionConfig(device=device, backend=backend, activation_precision=precision, compute_dtype=dtype)
+    sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with LanguageModel.open(path, config) as model:
+        talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
+        while True:
+            if sys.stdin.isatty():
+                _show("> ")
+            line = sys.stdin.readline()
+            if not line:
+                return
+            if line.strip():
+                for piece in talk.ask(line.strip()):
+                    _show(piece)
+                _show("\n")
+
+
+def perplexity(  # noqa: PLR0913  # one argument per option
+    file: File,
+    text: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
+    *,
+    window: Annotated[int, typer.Option(help="Tokens that are read at once.")] = 512,
+    against: Annotated[str | None, typer.Option(help="Compare with this precision of activations.")] = None,
+    device: Device = None,
+    backend: Backend = None,
+    compute_path: ComputePath = None,
+    precision: Precision = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how well a model predicts a text, and how far another precision lies from it."""
+    path = find_model(file)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "a text file in UTF-8"
+        raise q4.InputError("q4 perplexity", name="TEXT", rule=rule, value=f"{text}: {error}") from error
+    with contextlib.ExitStack() as stack:
+
+        def opened(activations: str | None) -> LanguageModel:
+            config = q4.SessionConfig(
+                device=device,
+                backend=backend,
+                compute_path=compute_path,
+                activation_precision=activations,
+                compute_dtype=dtype,
+            )
+            return stack.enter_context(LanguageModel.open(path, config))
+
+        reference = None if against is None else opened(against)
+        found = measure_perplexity(opened(precision), content, window=window, reference=reference)
+    if as_json:
+        told = {"file": str(path), "text": str(text), "perplexity": found.perplexity, **attrs.asdict(found)}
+        typer.echo(json.dumps(told, indent=2))
+        return
+    typer.echo(f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens ({found.loss:.4f} nats per token)")
+    if found.kl_divergence is not None:
+        equal = f"{found.equal_next_tokens:.1%} equal next tokens"
+        typer.echo(f"against {against}: KL divergence {found.kl_divergence:.2e} nats per token, {equal}")
+
+
 def add_generate(app: typer.Typer) -> None:
-    """Add ``generate`` to the ``q4`` command."""
+    """Add ``generate``, ``chat`` and ``perplexity`` to the ``q4`` command."""
     app.command("generate")(generate)
+    app.command("chat")(chat)
+    app.command("perplexity")(perplexity)

@@ -32,6 +32,8 @@ class StopReason(enum.Enum):
 
     STOP_TOKEN = "stop_token"  # noqa: S105  # not a password
     """The model said that it was done."""
+    STOP_STRING = "stop_string"
+    """A text came that was asked to end it."""
     MAX_TOKENS = "max_tokens"
     """As many tokens as asked for."""
     CONTEXT_FULL = "context_full"
