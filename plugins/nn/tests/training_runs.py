@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from q4_nn import State, Trainer, to_ste_
 
 EPOCHS, BATCHES = 3, 8
+KINDS = ("float", "ste", "sharded")
 
 
 class KillAt:
@@ -37,7 +40,7 @@ def data() -> TensorDataset:
 
 
 def model_of(kind: str) -> nn.Module:
-    """Return a model with dropout: float, or training in four bits."""
+    """Return a model with dropout: training in four bits, or float."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1 if kind == "resume" else 0.0), nn.Linear(32, 1))
     if kind == "ste":
@@ -71,24 +74,33 @@ def resume(folder: Path, kill_at: int) -> None:
     torch.save(model.state_dict(), folder / "weights.pt")
 
 
-def distributed(folder: Path, kind: str, rank: int, processes: int) -> None:
-    """Train in one process or two with the same global batch, and write the losses."""
-    model = model_of(kind)
-    sampler: Any = None
-    if processes > 1:
-        torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=processes)
-        sampler = DistributedSampler(data(), processes, rank, shuffle=False)
-        model = nn.parallel.DistributedDataParallel(model)
+def losses_of(kind: str, folder: Path, rank: int = 0, processes: int = 1) -> list[float]:
+    """Train in one process or several with the same global batch, and return the losses."""
+
+    def trainer() -> Trainer:
+        model = model_of(kind)
+        if processes > 1 and kind == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (processes,)))
+        elif processes > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        return trainer_of(model, folder)
+
+    sampler: Any = None if processes == 1 else DistributedSampler(data(), processes, rank, shuffle=False)
     loader = DataLoader(data(), 16 // processes, sampler=sampler)
-    trainer = trainer_of(model, folder, accumulate=1)
-    losses = trainer.fit(loader, epochs=5).losses
-    if processes > 1:
-        both = torch.tensor(losses)
-        torch.distributed.all_reduce(both)
-        losses = (both / processes).tolist()
-        torch.distributed.destroy_process_group()
-    if rank == 0:
-        torch.save(losses, folder / f"losses-{processes}.pt")
+    if kind == "sharded":
+        trainer().fit(loader, epochs=2)  # and again from its checkpoint
+    return trainer().fit(loader, epochs=5, resume=kind == "sharded").losses
+
+
+def distributed(folder: Path, rank: int, processes: int) -> None:
+    """Train each kind in several processes, and write the losses."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=processes)
+    for kind in KINDS:
+        (folder / kind).mkdir(exist_ok=True)
+        losses = losses_of(kind, folder / kind, rank, processes)
+        if rank == 0:
+            torch.save(losses, folder / f"{kind}.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -96,4 +108,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "resume":
         resume(Path(sys.argv[2]), int(sys.argv[3]))
     else:
-        distributed(Path(sys.argv[2]), sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+        distributed(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

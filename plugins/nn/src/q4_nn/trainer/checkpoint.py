@@ -17,7 +17,7 @@ from q4core import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["load_state", "restore_random", "save_state", "take_random"]
+__all__ = ["gather_states", "load_states", "restore_random", "save_states", "take_random"]
 
 _VERSION = 1
 
@@ -58,18 +58,50 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
     return {name: item for name, item in found.items() if isinstance(item, torch.Generator)}
 
 
-def save_state(path: Path, parts: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Write the states of some parts, and plain values beside them; an older file stays until this one is whole.
+def gather_states(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of each part (name → what has ``state_dict``), tensors that processes share out made whole.
 
-    Args:
-        path: The file.
-        parts: Name → what has ``state_dict``.
-        told: Plain values.
+    Every process of a group calls it, since each holds a piece.
+    """
+    return {name: _whole(part.state_dict()) for name, part in parts.items()}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _share_out(name: str, part: Any, state: Any) -> Any:
+    """Return a state whose whole tensors are shared out as those of the part are."""
+    if name == "model":
+        own = part.state_dict()
+        return {key: _shared_as(own[key], value) for key, value in state.items()}
+    if name == "optimizer":
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        held = {
+            number: {key: _shared_as(parameters[number], value) for key, value in items.items()}
+            for number, items in state["state"].items()
+        }
+        return {**state, "state": held}
+    return state
+
+
+def _shared_as(own: Any, value: Any) -> Any:
+    if not hasattr(own, "full_tensor") or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # slow to import, and rarely needed
+
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+
+
+def save_states(path: Path, states: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Write what ``gather_states`` returned, and plain values beside it; an older file stays until this one is whole.
 
     Raises:
         OSError: It can't be written.
     """
-    content = {"version": _VERSION, **told, "parts": {name: part.state_dict() for name, part in parts.items()}}
+    content = {"version": _VERSION, **told, "parts": dict(states)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as file:
         temporary = Path(file.name)
@@ -83,7 +115,7 @@ def save_state(path: Path, parts: Mapping[str, Any], told: Mapping[str, Any]) ->
     temporary.replace(path)
 
 
-def load_state(path: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
+def load_states(path: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Give some parts their states back, and return the plain values beside them.
 
     Nothing is changed where the file is not what it should be; no code of it is run.
@@ -108,7 +140,7 @@ def load_state(path: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
             raise _refusal(path, f"tensor {name!r}", one, other, "It is the checkpoint of another model.")
     for name in sorted(parts, key="model".__eq__):  # the model last, of which nothing can be wrong any more
         try:
-            parts[name].load_state_dict(states[name])
+            parts[name].load_state_dict(_share_out(name, parts[name], states[name]))
         except (ValueError, KeyError, TypeError) as error:
             raise _refusal(path, name, "that of this training", str(error)) from error
     return dict(content)

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn.trainer.checkpoint import load_state, restore_random, save_state, take_random
+from q4_nn.trainer.checkpoint import gather_states, load_states, restore_random, save_states, take_random
 from q4_nn.trainer.progress import Progress
 from q4core import InputError, Q4Error
 
@@ -36,7 +36,7 @@ class State:
         epoch: Passes over the data that are finished.
         step: Updates of the weights so far.
         batch: Batches of this epoch so far.
-        losses: Mean loss of each update.
+        losses: Mean loss of each update, over all processes.
         epoch_losses: Mean loss of each finished epoch.
         stopped: Why it was stopped, or None.
     """
@@ -86,7 +86,8 @@ class Trainer:
     A batch is a tuple whose last item is the target and whose others the model takes; or whatever ``step`` takes.
 
     Args:
-        model: The module; for several processes one wrapped in ``DistributedDataParallel``.
+        model: The module; for several processes wrapped in ``DistributedDataParallel`` or shared out by
+            ``fully_shard``. All of them read the checkpoint, so it lies where each can.
         optimizer: Over the model's parameters.
         loss: Takes the model's result and the target, and returns the mean loss of a batch.
         max_grad_norm: Longer gradients are scaled to this length; None for no limit.
@@ -141,8 +142,12 @@ class Trainer:
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and shows: the only one, or the one of rank 0."""
+        return self._processes == 1 or torch.distributed.get_rank() == 0
+
+    @property
+    def _processes(self) -> int:
         distributed = torch.distributed
-        return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+        return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
     def fit(self, loader: Iterable[Any], *, epochs: int = 1, resume: bool = False) -> State:
         """Train for some epochs, counted from the first.
@@ -164,6 +169,8 @@ class Trainer:
         """
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
             raise InputError("Trainer", name="epochs", rule="a positive whole number", value=epochs)
+        if resume and self._processes > 1:
+            torch.distributed.barrier()  # behind what the first one may still be writing
         skip = self._resume(loader) if resume and self.checkpoint is not None and self.checkpoint.is_file() else None
         with Progress(show=self.show if self.is_first else False) as progress:
             while self.state.epoch < epochs and self.state.stopped is None:
@@ -173,7 +180,7 @@ class Trainer:
 
     def _resume(self, loader: Any) -> dict[str, Any]:
         """Take everything from the checkpoint, and return the generators' states behind the last batch."""
-        found = load_state(self.checkpoint, self._parts())  # type: ignore[arg-type]  # fit looked
+        found = load_states(self.checkpoint, self._parts())  # type: ignore[arg-type]  # fit looked
         self.state = State(**found["state"])
         self._epoch_random = found["epoch_random"]
         restore_random(self._epoch_random, loader)
@@ -186,9 +193,12 @@ class Trainer:
         return parts if self.scheduler is None else {**parts, "scheduler": self.scheduler}
 
     def _save(self, loader: Any) -> None:
-        if self.checkpoint is not None and self.is_first:
+        if self.checkpoint is None:
+            return
+        states = gather_states(self._parts())
+        if self.is_first:
             told = {"state": attrs.asdict(self.state), "epoch_random": self._epoch_random}
-            save_state(self.checkpoint, self._parts(), {**told, "random": take_random(loader)})
+            save_states(self.checkpoint, states, {**told, "random": take_random(loader)})
 
     def _epoch(self, loader: Any, skip: dict[str, Any] | None, progress: Progress, epochs: int) -> None:
         """Run one epoch, or what is left of it."""
@@ -250,13 +260,18 @@ class Trainer:
             if loss.dim():
                 rule = "one number for each batch; take the mean"
                 raise InputError("Trainer", name="loss", rule=rule, value=list(loss.shape))
-            if not torch.isfinite(loss):
-                self._fail("loss", float(loss.detach()))
             (loss / self.accumulate).backward()
         return loss.detach()
 
     def _update(self, pending: list[torch.Tensor]) -> None:
         """Update the weights by the gradients of the pending batches."""
+        mean = torch.stack(pending).mean()
+        if self._processes > 1:  # so that all of them stop at the same step
+            torch.distributed.all_reduce(mean)
+            mean /= self._processes
+        loss = float(mean)
+        if not math.isfinite(loss):
+            self._fail("loss", loss)
         if len(pending) < self.accumulate:  # the last ones of an epoch weigh as much
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -270,7 +285,7 @@ class Trainer:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        self.state.losses.append(float(torch.stack(pending).mean()))
+        self.state.losses.append(loss)
         pending.clear()
         self._call("on_step")
 
