@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,15 @@ from q4_nn import (
     STEConv2d,
     STELinear,
     STERecurrent,
+    Trainer,
     TransformerConfig,
     TransformerDecoder,
+    build_mlp,
+    eval_cache_bytes,
     pack_,
     to_ste_,
 )
+from tests.support.footprint import resident
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,3 +180,31 @@ def test_refusals() -> None:
     with q4.Session(EXACT) as session, pytest.raises(q4.InputError):
         pack_(model, session)
     assert [type(layer) for layer in model] == [STELinear, STELinear]
+
+
+@pytest.mark.parametrize("cycles", [60, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_networks_that_are_dropped_leave_nothing(cycles: int) -> None:
+    """Built, trained, packed, run and dropped over and over: no tensor stays, and memory is where it was."""
+    x, y = torch.randn(8, 32), torch.randint(0, 4, (8,))
+
+    def cycle(session: q4.Session, number: int) -> None:
+        model = build_mlp([32, 16, 4], format=FORMATS[number % len(FORMATS)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        Trainer(model, optimizer, nn.functional.cross_entropy, show=False).fit([(x, y)])
+        pack_(model.eval(), session)
+        with torch.no_grad():
+            model(x)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+    with q4.Session(q4.SessionConfig(device="cpu")) as session:
+        for number in range(50):
+            cycle(session, number)
+        count, before = tensors(), resident()
+        for number in range(cycles):
+            cycle(session, number)
+        assert tensors() == count
+        assert resident() - before < 8 << 20
+    assert eval_cache_bytes() == 0
