@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel, TransformerEncoder, build_from_hf
+from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, build_from_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,6 +163,68 @@ def test_encoder_folder(tmp_path: Path) -> None:
     make_tokenizer("byte").save_pretrained(tmp_path)
     with pytest.raises(q4.CheckpointError, match="an encoder gives no text"):
         LanguageModel.open(tmp_path, EXACT)
+
+
+def write_sentence_encoder(folder: Path) -> tuple[Any, Any]:
+    """Write a small random encoder as sentence-transformers lays it out, and return model and tokenizer."""
+    torch.manual_seed(4)
+    words = sorted({*"abcdefghijklmnopqrstuvwxyz", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"), "the"})
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
+    engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))  # noqa: S106
+    engine.normalizer = tokenizers.normalizers.BertNormalizer()
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    marks = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "CLS", "SEP", "UNK")}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, **marks)
+    tokenizer.save_pretrained(folder)
+    engine.enable_padding(length=128, pad_id=0, pad_token="[PAD]")  # noqa: S106  # as MiniLM's file has it
+    engine.enable_truncation(128)
+    engine.save(str(folder / "tokenizer.json"))
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=48,
+        initializer_range=0.3,
+    )
+    model = transformers.BertModel(config).eval()
+    model.save_pretrained(folder)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": false}')
+    return model, tokenizer
+
+
+SENTENCES = ["the cat", "a much longer sentence of some words that goes on and on", "Q", "the dog sat"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", None])
+def test_sentences(pooling: str | None, tmp_path: Path) -> None:
+    """Vectors are those of the layout's rule, whatever padding the tokenizer's file asks for; long texts are cut."""
+    theirs, tokenizer = write_sentence_encoder(tmp_path)
+    if pooling is not None:
+        (tmp_path / "1_Pooling").mkdir()
+        told = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(told))
+    given = tokenizer(SENTENCES, padding=True, truncation=True, max_length=24, return_tensors="pt")
+    with torch.inference_mode(), SentenceEncoder.open(tmp_path, EXACT) as model:
+        features = theirs(**given).last_hidden_state
+        mask = given["attention_mask"][..., None]
+        expected = features[:, 0] if pooling == "cls" else (features * mask).sum(1) / mask.sum(1)
+        found = model.encode(SENTENCES)
+        assert error(found, torch.nn.functional.normalize(expected, dim=-1)) < 1e-5
+        assert error(model.encode(SENTENCES, batch=1), found) < 1e-5
+
+
+def test_pooling_that_is_not_served(tmp_path: Path) -> None:
+    """A layout whose vectors are made in another way is refused."""
+    write_sentence_encoder(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(q4.CheckpointError, match="pooling_mode_mean_tokens or pooling_mode_cls_token"):
+        SentenceEncoder.open(tmp_path, EXACT)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     except Exception as error:  # the library raises no other kind
         rule = "a file that the package tokenizers reads"
         raise CheckpointError("model folder", name=path.name, rule=rule, value=str(error), where=str(path)) from error
+    engine.no_padding()  # which the file may ask for, as MiniLM's does: padding is no text
+    engine.no_truncation()
     size = engine.get_vocab_size(with_added_tokens=True)
     tokens = [engine.id_to_token(number) or "" for number in range(size)]
     added = engine.get_added_tokens_decoder()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 import torch
@@ -11,6 +11,7 @@ import torch
 import q4core as q4
 from q4_nn.generation.hf_tokenizer import tokenizer_from_hf
 from q4_nn.models.hf import build_from_hf
+from q4_nn.models.read_json import read_json
 from q4_nn.models.transformer import TransformerEncoder
 from q4core import InputError
 
@@ -32,25 +33,30 @@ class SentenceEncoder:
         encoder: Token numbers to features.
         tokenizer: Sentences to token numbers.
         session: What 4-bit layers were prepared under; closed with the model.
+        limit: Tokens of a sentence; what is longer is cut before its last mark.
+        pooling: ``"mean"`` over a sentence's features, or ``"cls"`` for its first one's.
     """
 
     encoder: TransformerEncoder
     tokenizer: Tokenizer
     session: q4.Session
+    limit: int
+    pooling: Literal["mean", "cls"] = "mean"
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], config: q4.SessionConfig | None = None) -> SentenceEncoder:
         """Open a Hugging Face directory of an encoder.
 
         Args:
-            folder: With ``config.json``, ``tokenizer.json`` and safetensors files.
+            folder: With ``config.json``, ``tokenizer.json`` and safetensors files; ``sentence_bert_config.json`` and
+                ``1_Pooling/config.json`` are obeyed where they are there.
             config: What to ask for; unset fields ask the context, the environment and the default.
 
         Raises:
-            CheckpointError: A file is missing or malformed, or the model is no encoder.
+            CheckpointError: A file is missing or malformed, the model is no encoder, or pools otherwise.
         """
         folder = Path(folder)
-        tokenizer = tokenizer_from_hf(folder)
+        tokenizer, pooling = tokenizer_from_hf(folder), _pooling(folder)
         session = q4.Session(config)
         try:
             encoder = build_from_hf(folder, session)
@@ -61,7 +67,9 @@ class SentenceEncoder:
             session.close()
             rule, hint = "of an encoder", "LanguageModel.open reads decoders."
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, where=str(folder), hint=hint)
-        return cls(encoder, tokenizer, session)
+        limit = encoder.config.max_position_embeddings
+        told = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+        return cls(encoder, tokenizer, session, min(limit, told) if isinstance(told, int) else limit, pooling)
 
     def encode(self, sentences: Sequence[str], *, batch: int = 32) -> torch.Tensor:
         """Return one vector of length one for each sentence: float32 [n, hidden].
@@ -75,8 +83,8 @@ class SentenceEncoder:
         """
         if isinstance(sentences, str) or not sentences:
             raise InputError("SentenceEncoder", name="sentences", rule="a list of at least one text", value=sentences)
-        limit = self.encoder.config.max_position_embeddings
-        rows = [self.tokenizer.encode_whole(text)[:limit] for text in sentences]
+        rows = [self.tokenizer.encode_whole(text) for text in sentences]
+        rows = [row if len(row) <= self.limit else [*row[: self.limit - 1], row[-1]] for row in rows]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # alike lengths together
         found: list[tuple[int, torch.Tensor]] = []
         for start in range(0, len(rows), batch):
@@ -91,8 +99,8 @@ class SentenceEncoder:
         lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)
         allowed = torch.arange(longest, device=self.encoder.device) < lengths[:, None]
         features = self.encoder(tokens, allowed=allowed).to(torch.float32)
-        mean = (features * allowed[..., None]).sum(1) / lengths[:, None]
-        return torch.nn.functional.normalize(mean, dim=-1).cpu()
+        found = features[:, 0] if self.pooling == "cls" else (features * allowed[..., None]).sum(1) / lengths[:, None]
+        return torch.nn.functional.normalize(found, dim=-1).cpu()
 
     def close(self) -> None:
         """Give every prepared byte back."""
@@ -107,3 +115,16 @@ class SentenceEncoder:
     ) -> None:
         """Close the model."""
         self.close()
+
+
+def _pooling(folder: Path) -> Literal["mean", "cls"]:
+    """Return how a directory of sentence-transformers makes one vector of many; the mean where it does not say."""
+    path = folder / "1_Pooling" / "config.json"
+    told = read_json(path)
+    modes = {name for name, value in told.items() if name.startswith("pooling_mode_") and value is True}
+    if not told or modes == {"pooling_mode_mean_tokens"}:
+        return "mean"
+    if modes == {"pooling_mode_cls_token"}:
+        return "cls"
+    rule, value = "pooling_mode_mean_tokens or pooling_mode_cls_token", ", ".join(sorted(modes))
+    raise q4.CheckpointError("model folder", name="pooling", rule=rule, value=value, where=str(path))
