@@ -103,9 +103,10 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
-def traceability(session: nox.Session) -> None:
-    """Write docs/traceability.md anew: use cases, cases, tests, plugins and certificates."""
-    run(session, "python", "-m", "tools.traceability")
+def examples(session: nox.Session) -> None:
+    """Train the examples to their end, for some minutes, and judge what they reach."""
+    install_group(session, "test")
+    _pytest(session, "-m", "training", *(session.posargs or ["tests/repository/test_learning_examples.py"]))
 
 
 @nox.session(venv_backend="none", requires=["env"])

@@ -8,7 +8,8 @@ It needs q4-nn, scikit-learn (the data) and matplotlib: pip install "q4core[exam
 from __future__ import annotations
 
 import torch
-from learning import compare_on_digits, digits
+from learning import compare_on_digits
+from learning_data import digits
 from torch import nn
 
 import q4core as q4

@@ -1,4 +1,4 @@
-"""What the learning examples share: data that is at hand without a download, and a picture of curves."""
+"""What the learning examples share: losses over text, two networks beside each other, and a picture of curves."""
 
 from __future__ import annotations
 
@@ -12,42 +12,28 @@ mpl.use("Agg")
 
 import torch
 from matplotlib import pyplot as plt
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+NARROW = 20
 COLOURS = ("#3465a4", "#4e9a06", "#c17d11", "#75507b")
 
 
-def digits(seed: int) -> tuple[DataLoader, torch.Tensor, torch.Tensor]:
-    """Return batches of 64 of 1,437 handwritten digits [B, 1, 8, 8], and 360 others with their labels."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    generator = torch.Generator().manual_seed(seed)
-    loader = DataLoader(TensorDataset(images[train], labels[train]), 64, shuffle=True, generator=generator)
-    return loader, images[test], labels[test]
+def byte_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss in nats per byte of logits [B, T, 256] over the bytes that follow [B, T]."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
-def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this project's documentation as bytes, int64: nine tenths to learn from, one tenth held back."""
-    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-    data = b"".join(page.read_bytes() for page in pages)
-    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int64)
-    cut = len(numbers) * 9 // 10
-    return numbers[:cut], numbers[cut:]
-
-
-def windows(numbers: torch.Tensor, length: int, batch: int, steps: int, seed: int) -> DataLoader:
-    """Return ``steps`` batches of random pieces of a text with, for each position, the byte that follows."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(numbers) - length - 1, (steps * batch,), generator=generator)
-    pieces = numbers[starts[:, None] + torch.arange(length + 1)]
-    return DataLoader(TensorDataset(pieces[:, :-1], pieces[:, 1:]), batch)
+def loss_over(model: nn.Module, numbers: torch.Tensor, length: int, most: int = 256) -> float:
+    """Return a model's loss over a text in at most so many pieces of a length."""
+    count = min((len(numbers) - 1) // length, most)
+    pieces = numbers[: count * length].view(count, length)
+    following = numbers[1 : count * length + 1].view(count, length)
+    with torch.no_grad():
+        return float(byte_loss(model(pieces), following))
 
 
 def draw(curves: Mapping[str, Sequence[float]], path: Path, title: str, ylabel: str, xlabel: str = "epoch") -> None:
@@ -56,6 +42,10 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path, title: str, ylabel: 
     for (name, values), colour in zip(curves.items(), COLOURS, strict=False):
         axes.plot(range(1, len(values) + 1), values, label=name, color=colour)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    values = [value for curve in curves.values() for value in curve]
+    is_narrow = max(values) < NARROW * min(values)  # numbers between the powers of ten, too
+    axes.yaxis.set_minor_formatter(ScalarFormatter() if is_narrow else NullFormatter())
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -75,7 +75,7 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
 
 def runnable(session: nox.Session) -> str:
     """Return which tests run here, as pytest's -m takes it. In CI, nothing is left out for want of a tool."""
-    unwanted = ["soak", "gpu", "interpreted", "peer"]
+    unwanted = ["soak", "gpu", "interpreted", "peer", "training"]
     missing = [package for tool, package in CROSS_TOOLS.items() if not shutil.which(tool)]
     if missing and not os.environ.get("CI"):
         session.warn(f"the kernels for Arm are not tested; Debian: apt install {' '.join(missing)}")

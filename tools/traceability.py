@@ -1,6 +1,6 @@
 """Makes docs/traceability.md: use cases ↔ contract cases ↔ tests ↔ plugins ↔ the last certificates.
 
-``nox -s traceability`` runs it. It reads the kit's tables, the ids of the tests that pytest collects, the plugins'
+It reads the kit's tables, the ids of the tests that pytest collects, the plugins'
 sources and what certificates there are; nothing is typed by hand but which use case a contract case proves, which is
 data in ``tools.use_cases``.
 """
@@ -40,7 +40,7 @@ _HOOKS = {
 
 _INTRODUCTION = """\
 From what people do to what proves it: [use cases](use-cases.md), contract cases, the tests that run them, the plugins
-that they concern and how they ended in the last certificates. Made by `nox -s traceability`."""
+that they concern and how they ended in the last certificates. Made by `python -m tools.traceability`."""
 
 
 _PARTS = """\

@@ -25,7 +25,7 @@ def test_nothing_is_missing() -> None:
 
 
 def test_page_is_up_to_date() -> None:
-    """The page is what ``nox -s traceability`` writes."""
+    """The page is what ``python -m tools.traceability`` writes."""
     assert PAGE.read_text(encoding="utf-8") == page_of(tables(), parts(), certificates())
 
 
