@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, build_from_hf
+from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, load_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,7 +157,7 @@ def test_encoder_folder(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(0, 50, (2, 7))
     with q4.Session(EXACT) as session, torch.inference_mode():
-        model = build_from_hf(tmp_path, session)
+        model = load_model(tmp_path, session)
         assert isinstance(model, TransformerEncoder)
         assert error(model(tokens), theirs(tokens).last_hidden_state) < 1e-6
     make_tokenizer("byte").save_pretrained(tmp_path)

@@ -196,7 +196,7 @@ METADATA: dict[str, tuple[Any, str]] = {
     "llama.attention.layer_norm_rms_epsilon": (float("nan"), "finite"),
     "llama.rope.freq_base": (-1.0, "greater than 0"),
     "llama.rope.dimension_count": (15, "even and at most 16"),
-    "llama.rope.scaling.type": ("yarn", "'none' or 'linear'"),
+    "llama.rope.scaling.type": ("dynamic", "'none', 'linear' or 'yarn'"),
     "llama.expert_count": (8, "no mixture of experts"),
     "llama.vocab_size": (267, r"of shape \[267, 64\]"),
     "llama.context_length": ("many", "a whole number"),
@@ -256,7 +256,7 @@ def test_a_plugin_brings_an_architecture(tiny_llama: Path, monkeypatch: pytest.M
 
     registry = q4.Registry([("nn", q4_nn), ("more", Plugin())])
     monkeypatch.setattr("q4_nn.models.architecture.default_registry", lambda: registry)
-    assert [*architectures()] == ["llama", "llama-again"]
+    assert [*architectures()] == ["gemma3", "llama", "llama-again", "phi3", "qwen2", "qwen3", "smollm3"]
     checkpoint = q4.open(tiny_llama)
     values = {**checkpoint.metadata, "general.architecture": "llama-again"}
     values |= {key.replace("llama.", "llama-again."): value for key, value in values.items()}

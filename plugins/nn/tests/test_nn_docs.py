@@ -12,10 +12,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "networks.md"
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_snippet_runs(number: int, tmp_path: Path) -> None:
-    """Each of the page's three programs runs as it stands."""
-    assert len(SNIPPETS) == 3
+    """Each of the page's four programs runs as it stands."""
+    assert len(SNIPPETS) == 4
     file = tmp_path / "snippet.py"
     file.write_text(SNIPPETS[number], encoding="utf-8")
     runpy.run_path(str(file))

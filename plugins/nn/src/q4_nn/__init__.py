@@ -22,10 +22,10 @@ from q4_nn.generation.stream import TextStream
 from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.models.architecture import Architecture, architectures, build_decoder
 from q4_nn.models.config import TransformerConfig
-from q4_nn.models.hf import build_from_hf
 from q4_nn.models.initialise import initialise_
 from q4_nn.models.load import Names
 from q4_nn.models.metadata import Metadata
+from q4_nn.models.saved import load_model, save_model
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
 from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
 from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn, build_transformer
@@ -91,7 +91,6 @@ __all__ = [
     "build",
     "build_cnn",
     "build_decoder",
-    "build_from_hf",
     "build_mlp",
     "build_rnn",
     "build_tokenizer",
@@ -106,6 +105,7 @@ __all__ = [
     "instrument",
     "layer_types",
     "linear_ste",
+    "load_model",
     "make",
     "measure_perplexity",
     "pack_",
@@ -114,6 +114,7 @@ __all__ = [
     "q4_layers",
     "quantize_packed",
     "render_chat",
+    "save_model",
     "ste_weight",
     "stream_text",
     "to_ste_",

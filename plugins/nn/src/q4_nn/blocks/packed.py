@@ -99,6 +99,12 @@ class Q4Recurrent(nn.Module):
         self.directions = 2 if like.bidirectional else 1
         self.dropout = like.dropout
 
+    @property
+    def ends(self) -> list[str]:
+        """Ends of the names that torch gives each cell's parameters, such as ``_l0`` and ``_l0_reverse``."""
+        sides = ("", "_reverse")[: self.directions]
+        return [f"_l{level}{side}" for level in range(self.num_layers) for side in sides]
+
     def extra_repr(self) -> str:
         """Return what torch prints beside the layers."""
         return f"{self.mode}, hidden_size={self.hidden_size}, num_layers={self.num_layers}"

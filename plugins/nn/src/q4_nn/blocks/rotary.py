@@ -70,8 +70,8 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = attrs.field(default=(), converter=tuple[float, ...])
+    long_factor: tuple[float, ...] = attrs.field(default=(), converter=tuple[float, ...])
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], context: int) -> RopeScaling:
@@ -92,8 +92,6 @@ class RopeScaling:
                 raise ConfigError("rotary embedding", name=name, rule=f"given for rope_type {kind!r}", value=None)
         names = {field.name for field in attrs.fields(cls)}
         known = {name: item for name, item in values.items() if name in names and item is not None}
-        for name in ("short_factor", "long_factor"):
-            known[name] = tuple(known.get(name, ()))
         original = values.get("original_max_position_embeddings") or context
         if kind == "longrope":
             known.setdefault("factor", context / original)

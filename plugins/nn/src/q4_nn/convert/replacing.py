@@ -10,6 +10,7 @@ from torch import nn
 
 from q4_nn.convert.candidates import SkipOptions, find_candidates, reason_against, stored_bytes
 from q4_nn.convert.table import Conversion, ConversionTable
+from q4_nn.registry.layer_type import keep_options
 from q4core import (
     BackendUnavailableError,
     InputError,
@@ -104,7 +105,7 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
             rows.append(_row(name, layer, "failed", str(error)))
             continue
         replacement.train(layer.training)
-        setattr(candidate.parent, candidate.attribute, replacement)
+        setattr(candidate.parent, candidate.attribute, keep_options(layer, replacement))
         dense = layer.weight.detach().to(torch.float32)
         error_norm = float(torch.linalg.vector_norm(dense - dequantize(weight, torch.float32)))
         norm = float(torch.linalg.vector_norm(dense))

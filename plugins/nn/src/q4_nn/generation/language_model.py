@@ -13,8 +13,8 @@ from q4_nn.generation.chat import render_chat
 from q4_nn.generation.hf_tokenizer import read_chat_template, tokenizer_from_hf
 from q4_nn.generation.tokenizer import build_tokenizer
 from q4_nn.models.architecture import build_decoder, find_architecture
-from q4_nn.models.hf import build_from_hf
 from q4_nn.models.metadata import Metadata
+from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerDecoder
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class LanguageModel:
     def _from_folder(cls, folder: Path, session: q4.Session) -> LanguageModel:
         tokenizer = tokenizer_from_hf(folder)
         template, special = read_chat_template(folder)
-        decoder = build_from_hf(folder, session)
+        decoder = load_model(folder, session)
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))

@@ -10,8 +10,8 @@ import torch
 
 import q4core as q4
 from q4_nn.generation.hf_tokenizer import tokenizer_from_hf
-from q4_nn.models.hf import build_from_hf
 from q4_nn.models.read_json import read_json
+from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerEncoder
 from q4core import InputError
 
@@ -59,7 +59,7 @@ class SentenceEncoder:
         tokenizer, pooling = tokenizer_from_hf(folder), _pooling(folder)
         session = q4.Session(config)
         try:
-            encoder = build_from_hf(folder, session)
+            encoder = load_model(folder, session)
         except BaseException:
             session.close()
             raise

@@ -1,16 +1,22 @@
-"""Decoders from GGUF files: the metadata's sizes, and what the file calls the parts."""
+"""Decoders from GGUF files: the metadata's sizes, and what the file calls the parts.
+
+Reference:
+    Metadata keys and tensor names of the GGUF specification; what a kind leaves unsaid (which blocks slide, or turn
+    nothing) is what llama.cpp computes for it.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
 from q4_nn.blocks.rotary import RopeScaling
 from q4_nn.models.architecture import Architecture
 from q4_nn.models.config import TransformerConfig
+from q4_nn.models.hf_names import fused_parts
 from q4_nn.models.load import Names
 
 if TYPE_CHECKING:
@@ -18,21 +24,29 @@ if TYPE_CHECKING:
     from q4_nn.models.transformer import TransformerDecoder
     from q4core import Checkpoint
 
-__all__ = ["ARCHITECTURES", "config_from_gguf"]
+__all__ = ["ARCHITECTURES"]
 
+_KINDS = ("llama", "gemma3", "phi3", "qwen2", "qwen3", "smollm3")
 _PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
-_FACTORS = "rope_freqs.weight"
+_FACTORS, _SHORT, _LONG = (f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long"))
+_PLAIN = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
+"""Options of YaRN that are not computed here, with what they must be."""
 
 
 def _renamed(name: str, parts: dict[str, str], whole: dict[str, str], theirs: str, ours: str) -> str:
@@ -44,34 +58,21 @@ def _renamed(name: str, parts: dict[str, str], whole: dict[str, str], theirs: st
     return f"{whole.get(head, head)}{dot}{leaf}"
 
 
-def _ours(name: str) -> str:
-    return _renamed(name, _PARTS, _WHOLE, "blk", "layers")
-
-
-def _theirs(name: str) -> str:
-    parts, whole = ({value: key for key, value in table.items()} for table in (_PARTS, _WHOLE))
-    return _renamed(name, parts, whole, "layers", "blk")
-
-
-def config_from_gguf(metadata: Metadata, *, tied: bool = False) -> TransformerConfig:
-    """Return the config of a Llama-family GGUF file.
-
-    Args:
-        metadata: The file's.
-        tied: Whether the head is the embedding, which only the file's tensors tell.
+def _config(checkpoint: Checkpoint, metadata: Metadata, kind: str) -> TransformerConfig:
+    """Return the config of a file.
 
     Raises:
         CheckpointError: A value is missing, not legal, or asks for what is not computed here.
-
-    Reference:
-        Metadata keys of the GGUF specification.
     """
-    prefix = metadata.text("general.architecture", default="llama")
+    prefix = metadata.text("general.architecture", default=kind)
 
     def key(name: str) -> str:
         return f"{prefix}.{name}"
 
+    unread = (problem.key for problem in checkpoint.schema.unsupported)
+    found = {name.removesuffix(".weight") for name in (*checkpoint, *checkpoint.dense, *unread)}
     hidden = metadata.integer(key("embedding_length"))
+    layers = metadata.integer(key("block_count"), high=10_000)
     heads = metadata.integer(key("attention.head_count"))
     kv_heads = metadata.integer(key("attention.head_count_kv"), default=heads)
     if heads % kv_heads:
@@ -87,18 +88,13 @@ def config_from_gguf(metadata: Metadata, *, tied: bool = False) -> TransformerCo
     turned = metadata.integer(key("rope.dimension_count"), default=head_dim)
     if turned % 2 or turned > head_dim:
         metadata.fail(key("rope.dimension_count"), f"even and at most {head_dim}", turned)
-    experts = metadata.integer(key("expert_count"), low=0, default=0)
-    if experts:
-        metadata.fail(key("expert_count"), "0 (no mixture of experts is served)", experts)
-    context = metadata.integer(key("context_length"))
-    # Inside its window a sliding-window model is an ordinary one; beyond it nothing is promised.
-    context = min(context, metadata.integer(key("attention.sliding_window"), low=1, default=context))
     tokens = len(metadata.items("tokenizer.ggml.tokens", str)) if "tokenizer.ggml.tokens" in metadata else None
     vocabulary = metadata.integer(key("vocab_size"), default=tokens)
     if vocabulary is None:
         metadata.fail(key("vocab_size"), "present")
+    context = metadata.integer(key("context_length"))
     return TransformerConfig(
-        num_hidden_layers=metadata.integer(key("block_count"), high=10_000),
+        num_hidden_layers=layers,
         hidden_size=hidden,
         intermediate_size=metadata.integer(key("feed_forward_length")),
         num_attention_heads=heads,
@@ -109,51 +105,96 @@ def config_from_gguf(metadata: Metadata, *, tied: bool = False) -> TransformerCo
         norm_eps=metadata.number(key("attention.layer_norm_rms_epsilon"), above=0),
         rope_dim=turned,
         rope_theta=metadata.number(key("rope.freq_base"), above=0, default=10000.0),
-        rope_scaling=_rope_scaling(metadata, prefix),
-        rope_interleaved=True,
-        tie_word_embeddings=tied,
+        rope_scaling=_rope_scaling(checkpoint, metadata, key("rope.scaling"), context, turned),
+        rope_interleaved=kind in {"llama", "smollm3"},  # whose q and k rows the converter permutes
+        attention_bias="blk.0.attn_q.bias" in found,
+        attention_out_bias="blk.0.attn_output.bias" in found,
+        mlp_bias="blk.0.ffn_down.bias" in found,
+        qk_norm="blk.0.attn_q_norm" in found,
+        tie_word_embeddings="output" not in found,
+        **_options(metadata, prefix, kind),
     )
 
 
-def _rope_scaling(metadata: Metadata, prefix: str) -> RopeScaling:
-    kind = metadata.text(f"{prefix}.rope.scaling.type", default=None)
+def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
+    """Return what a kind does beyond a Llama; refuse what none of them does."""
+    for name in ("expert_count", "attn_logit_softcapping", "final_logit_softcapping"):
+        if value := metadata.number(f"{prefix}.{name}", above=-1, default=0):
+            metadata.fail(f"{prefix}.{name}", "0 (no mixture of experts is served, nor capped logits)", value)
+    layers, hidden, context = (
+        metadata.integer(f"{prefix}.{name}") for name in ("block_count", "embedding_length", "context_length")
+    )
+    window = metadata.integer(f"{prefix}.attention.sliding_window", low=0, default=0)
+    options: dict[str, Any] = {}
+    every = layers + 1
+    if kind == "gemma3":  # its norms are stored with their 1 added: plain ones
+        every = metadata.integer(f"{prefix}.attention.sliding_window_pattern", default=6)
+        options = {"norm_position": "both", "hidden_act": "gelu_tanh", "embedding_scale": hidden**0.5}
+        if layers == 62:  # noqa: PLR2004  # of 27B alone
+            options["attention_scale"] = (hidden / metadata.integer(f"{prefix}.attention.head_count")) ** -0.5
+        options["local_rope_theta"] = metadata.number(f"{prefix}.rope.freq_base_swa", above=0, default=10_000.0)
+    if kind == "smollm3":
+        options["no_rope_layers"] = range(3, layers, 4)
+    if 0 < window < context:
+        sliding = [layer for layer in range(layers) if (layer + 1) % every]
+        options |= {"sliding_window": window, "sliding_layers": sliding}
+    return options
+
+
+def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, context: int, turned: int) -> RopeScaling:
+    kind = metadata.text(f"{prefix}.type", default=None)
+    original = metadata.integer(f"{prefix}.original_context_length", default=context)
+    if _LONG in checkpoint.dense and _SHORT in checkpoint.dense:
+        long, short = (_factors(checkpoint, metadata, name, turned) for name in (_LONG, _SHORT))
+        amplitude = metadata.number(f"{prefix}.attn_factor", above=0, default=None)
+        facts = {"factor": context / original, "original_context": original, "attention_factor": amplitude}
+        return RopeScaling(kind="longrope", short_factor=(*short.tolist(),), long_factor=(*long.tolist(),), **facts)
     if kind is None:
-        factor = metadata.number(f"{prefix}.rope.scale_linear", above=0, default=1.0)
+        factor = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
         return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
     if kind == "none":
         return RopeScaling()
-    if kind != "linear":
-        metadata.fail(f"{prefix}.rope.scaling.type", "'none' or 'linear'", kind)
-    return RopeScaling(kind="linear", factor=metadata.number(f"{prefix}.rope.scaling.factor", above=0))
+    if kind not in {"linear", "yarn"}:
+        metadata.fail(f"{prefix}.type", "'none', 'linear' or 'yarn'", kind)
+    factor = metadata.number(f"{prefix}.factor", above=0)
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=factor)
+    for name, plain in _PLAIN.items():
+        if (value := metadata.number(f"{prefix}.{name}", above=-1e9, default=plain)) != plain:
+            metadata.fail(f"{prefix}.{name}", f"{plain}", value)
+    beta = {
+        f"beta_{name}": metadata.number(f"{prefix}.yarn_beta_{name}", above=0, default=default)
+        for name, default in (("fast", 32.0), ("slow", 1.0))
+    }
+    return RopeScaling(kind=kind, factor=factor, original_context=original, **beta)
 
 
-def _config(checkpoint: Checkpoint, metadata: Metadata) -> TransformerConfig:
-    has_head = "output.weight" in checkpoint.dense or "output" in checkpoint
-    unread = any(problem.key in {"output", "output.weight"} for problem in checkpoint.schema.unsupported)
-    config = config_from_gguf(metadata, tied=not (has_head or unread))
-
-    def has(name: str) -> bool:
-        return f"blk.0.{name}.bias" in checkpoint.dense
-
-    biases: dict[str, Any] = {"attention_bias": has("attn_q"), "attention_out_bias": has("attn_output")}
-    return attrs.evolve(config, **biases, mlp_bias=has("ffn_down"))
+def _factors(checkpoint: Checkpoint, metadata: Metadata, name: str, turned: int) -> torch.Tensor:
+    """Return divisors of the rotary frequencies: float32 [turned / 2]."""
+    factors = checkpoint.dense[name]
+    if list(factors.shape) != [turned // 2]:
+        metadata.fail_tensor(name, f"of shape {[turned // 2]}, which the metadata asks for", list(factors.shape))
+    return factors.to(torch.float32, copy=True)
 
 
-def _names(_: TransformerConfig) -> Names:
-    return Names(ours=_ours, theirs=_theirs, ignored=(_FACTORS,))
+def _names(config: TransformerConfig, kind: str) -> Names:
+    parts = {**_PARTS, "ffn_up": "mlp.gate_up_proj"} if kind == "phi3" else _PARTS
+    back, whole = ({value: key for key, value in table.items()} for table in (parts, _WHOLE))
+    return Names(
+        ours=functools.partial(_renamed, parts=parts, whole=_WHOLE, theirs="blk", ours="layers"),
+        theirs=functools.partial(_renamed, parts=back, whole=whole, theirs="layers", ours="blk"),
+        fused=functools.partial(fused_parts, config=config),
+        ignored=(_FACTORS, _SHORT, _LONG),
+    )
 
 
 def _finish(decoder: TransformerDecoder, checkpoint: Checkpoint, metadata: Metadata) -> None:
     """Take the divisors of the rotary frequencies, where the file has them (Llama 3)."""
-    if _FACTORS not in checkpoint.dense:
-        return
-    factors = checkpoint.dense[_FACTORS]
-    wanted = [decoder.config.rope_dim // 2]
-    if list(factors.shape) != wanted:
-        metadata.fail_tensor(_FACTORS, f"of shape {wanted}, which the metadata asks for", list(factors.shape))
-    for block in decoder.layers:
-        rotary = block.self_attn.rotary  # type: ignore[union-attr]  # a TransformerBlock
-        rotary.factors = factors.to(torch.float32, copy=True)  # type: ignore[union-attr]  # as above
+    if _FACTORS in checkpoint.dense:
+        decoder.divide_frequencies(_factors(checkpoint, metadata, _FACTORS, decoder.config.rope_dim))
 
 
-ARCHITECTURES = (Architecture("llama", _config, _names, _finish),)
+ARCHITECTURES = tuple(
+    Architecture(kind, functools.partial(_config, kind=kind), functools.partial(_names, kind=kind), _finish)
+    for kind in _KINDS
+)

@@ -124,19 +124,22 @@ class _Loader:
             self._model.lm_head.weight = module.weight
 
     def _fused(self) -> dict[str, Part]:
-        """Take the dense matrices that hold the rows of several layers, and return each layer's."""
+        """Take the matrices that hold the rows of several layers, and return each layer's."""
         parts = {}
-        for ours in list(self._left):
-            module, _, leaf = ours.rpartition(".")
-            inner = self._names.fused(module) if leaf == "weight" else {}
+        for ours, theirs in list(self._left.items()):
+            inner = self._names.fused(ours.removesuffix(".weight"))
             if len(inner) < 2:  # noqa: PLR2004  # several
                 continue
-            dense = self._checkpoint.dense[self._left[ours]]
-            if dense.dim() != 2 or dense.shape[0] != sum(inner.values()):  # noqa: PLR2004  # [N, K]
-                self._fail(self._left[ours], f"of shape [{sum(inner.values())}, K]", list(dense.shape))
+            is_packed = theirs in self._checkpoint
+            whole: Any = self._checkpoint[theirs] if is_packed else self._checkpoint.dense[theirs]
+            columns = self._model.get_submodule(next(iter(inner))).in_features
+            self._check_shape(theirs, tuple(whole.shape), (sum(inner.values()), columns))
             del self._left[ours]
-            for name, rows in zip(inner, dense.split(list(inner.values())), strict=True):
-                parts[name] = Part(name, rows.to(self._device, self._dtype, copy=True), None)
+            start = 0
+            for name, rows in inner.items():
+                part = whole.narrow(0, start, rows)
+                start += rows
+                parts[name] = Part(name, part if is_packed else part.to(self._device, self._dtype, copy=True), None)
         return parts
 
     def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from q4_nn.blocks.joined import JoinedLinear
+from q4_nn.registry.layer_type import keep_options
 from q4core import BlockOrder, PackedWeight, WeightSpec, cat
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def place_linears_(model: nn.Module, parts: Mapping[str, Part], session: Session
     for name, part in left.items():
         parent, _, attribute = name.rpartition(".")
         owner = model.get_submodule(parent)
-        changes.append((owner, attribute, _layer(part, session).train(owner.training)))
+        made = keep_options(getattr(owner, attribute), _layer(part, session))
+        changes.append((owner, attribute, made.train(owner.training)))
     for owner, attribute, layer in changes:
         setattr(owner, attribute, layer)
 

@@ -216,6 +216,12 @@ class TransformerDecoder(_Transformer):
         if self.config.tie_word_embeddings and isinstance(self.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.embed_tokens.weight
 
+    def divide_frequencies(self, factors: torch.Tensor) -> None:
+        """Divide the rotary frequencies of every block that turns by float32 [rope_dim / 2]."""
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.factors = factors
+
     def make_cache(self, capacity: int, batch: int = 1, *, padding: torch.Tensor | None = None) -> KVCache:
         """Return an empty cache.
 

@@ -16,7 +16,7 @@ from q4core.plugin_api import closest_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["LayerType", "Shape", "find_layer_type", "layer_types", "make", "options_of"]
+__all__ = ["LayerType", "Shape", "find_layer_type", "keep_options", "layer_types", "make", "options_of", "set_options"]
 
 Shape = tuple[int | None, ...]
 """Sizes of one sample, the batch left out; None for a size that may be any, such as the length of a text."""
@@ -83,7 +83,7 @@ class LayerType:
         if not isinstance(made, nn.Module):
             rule, value = "a function that returns an nn.Module", type(made).__name__
             raise ConfigError(f"layer type {self.name!r}", name="build", rule=rule, value=value)
-        object.__setattr__(made, _ATTRIBUTE, {"type": self.name, **options})
+        set_options(made, {"type": self.name, **options})
         return made
 
 
@@ -124,6 +124,18 @@ def options_of(module: nn.Module) -> dict[str, Any] | None:
     """Return type and options that a layer was made with, or None of one that ``make`` did not make."""
     found = vars(module).get(_ATTRIBUTE)
     return None if found is None else dict(found)
+
+
+def set_options(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Note type and options that a layer is described by."""
+    object.__setattr__(module, _ATTRIBUTE, dict(options))
+
+
+def keep_options(old: nn.Module, new: nn.Module, **further: Any) -> nn.Module:
+    """Return a layer that takes another's place, described as that one was, and by further options."""
+    if (options := options_of(old)) is not None:
+        set_options(new, {**options, **further})
+    return new
 
 
 def _hints(build: Callable[..., Any]) -> dict[str, Any]:

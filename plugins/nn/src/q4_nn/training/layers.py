@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from q4_nn.registry.layer_type import keep_options
 from q4_nn.training.quantising import named_format, quantize_packed
 from q4_nn.training.straight_through import ste_weight
 from q4core import ConfigError
@@ -172,7 +173,7 @@ def to_ste_(model: nn.Module, format: str = "nvfp4", *, skip: tuple[str, ...] = 
         head, _, last = name.rpartition(".")
         if name in skip or last in skip or (isinstance(module, nn.Conv2d) and module.groups != 1):
             continue
-        setattr(model.get_submodule(head), last, _ste_of(module, format))
+        setattr(model.get_submodule(head), last, keep_options(module, _ste_of(module, format), format=format))
         changed.append(name)
     return changed
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
 from q4_nn.models.place import Part, place_linears_
+from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
+from q4_nn.registry.layer_type import keep_options
 from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent, pack_matrix
 from q4core import InputError, default_session
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
 
-    from q4core import Session
+    from q4core import PackedWeight, Session
 
-__all__ = ["pack_"]
+__all__ = ["pack_", "place_packed_"]
 
 
 def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
@@ -41,43 +45,61 @@ def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
         rule = "a module that contains STELinear, STEConv2d or STERecurrent layers"
         hint = "to_ste_ makes them; convert_linears_ packs nn.Linear layers that were trained without."
         raise InputError("pack_", name="model", rule=rule, value=type(model).__name__, hint=hint)
+    weights: dict[str, PackedWeight] = {}
+    for name, module in found.items():  # all of them, before the first is replaced
+        at, inner = (f"{name}.inner", module.inner) if isinstance(module, STERecurrent) else (name, module)
+        for leaf, value in inner.named_parameters():
+            if value.dim() > 1:
+                weights[f"{at}.{leaf}"] = pack_matrix(value.flatten(1), module.format)
+    place_packed_(model, weights, owner)
+    return [*found]
+
+
+def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session: Session) -> None:
+    """Replace the layers of a model whose matrices are given packed; biases and all else are the model's.
+
+    Args:
+        model: The model before packing.
+        weights: Parameter's name → its matrix, of whole blocks.
+        session: Makes the layers.
+    """
     made: dict[str, nn.Module] = {}
     parts: dict[str, Part] = {}
-    for name, module in found.items():  # all of them, before the first is replaced
-        if isinstance(module, STELinear):
-            weight = pack_matrix(module.weight, module.format)
-            if weight.shape[1] == module.in_features:
-                parts[name] = Part(name, weight, _plain(module.bias))
-            else:
-                layer = owner.linear(weight, _plain(module.bias), name=name)
-                made[name] = FilledLinear(layer, module.in_features)
-        elif isinstance(module, STEConv2d):
-            made[name] = _conv(name, module, owner)
+    for key, weight in weights.items():
+        name = key.rpartition(".")[0]
+        module: Any = model.get_submodule(name)
+        if isinstance(module, nn.RNNBase):
+            if (name := name.removesuffix(".inner")) not in made:
+                made[name] = _recurrent(name, module, weights, session)
+        elif isinstance(module, nn.Linear) and weight.shape[1] == module.in_features:
+            parts[name] = Part(name, weight, _plain(module.bias))
         else:
-            made[name] = _recurrent(name, module, owner)
-    place_linears_(model, parts, owner)
+            layer = session.linear(weight, _plain(getattr(module, "bias", None)), name=name)
+            if isinstance(module, nn.Conv2d):
+                made[name] = Q4Conv2d(layer, module.kernel_size, module.stride, module.padding, module.dilation)  # type: ignore[arg-type]  # numbers, as STEConv2d has checked
+            elif isinstance(module, nn.Embedding):
+                made[name] = PackedEmbedding(layer, layer.dtype)
+                if isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings:
+                    model.lm_head = layer
+            else:
+                made[name] = FilledLinear(layer, module.in_features)
+    place_linears_(model, parts, session)
     for name, replacement in made.items():
         head, _, last = name.rpartition(".")
-        setattr(model.get_submodule(head), last, replacement.train(found[name].training))
-    return [*found]
+        old = model.get_submodule(name)
+        setattr(model.get_submodule(head), last, keep_options(old, replacement.train(old.training)))
 
 
 def _plain(bias: Any) -> Any:
     return None if bias is None else bias.detach()
 
 
-def _conv(name: str, module: STEConv2d, owner: Session) -> Q4Conv2d:
-    layer = owner.linear(pack_matrix(module.weight.flatten(1), module.format), _plain(module.bias), name=name)
-    sizes: Any = (module.kernel_size, module.stride, module.padding, module.dilation)
-    return Q4Conv2d(layer, *sizes)
-
-
-def _recurrent(name: str, module: STERecurrent, owner: Session) -> Q4Recurrent:
-    values = dict(module.inner.named_parameters())
+def _recurrent(name: str, inner: nn.RNNBase, weights: Mapping[str, PackedWeight], session: Session) -> Q4Recurrent:
+    values = dict(inner.named_parameters())
 
     def layer_of(kind: str, end: str) -> nn.Module:
-        weight = pack_matrix(values[f"weight_{kind}{end}"], module.format)
-        return owner.linear(weight, _plain(values.get(f"bias_{kind}{end}")), name=f"{name}.weight_{kind}{end}")
+        weight, bias = weights[f"{name}.inner.weight_{kind}{end}"], values.get(f"bias_{kind}{end}")
+        return session.linear(weight, _plain(bias), name=f"{name}.weight_{kind}{end}")
 
     ends = [key.removeprefix("weight_ih") for key in values if key.startswith("weight_ih")]
-    return Q4Recurrent([(layer_of("ih", end), layer_of("hh", end)) for end in ends], module.inner)
+    return Q4Recurrent([(layer_of("ih", end), layer_of("hh", end)) for end in ends], inner)

@@ -1,0 +1,135 @@
+"""GGUF files of other families than Llama: the config that their metadata tells, and the numbers that they give."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import pytest
+import torch
+
+import q4core as q4
+from q4_nn import LanguageModel, build_transformer, load_model
+from q4_nn.models.hf_config import config_from_hf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXACT = q4.SessionConfig(device="cpu", activation_precision="exact")
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 2**-20,  # which float32 holds
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3"},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 5,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": 9},
+}
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write(path: Path, arch: str, **changes: Any) -> Any:
+    """Write a random decoder as a family's GGUF file, with a vocabulary of pieces, and return the decoder."""
+    torch.manual_seed(0)
+    told = {**SIZES, **FAMILIES.get(arch, FAMILIES["qwen3"])}
+    decoder: Any = build_transformer(config_from_hf(told)).eval()
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>" for number in range(40)])
+    writer.add_block_count(6)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(32)
+    writer.add_value_length(32)
+    writer.add_layer_norm_rms_eps(SIZES["rms_norm_eps"])
+    writer.add_rope_freq_base(told.get("rope_theta", 1e4))
+    writer.add_rope_dimension_count(int(32 * told.get("partial_rotary_factor", 1)))
+    if "sliding_window" in told:
+        writer.add_sliding_window(told["sliding_window"])
+    for key, value in changes.items():
+        writer.add_float32(f"{arch}.{key}", value)
+    state = dict(decoder.state_dict())
+    del state["lm_head.weight"]
+    for block in range(6 * (arch == "phi3")):
+        at = f"layers.{block}."
+        fused = [state.pop(f"{at}self_attn.{name}_proj.weight") for name in "qkv"]
+        writer.add_tensor(f"blk.{block}.attn_qkv.weight", torch.cat(fused).numpy())
+        fused = [state.pop(f"{at}mlp.{name}_proj.weight") for name in ("gate", "up")]
+        writer.add_tensor(f"blk.{block}.ffn_up.weight", torch.cat(fused).numpy())
+    for key, tensor in state.items():
+        if "norm" in key:
+            tensor.add_(0.2 * torch.randn_like(tensor))
+        module, _, leaf = key.rpartition(".")
+        _, layer, part = module.split(".", 2) if module.startswith("layers.") else ("", "", module)
+        name = {"embed_tokens": "token_embd", "norm": "output_norm"}.get(part) or f"blk.{layer}.{PARTS[part]}"
+        is_shifted = arch == "gemma3" and "norm" in key
+        writer.add_tensor(f"{name}.{leaf}", (tensor + 1 if is_shifted else tensor).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return decoder
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_family(arch: str, tmp_path: Path) -> None:
+    """A file gives the logits of the decoder that was written, though its tokenizer is not served: that says so."""
+    expected = write(tmp_path / "model.gguf", arch)
+    tokens = torch.randint(0, 40, (2, 20))
+    with torch.no_grad(), q4.Session(EXACT) as session:
+        found: Any = load_model(tmp_path / "model.gguf", session)
+        logits = expected(tokens)
+        assert float((found(tokens) - logits).abs().max() / logits.abs().max()) < 1e-6
+    same = {name: value for name, value in found.config.to_dict().items() if name != "norm"}
+    assert same == {name: value for name, value in expected.config.to_dict().items() if name in same}
+    assert found.config.windows == {"qwen3": (None,) * 6, "gemma3": (5,) * 5 + (None,), "phi3": (9,) * 6}[arch]
+    with pytest.raises(q4.CheckpointError, match=r"tokenizer\.ggml"):
+        LanguageModel.open(tmp_path / "model.gguf", EXACT)
+
+
+def test_unknown_family(tmp_path: Path) -> None:
+    """An architecture that nobody brings is an error that names those that are served."""
+    write(tmp_path / "model.gguf", "qwen3moe")
+    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="one of gemma3, llama, phi3, qwen2"):
+        load_model(tmp_path / "model.gguf", session)
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_capped_logits(key: str, tmp_path: Path) -> None:
+    """What is not computed is refused by the key that asks for it."""
+    write(tmp_path / "model.gguf", "gemma3", **{key: 30.0})
+    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="nor capped logits") as caught:
+        load_model(tmp_path / "model.gguf", session)
+    assert caught.value.name == f"metadata 'gemma3.{key}'"
