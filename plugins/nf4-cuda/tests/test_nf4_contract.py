@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,14 +73,23 @@ JUDGED = {"TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"}
 """Contracts that ``nox -s conformance`` judges in the interpreter: here in the long run alone."""
 ZERO = {"values", "bias", "gradient", "inference"}
 """Parts that zero points could change."""
-SEEN: set[tuple[str, str]] = set()
+
+
+def _marked() -> list[object]:
+    """Return what each run takes, and with the mark ``soak`` each other case in one dtype, which turns."""
+    seen: set[tuple[str, str]] = set()
+    found: list[object] = []
+    for number, (_, group) in enumerate(itertools.groupby(CASES, lambda case: case.id.rsplit("/", 2)[0])):
+        alike = [*group]
+        for index, case in enumerate(alike):
+            is_common = _is_common(case, seen)
+            if is_common or index == number % len(alike):
+                found.append(pytest.param(case, id=case.id, marks=() if is_common else pytest.mark.soak))
+    return found
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.id, marks=() if _is_common(case, SEEN) else pytest.mark.soak) for case in CASES],
-)
+@pytest.mark.parametrize("case", _marked())
 @pytest.mark.filterwarnings(*IGNORED_WARNINGS)
 def test_case(case: Case, subject: BackendSubject) -> None:
     """The case passes by a kernel of ours; the table holds what the manifest declares alone."""
