@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -55,26 +56,21 @@ class _Wrong(torch.autograd.Function):
 _wrong: Any = _Wrong.apply
 
 
-@layer_fault("lies-about-its-shape", "EX-20/shapes", "shape [1, 4], as its shape says, found [1, 3]")
-def _lies(name: str) -> ToyLayerType:
-    return ToyLayerType(name, told=4)
+def _scaled(layer: nn.Module, _: object, y: Tensor) -> Tensor:
+    """Return what a layer multiplies by a number that it keeps, and does not save."""
+    factor: float = layer.__dict__.setdefault("factor", float(torch.rand(())))
+    return y * factor
 
 
-@layer_fault("differentiates-wrongly", "EX-20/gradients", "a gradient is not what differences show")
-def _differentiates(name: str) -> ToyLayerType:
-    return ToyLayerType(name, hook=lambda _, __, y: _wrong(y, 2.0))
+def _reversed(layer: nn.Module, _: object, y: Tensor) -> Any:
+    return _wrong(y, -1.0) if layer.training else y
 
 
-@layer_fault("keeps-state-to-itself", "EX-20/state", "a new layer with its state gives other numbers")
-def _keeps_state(name: str) -> ToyLayerType:
-    return ToyLayerType(name, hook=lambda layer, _, y: y * layer.__dict__.setdefault("factor", float(torch.rand(()))))
-
-
-@layer_fault("climbs-when-it-trains", "EX-20/training", "20 steps took the loss")
-def _climbs(name: str) -> ToyLayerType:
-    return ToyLayerType(name, hook=lambda layer, _, y: _wrong(y, -1.0) if layer.training else y)
-
-
-@layer_fault("is-never-let-go", "EX-20/lifetime", "9 of 9 layers live on")
-def _stays(name: str) -> ToyLayerType:
-    return ToyLayerType(name, hook=lambda layer, *_: _KEPT.append(layer))
+for _name, _part, _says, _facts in (
+    ("lies-about-its-shape", "shapes", "shape [1, 4], as its shape says, found [1, 3]", {"told": 4}),
+    ("differentiates-wrongly", "gradients", "not what differences show", {"hook": lambda _, __, y: _wrong(y, 2.0)}),
+    ("keeps-state-to-itself", "state", "a new layer with its state gives other numbers", {"hook": _scaled}),
+    ("climbs-when-it-trains", "training", "20 steps took the loss", {"hook": _reversed}),
+    ("is-never-let-go", "lifetime", "9 of 9 layers live on", {"hook": lambda layer, *_: _KEPT.append(layer)}),
+):
+    layer_fault(_name, f"EX-20/{_part}", _says)(functools.partial(ToyLayerType, **_facts))

@@ -10,7 +10,7 @@ import torch
 
 from q4_conformance.contract.cases import cases_of
 from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer_cases, memory_cases
-from q4_conformance.outcome import FailureError
+from q4_conformance.outcome import FailureError, as_tuple
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
 from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.layer_type import LayerSubject
@@ -46,10 +46,6 @@ class UnknownTargetError(Q4Error, LookupError):
         return str(self.args[0])
 
 
-def _texts(items: Iterable[str]) -> tuple[str, ...]:
-    return tuple(items)
-
-
 @attrs.frozen
 class ConformanceTarget:
     """Who is judged, and on what.
@@ -64,7 +60,7 @@ class ConformanceTarget:
 
     profile: str
     name: str
-    formats: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    formats: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     device: str = "cpu"
 
 
