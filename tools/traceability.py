@@ -35,6 +35,7 @@ _HOOKS = {
     "device": "q4_backends",
     "memory": "q4_memory_providers",
     "dialect": "q4_dialects",
+    "layer": "q4_layers",
 }
 """Table of cases → the hook of the plugins that it concerns; the core's concern the core alone."""
 

@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> Non
         ("dequant-fallback", "kernal", "kernel for 'dequant-fallback'"),
         ("dequant-fallback", "memory", "kernel for 'dequant-fallback'"),
         ("q4core", "kernal", "core for 'q4core'"),
-        ("some:function", "kernal", "one of kernel, memory, dialect for 'some:function'"),
-        ("nobody", "kernal", "one of kernel, memory, dialect, core for 'a target'"),
+        ("some:function", "kernal", "one of kernel, memory, dialect, layer for 'some:function'"),
+        ("nobody", "kernal", "one of kernel, memory, dialect, layer, core for 'a target'"),
     ],
 )
 def test_a_refused_profile_lists_those_of_the_name(name: str, profile: str, rule: str) -> None:
@@ -149,6 +149,6 @@ def test_without_the_reference_nobody_is_judged(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), LookupError)  # noqa: S301  # our own
 
 
-def test_profiles_are_the_four() -> None:
+def test_profiles_are_the_five() -> None:
     """The profiles' names are fixed."""
-    assert PROFILES == ("kernel", "memory", "dialect", "core")
+    assert PROFILES == ("kernel", "memory", "dialect", "layer", "core")

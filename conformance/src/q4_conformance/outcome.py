@@ -46,7 +46,8 @@ class NotTestableError(Exception):
     """Raised by a check where this machine lacks what the case needs."""
 
 
-def _as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+def as_tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the items as a field of a record keeps them."""
     return tuple(items)
 
 
@@ -81,8 +82,8 @@ class CaseResult:
     message: str
     seconds: float = 0.0
     is_fallback: bool = False
-    paths: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
-    overrides: tuple[str, ...] = attrs.field(default=(), converter=_as_tuple)
+    paths: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
+    overrides: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     reproducer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +114,8 @@ class Report:
     """
 
     subject: str
-    expected: tuple[str, ...] = attrs.field(converter=_as_tuple)
-    results: tuple[CaseResult, ...] = attrs.field(converter=_as_tuple)
+    expected: tuple[str, ...] = attrs.field(converter=as_tuple)
+    results: tuple[CaseResult, ...] = attrs.field(converter=as_tuple)
     undeclared: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
     @property

@@ -22,7 +22,7 @@ from q4core import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_JUDGED = ("backend", "provider", "dialect")
+_JUDGED = ("backend", "provider", "dialect", "layer_type")
 """What a subject calls whom it stands for."""
 MOST_BOUND = 8.0
 """A bound wider than this would let a zeroed element pass."""

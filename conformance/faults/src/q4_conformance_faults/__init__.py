@@ -13,6 +13,7 @@ from q4_conformance_faults.fault import (
     DIALECT_FAULTS,
     FAULTS,
     FUNCTION_FAULTS,
+    LAYER_FAULTS,
     MUTABLE_FAULTS,
     PROVIDER_FAULTS,
     Fault,
@@ -27,6 +28,7 @@ __all__ = [
     "DIALECT_FAULTS",
     "FAULTS",
     "FUNCTION_FAULTS",
+    "LAYER_FAULTS",
     "MUTABLE_FAULTS",
     "PROVIDER_FAULTS",
     "UNUSUAL",
@@ -42,5 +44,5 @@ __all__ = [
 
 for _name in ("boundary", "conduct", "dense", "devices", "dialects", "kept"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("lives", "mutables", "numbers", "providers", "slips", "ways"):
+for _name in ("layers", "lives", "mutables", "numbers", "providers", "slips", "ways"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

@@ -22,8 +22,8 @@ class Fault:
     """One planted fault.
 
     Args:
-        name: Its name, and that of the backend, provider or dialect that has it.
-        make: Returns what has it: of a backend or provider by its name, of a dialect by nothing; or is the function.
+        name: Its name, and that of the backend, provider, dialect or layer type that has it.
+        make: Returns what has it, by its name, a dialect by nothing; or is the function.
         caught_by: How the id of the case starts that is meant to catch it.
         says: A part of that case's message.
         format: The format on which a backend's shows.
@@ -53,6 +53,7 @@ DIALECT_FAULTS: list[Fault] = []
 PROVIDER_FAULTS: list[Fault] = []
 FUNCTION_FAULTS: list[Fault] = []
 MUTABLE_FAULTS: list[Fault] = []
+LAYER_FAULTS: list[Fault] = []
 
 
 def _planting(faults: list[Fault], prefix: str = "fault-", **usual: Any) -> Callable[..., Callable[[_Made], _Made]]:
@@ -77,3 +78,4 @@ dialect_fault = _planting(DIALECT_FAULTS)
 provider_fault = _planting(PROVIDER_FAULTS)
 function_fault = _planting(FUNCTION_FAULTS, prefix="")
 mutable_fault = _planting(MUTABLE_FAULTS, prefix="")
+layer_fault = _planting(LAYER_FAULTS)

@@ -6,18 +6,20 @@ Q4_PLUGIN_MODULES=q4_conformance_faults.plugin Q4_CONFORMANCE_FAULTS=fault-ignor
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from q4_conformance_faults import (
     DEVICE_FAULTS,
     DIALECT_FAULTS,
     FAULTS,
+    LAYER_FAULTS,
     PROVIDER_FAULTS,
     UNUSUAL,
     ToyDialect,
     ToyKernel,
     ToyProvider,
 )
+from q4_conformance_faults.layers import ToyLayerType
 from q4core import hookimpl
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from q4core import Backend, Dialect, MemoryProvider
 
-__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_dialects", "q4_memory_providers", "release"]
+__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_dialects", "q4_layers", "q4_memory_providers", "release"]
 
 MODULE = "q4_conformance_faults.plugin"
 VARIABLE = "Q4_CONFORMANCE_FAULTS"
@@ -42,6 +44,10 @@ _PROVIDERS: dict[str, Callable[[str], MemoryProvider]] = {
 _DIALECTS: dict[str, Callable[[], Dialect]] = {
     ToyDialect.name: ToyDialect,
     **{fault.name: fault.make for fault in DIALECT_FAULTS},
+}
+_LAYERS: dict[str, Callable[[str], Any]] = {
+    "toy-layer": ToyLayerType,
+    **{fault.name: fault.make for fault in LAYER_FAULTS},
 }
 _out: dict[str, Backend] = {}
 
@@ -73,3 +79,9 @@ def q4_memory_providers() -> list[MemoryProvider]:
 def q4_dialects() -> list[Dialect]:
     """Return the dialects that are named."""
     return [_DIALECTS[name]() for name in _named() if name in _DIALECTS]
+
+
+@hookimpl
+def q4_layers() -> list[Any]:
+    """Return the layer types that are named."""
+    return [_LAYERS[name](name) for name in _named() if name in _LAYERS]

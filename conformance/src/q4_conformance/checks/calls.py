@@ -32,9 +32,8 @@ _CANARY = 97.0
 @check("leading")
 def check_leading(case: Case, subject: Subject) -> str:
     """Any leading dimensions: the shape follows, and the numbers are those of the flattened rows."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    outputs, inputs = weight.shape
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
+    outputs, inputs = layer.weight.shape
     further = [((rows + 1) // 2, 1, 2) for rows in rows_of(case, layer)[len(case.rows) :]]
     shapes = [(), (1,), (2, 3), (1, 2, 1, 3), (0,), (2, 0), *further]
     for leading in shapes:
@@ -52,9 +51,8 @@ def check_strided(case: Case, subject: Subject) -> str:
 
     Beside every input stands NaN, so that a read past its end shows even where it is multiplied by zero.
     """
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    inputs = weight.in_features
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
+    inputs = layer.weight.in_features
     seen = []
     for x in draws(case, layer):
         rows = x.shape[0]
@@ -82,12 +80,11 @@ def check_strided(case: Case, subject: Subject) -> str:
 @check("out")
 def check_out(case: Case, subject: Subject) -> str:
     """``out=`` is written completely and returned, contiguous or not, wherever it begins."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     if not subject.has_out:
         raise NotDeclaredError("out= is not declared")
     for x in draws(case, layer):
-        shape = (x.shape[0], weight.out_features)
+        shape = (x.shape[0], layer.weight.out_features)
         plain = torch.full(shape, torch.nan, dtype=case.dtype, device=layer.device)
         sideways = torch.full(shape[::-1], torch.nan, dtype=case.dtype, device=layer.device).T
         odd = torch.full((plain.numel() + 1,), torch.nan, dtype=case.dtype, device=layer.device)[1:].view(shape)

@@ -16,7 +16,6 @@ from q4core import ReasonCode
 if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendLayer, BackendSubject
-    from q4core import PackedWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,8 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @check("dtypes")
 def check_dtypes(case: Case, subject: BackendSubject) -> str:
     """y has x's dtype, or the one that is asked for; other pairs are served rightly by the backend, or refused."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     for rows in case.rows:
         x = draw(case, layer, rows)
         y = layer(x)
@@ -35,15 +33,13 @@ def check_dtypes(case: Case, subject: BackendSubject) -> str:
             expect(asked.dtype is dtype, f"out_dtype={dtype} gave {asked.dtype}")
             expect(torch.equal(asked, y.to(dtype)), f"out_dtype={dtype} is not the result in {dtype}")
     declared = [item for item in _DTYPES if item in subject.backend.capabilities.dtypes and item != case.dtype]
-    seen = [_check_pair(case, subject, layer, weight, out_dtype) for out_dtype in declared]
+    seen = [_check_pair(case, subject, layer, out_dtype) for out_dtype in declared]
     return "; ".join([f"{case.dtype} to {case.dtype}", *seen])
 
 
-def _check_pair(
-    case: Case, subject: BackendSubject, layer: BackendLayer, weight: PackedWeight, out_dtype: torch.dtype
-) -> str:
+def _check_pair(case: Case, subject: BackendSubject, layer: BackendLayer, out_dtype: torch.dtype) -> str:
     """Judge what the backend itself writes to a result of another dtype, with one rounding; return what it said."""
-    request = subject.request(weight, dtype=case.dtype, out_dtype=out_dtype, precision=case.precision)
+    request = subject.request(layer.weight, dtype=case.dtype, out_dtype=out_dtype, precision=case.precision)
     what = f"{case.dtype} to {out_dtype}"
     verdict = subject.backend.check(request)
     if verdict.reasons:
@@ -52,13 +48,13 @@ def _check_pair(
             told = "; ".join(str(reason) for reason in verdict.reasons)
             raise FailureError(f"{what} is declared, and refused for other reasons than the pair: {told}")
         return f"{what} refused"
-    prepared = subject.prepare(weight, request)
+    prepared = subject.prepare(layer.weight, request)
     for segment in subject.choose(request).segments:  # prepare was told of these, and of no others
         path, rows = segment.path, segment.low
         x = draw(case, layer, rows)
-        out = torch.full((rows, weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
+        out = torch.full((rows, layer.weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
         subject.backend.linear(prepared, x.clone(), out, bias=None, path=path.name)
-        reference = exact_linear(weight, x, codebook=path.codebook)
+        reference = exact_linear(layer.weight, x, codebook=path.codebook)
         judged = judge(out, reference, out_dtype=out_dtype, device=layer.device)
         expect(judged.passed, f"{what}, {path.name}, M = {rows}: {judged}")
     return f"{what} right"

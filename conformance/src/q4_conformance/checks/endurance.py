@@ -210,18 +210,27 @@ def train(
     """
     losses, growth = [], Growth(device)
     for step in growth.over(STEPS):
-        loss = loss_of()
-        loss.backward()
-        losses.append(float(loss.detach()))
-        for name, parameter in parameters.items():
-            grad = parameter.grad
-            if grad is None or not bool(torch.isfinite(grad).all()):
-                raise FailureError(f"step {step}: the gradient of {name} is not finite")
-            expect(bool(grad.any()), f"step {step}: the gradient of {name} is zero")
-            with torch.no_grad():
-                parameter.sub_(_RATE * grad.sign())
-            parameter.grad = None
+        losses.append(take_step(parameters, loss_of, f"step {step}"))
+        zero = [name for name, item in parameters.items() if item.grad is None or not item.grad.any()]
+        expect(not zero, f"step {step}: the gradient of {', '.join(zero)} is zero")
     told = growth.expect_flat(STEPS, lost_bytes)
     head, tail = sum(losses[:50]) / 50, sum(losses[-50:]) / 50
     expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
     return f"loss {head:.4g} to {tail:.4g}, {told}"
+
+
+def take_step(
+    parameters: dict[str, torch.nn.Parameter], loss_of: Callable[[], torch.Tensor], where: str, *, rate: float = _RATE
+) -> float:
+    """Take a step against the signs of the gradients, which must be there and finite; return the loss."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    loss = loss_of()
+    loss.backward()
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        if grad is None or not bool(torch.isfinite(grad).all()):
+            raise FailureError(f"{where}: the gradient of {name} is not finite")
+        with torch.no_grad():
+            parameter.sub_(rate * grad.sign())
+    return float(loss.detach())

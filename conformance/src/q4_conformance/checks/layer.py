@@ -164,14 +164,13 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
 @check("record")
 def check_record(case: Case, subject: BackendSubject) -> str:
     """The record says truly which path ran how often, for every range of M."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     segments = layer.diagnostics().segments
     wanted = [0] * len(segments)
     ends = {end for segment in segments for end in (segment.low, segment.high) if end is not None and end <= 4096}  # noqa: PLR2004  # sensible
     for turn, rows in enumerate(sorted({*case.rows, *ends})):
         for _ in range(turn + 1):
-            layer(torch.zeros(rows, weight.in_features, dtype=case.dtype, device=layer.device))
+            layer(torch.zeros(rows, layer.weight.in_features, dtype=case.dtype, device=layer.device))
         if rows:
             index = next(i for i, s in enumerate(segments) if s.low <= rows and (s.high is None or rows <= s.high))
             wanted[index] += turn + 1

@@ -224,8 +224,7 @@ def check_forked(case: Case, subject: Subject) -> str:
     """
     if subject.device.type != "cpu":
         raise NotTestableError("a forked process can't use its parent's CUDA device")
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     calls = judged_calls(layer, draws(case, layer))
     reading, writing = os.pipe()
     child = os.fork()

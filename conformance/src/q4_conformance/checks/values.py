@@ -173,8 +173,7 @@ def check_awkward(case: Case, subject: Subject) -> str:
 @check("gradient")
 def check_gradient(case: Case, subject: Subject) -> str:
     """The gradient to the input is there and exact: grad @ w, by the oracle's weight; a declared one is what ran."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision, gradients=True)
     whose = _whose_gradient(layer, subject)
     worst = 0.0
     for drawn in draws(case, layer):
@@ -186,7 +185,7 @@ def check_gradient(case: Case, subject: Subject) -> str:
         y.backward(grad.to(layer.device))
         if x.grad is None:
             raise FailureError(f"M = {rows}: no gradient arrived")
-        reference = exact_input_gradient(weight, grad, roundings=layer.roundings)
+        reference = exact_input_gradient(layer.weight, grad, roundings=layer.roundings)
         verdict = judge(x.grad, reference, out_dtype=case.dtype, device=layer.device)
         expect(verdict.passed, f"M = {rows}, gradient: {verdict}")
         worst = max(worst, verdict.ratio)
@@ -208,9 +207,8 @@ def _whose_gradient(layer: Layer, subject: Subject) -> str:
 @check("non_finite")
 def check_non_finite(case: Case, subject: Subject) -> str:
     """NaN or infinity in one row of x makes that row non-finite, and leaves the others right."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    places = (weight.in_features // 2, weight.in_features - 1, 0)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
+    places = (layer.weight.in_features // 2, layer.weight.in_features - 1, 0)
     for index, value in enumerate((float("nan"), float("inf"), float("-inf"))):
         # One row has none beside it.
         for turn, rows in enumerate(filter(lambda rows: rows > 1, rows_of(case, layer))):
@@ -220,7 +218,7 @@ def check_non_finite(case: Case, subject: Subject) -> str:
             finite = int(torch.isfinite(y[1]).sum())
             expect(finite == 0, f"M = {rows}: {value} in x gave {finite} finite numbers")
             others = [row for row in range(rows) if row != 1]
-            reference = exact_linear(weight, x[others], codebook=layer.codebook(rows), roundings=layer.roundings)
+            reference = exact_linear(layer.weight, x[others], codebook=layer.codebook(rows), roundings=layer.roundings)
             verdict = judge(y[others], reference, out_dtype=case.dtype)
             expect(verdict.passed, f"M = {rows}, rows beside {value}: {verdict}")
     return "NaN and both infinities"
@@ -229,15 +227,14 @@ def check_non_finite(case: Case, subject: Subject) -> str:
 @check("noise")
 def check_noise(case: Case, subject: Subject) -> str:
     """Free-range activations: the mean square error is what the precision's quantiser makes."""
-    weight = case.weight()
-    layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     worst = 0.0
     for rows in rows_of(case, layer):
         for seed in case.seeds:
-            x = draw_free(rows, weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
+            x = draw_free(rows, layer.weight.in_features, dtype=case.dtype, seed=seed).to(layer.device)
             facts: Any = {"codebook": layer.codebook(rows), "roundings": layer.roundings}
             y, precision = layer(x.clone()), layer.precision(rows)
-            verdict = judge_noise(y, weight, x, precision, out_dtype=case.dtype, **facts)
+            verdict = judge_noise(y, layer.weight, x, precision, out_dtype=case.dtype, **facts)
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)
     return f"worst mean square error {worst:.3g} of what is allowed"

@@ -1,4 +1,4 @@
-"""``q4 conform``: a backend, provider or dialect is judged, and what it shows is certified."""
+"""``q4 conform``: a backend, provider, dialect or layer type is judged, and what it shows is certified."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ _EPILOG = (
 def conform(  # noqa: PLR0913  # one argument per option
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Installed backend, provider or dialect; module:function; or q4core."),
+        typer.Argument(
+            metavar="NAME", help="Installed backend, provider, dialect, layer type; module:function; or q4core."
+        ),
     ] = None,
     *,
     profile: Annotated[

@@ -1,4 +1,4 @@
-"""The tables of cases of the core, of dialects and of memory: none of these judges a weight that it was given."""
+"""The tables of cases of the core, dialects, memory and layer types: none of them judges a weight that it was given."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
     )
     return tuple(Case(contract, part, text, name, profile="memory") for contract, part, name, text in rows)
+
+
+def layer_cases() -> tuple[Case, ...]:
+    """Return the cases that concern a layer type."""
+    rows: Sequence[tuple[str, str]] = (
+        ("shapes", "results have the shape that the type says, and what does not fit is refused"),
+        ("gradients", "gradients are what differences show; straight-through ones of parameters are finite"),
+        ("state", "loaded, copied and moved layers give the same bits"),
+        ("training", "some steps lower the loss, with a finite gradient of each parameter"),
+        ("lifetime", "layers and tensors that were let go are gone"),
+    )
+    return tuple(Case("EX-20", part, text, f"layer_{part}", profile="layer") for part, text in rows)

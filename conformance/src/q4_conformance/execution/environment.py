@@ -179,7 +179,7 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         if isinstance(capabilities, Capabilities):  # before what may raise: it is judged on this
             fields = [field.name for field in attrs.fields(Capabilities)]
             told["capabilities"] = {name: sorted(map(_plain, getattr(capabilities, name))) for name in fields}
-        told["source"] = source_of(kind.__module__.partition(".")[0])
+        told["source"] = source_of(getattr(subject, "package", kind.__module__).partition(".")[0])
         version = getattr(judged, "api_version", ())
         told["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
         if hasattr(subject, "dialect"):

@@ -127,7 +127,7 @@ def line_of(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 _CORE = "q4core"
-_KINDS = {"dialect": "dialect ", "memory": "memory provider "}
+_KINDS = {"dialect": "dialect ", "memory": "memory provider ", "layer": "layer type "}
 """What stands before a name: dialects are called as the libraries are whose files they read."""
 
 

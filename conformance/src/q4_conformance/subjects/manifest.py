@@ -10,6 +10,7 @@ import torch
 
 from q4_conformance.subjects.backend import WISHES, BackendSubject
 from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.layer_type import LayerSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Feature, Precision, Request, Rounding
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def split(cases: Iterable[Case], subject: Any) -> tuple[tuple[Case, ...], dict[s
 def undeclared_reason(case: Case, subject: Any) -> str:
     """Return why the manifest alone says that a case is not due; nothing where it is due, or where nobody can say."""
     try:
+        if isinstance(subject, LayerSubject):
+            return subject.lacks
         if isinstance(subject, DialectSubject):
             return f"format {case.format}" if case.format and case.format not in subject.dialect.formats else ""
         if isinstance(subject, BackendSubject) and case.recipe is not None:

@@ -9,10 +9,11 @@ import attrs
 import torch
 
 from q4_conformance.contract.cases import cases_of
-from q4_conformance.contract.plain_cases import core_cases, dialect_cases, memory_cases
-from q4_conformance.outcome import FailureError
+from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer_cases, memory_cases
+from q4_conformance.outcome import FailureError, as_tuple
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
 from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.layer_type import LayerSubject
 from q4_conformance.subjects.manifest import with_cases
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance.subjects.temporary_plugin import make
@@ -45,24 +46,21 @@ class UnknownTargetError(Q4Error, LookupError):
         return str(self.args[0])
 
 
-def _texts(items: Iterable[str]) -> tuple[str, ...]:
-    return tuple(items)
-
-
 @attrs.frozen
 class ConformanceTarget:
     """Who is judged, and on what.
 
     Args:
         profile: One of ``PROFILES``.
-        name: Of an installed backend, provider or dialect, ``module:function`` that returns one, or ``"q4core"``.
+        name: Of an installed backend, provider, dialect or layer type, ``module:function`` that returns one, or
+            ``"q4core"``.
         formats: Names of the formats; () where the profile knows none.
         device: Where to compute.
     """
 
     profile: str
     name: str
-    formats: tuple[str, ...] = attrs.field(default=(), converter=_texts)
+    formats: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     device: str = "cpu"
 
 
@@ -101,6 +99,11 @@ _PROFILES = {
         lambda: (item.name for item in dialects() if item.formats),
         lambda target: dialect_cases(target.formats or tuple(BUILTIN_FORMATS)),
         lambda target: DialectSubject(_made(target.name) or target.name),
+    ),
+    "layer": _Profile(
+        lambda: default_registry().items("q4_layers"),
+        lambda _: layer_cases(),
+        lambda target: LayerSubject(_made(target.name) or target.name),
     ),
     "core": _Profile(lambda: (CORE,), lambda _: core_cases(), lambda _: None),
 }
@@ -143,7 +146,7 @@ def find_target(
     except RuntimeError as error:
         rule = "a device that torch knows, such as cpu or cuda:0"
         raise ConfigError(_WHAT, name="device", rule=rule, value=device) from error
-    if found in {"core", "dialect"} and kind != "cpu":
+    if found in {"core", "dialect", "layer"} and kind != "cpu":
         raise ConfigError(_WHAT, name="device", rule=f"cpu for {name!r}, which computes nowhere else", value=device)
     chosen = _known_formats(formats)
     if found in {None, "kernel"}:

@@ -30,7 +30,7 @@ from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, Transfor
 from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
 from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn, build_transformer
 from q4_nn.registry.description import build, describe
-from q4_nn.registry.layer_type import LayerType, layer_types, make
+from q4_nn.registry.layer_type import LayerExample, LayerType, layer_types, make
 from q4_nn.trainer.instrument import Costs, LayerCost, instrument
 from q4_nn.trainer.loop import EarlyStop, State, Trainer, TrainingError
 from q4_nn.training import (
@@ -61,6 +61,7 @@ __all__ = [
     "KVCache",
     "LanguageModel",
     "LayerCost",
+    "LayerExample",
     "LayerType",
     "Metadata",
     "MultiHeadAttention",

@@ -12,7 +12,7 @@ from q4_nn.blocks.attention import MultiHeadAttention
 from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.models.config import TransformerConfig
 from q4_nn.models.transformer import TransformerBlock
-from q4_nn.registry.layer_type import LayerType
+from q4_nn.registry.layer_type import LayerExample, LayerType
 from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent
 from q4core import default_session, quantize
 
@@ -211,8 +211,14 @@ def _recurrent_shape(
     return (*shape[:-1], hidden_size * (1 + bidirectional))
 
 
-def _tokens_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
+def _features_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
     _last("hidden_size", hidden_size, shape)
+    return shape
+
+
+def _tokens_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
+    if len(shape) != 2 or shape[-1] != hidden_size:  # noqa: PLR2004  # positions and features
+        raise ValueError(f"of shape [positions, {hidden_size}], as hidden_size says")
     return shape
 
 
@@ -249,30 +255,84 @@ def _adaptive_shape(shape: Shape, *, output_size: _Size) -> Shape:
     return (shape[0], *_pair(output_size))
 
 
+def _examples(shape: tuple[int, ...] = (3, 4), /, **options: Any) -> tuple[LayerExample, ...]:
+    return (LayerExample(shape, options),)
+
+
+def _in_both(shape: tuple[int, ...], /, **options: Any) -> tuple[LayerExample, ...]:
+    """Return the examples of a type that computes in floats, or in four bits."""
+    return (*_examples(shape, **options), LayerExample(shape, {**options, "format": "nf4"}, straight_through=True))
+
+
+_CELL = _in_both((3, 4), input_size=4, hidden_size=3)
 LAYER_TYPES = (
-    LayerType("linear", _linear, _linear_shape, "matrix and bias; format= for 4 bits, trainable=False for packed"),
-    LayerType("embedding", nn.Embedding, _embedding_shape, "a row for each token number"),
-    LayerType("conv2d", _conv2d, _conv2d_shape, "convolution of images; format= for 4 bits"),
-    LayerType("rnn", _recurrent(nn.RNN), _recurrent_shape, "torch's RNN; format= for 4 bits"),
-    LayerType("lstm", _recurrent(nn.LSTM), _recurrent_shape, "torch's LSTM; format= for 4 bits"),
-    LayerType("gru", _recurrent(nn.GRU), _recurrent_shape, "torch's GRU; format= for 4 bits"),
-    LayerType("attention", _attention, _tokens_shape, "multi-head attention, grouped, causal or not"),
-    LayerType("feed_forward", FeedForward, _tokens_shape, "SwiGLU, or one hidden layer"),
-    LayerType("block", _block, _tokens_shape, "transformer block: attention, feed-forward, norms"),
-    LayerType("relu", nn.ReLU, summary="torch's ReLU"),
-    LayerType("gelu", nn.GELU, summary="torch's GELU"),
-    LayerType("silu", nn.SiLU, summary="torch's SiLU"),
-    LayerType("sigmoid", nn.Sigmoid, summary="torch's Sigmoid"),
-    LayerType("tanh", nn.Tanh, summary="torch's Tanh"),
-    LayerType("softmax", functools.partial(nn.Softmax, dim=-1), summary="torch's Softmax"),
-    LayerType("dropout", nn.Dropout, summary="torch's Dropout"),
-    LayerType("rms_norm", nn.RMSNorm, _norm_shape, "torch's RMSNorm"),
-    LayerType("layer_norm", nn.LayerNorm, _norm_shape, "torch's LayerNorm"),
-    LayerType("batch_norm1d", nn.BatchNorm1d, _batch_norm_shape, "torch's BatchNorm1d"),
-    LayerType("batch_norm2d", nn.BatchNorm2d, _batch_norm_shape, "torch's BatchNorm2d"),
-    LayerType("max_pool2d", nn.MaxPool2d, _pool_shape, "torch's MaxPool2d"),
-    LayerType("avg_pool2d", nn.AvgPool2d, _pool_shape, "torch's AvgPool2d"),
-    LayerType("adaptive_avg_pool2d", nn.AdaptiveAvgPool2d, _adaptive_shape, "torch's AdaptiveAvgPool2d"),
-    LayerType("flatten", nn.Flatten, _flatten_shape, "one row for each sample"),
-    LayerType("select", Select, _select_shape, "one of several results, or the last position"),
+    LayerType(
+        "linear",
+        _linear,
+        _linear_shape,
+        "matrix and bias; format= for 4 bits, trainable=False for packed",
+        _in_both((4,), in_features=4, out_features=3),
+    ),
+    LayerType(
+        "embedding",
+        nn.Embedding,
+        _embedding_shape,
+        "a row for each token number",
+        (LayerExample((3,), {"num_embeddings": 5, "embedding_dim": 4}, integers=5),),
+    ),
+    LayerType(
+        "conv2d",
+        _conv2d,
+        _conv2d_shape,
+        "convolution of images; format= for 4 bits",
+        _in_both((2, 4, 5), in_channels=2, out_channels=3, kernel_size=2, stride=2, padding=1),
+    ),
+    LayerType("rnn", _recurrent(nn.RNN), _recurrent_shape, "torch's RNN; format= for 4 bits", _CELL),
+    LayerType("lstm", _recurrent(nn.LSTM), _recurrent_shape, "torch's LSTM; format= for 4 bits", _CELL),
+    LayerType("gru", _recurrent(nn.GRU), _recurrent_shape, "torch's GRU; format= for 4 bits", _CELL),
+    LayerType(
+        "attention",
+        _attention,
+        _tokens_shape,
+        "multi-head attention, grouped, causal or not",
+        _examples((3, 8), hidden_size=8, num_heads=2, num_kv_heads=1),
+    ),
+    LayerType(
+        "feed_forward",
+        FeedForward,
+        _features_shape,
+        "SwiGLU, or one hidden layer",
+        _examples(hidden_size=4, intermediate_size=5),
+    ),
+    LayerType(
+        "block",
+        _block,
+        _tokens_shape,
+        "transformer block: attention, feed-forward, norms",
+        _examples((3, 8), hidden_size=8, num_heads=2, intermediate_size=6),
+    ),
+    LayerType("relu", nn.ReLU, summary="torch's ReLU", examples=_examples()),
+    LayerType("gelu", nn.GELU, summary="torch's GELU", examples=_examples()),
+    LayerType("silu", nn.SiLU, summary="torch's SiLU", examples=_examples()),
+    LayerType("sigmoid", nn.Sigmoid, summary="torch's Sigmoid", examples=_examples()),
+    LayerType("tanh", nn.Tanh, summary="torch's Tanh", examples=_examples()),
+    LayerType("softmax", functools.partial(nn.Softmax, dim=-1), summary="torch's Softmax", examples=_examples()),
+    LayerType("dropout", nn.Dropout, summary="torch's Dropout", examples=_examples()),
+    LayerType("rms_norm", nn.RMSNorm, _norm_shape, "torch's RMSNorm", _examples(normalized_shape=4)),
+    LayerType("layer_norm", nn.LayerNorm, _norm_shape, "torch's LayerNorm", _examples(normalized_shape=4)),
+    LayerType("batch_norm1d", nn.BatchNorm1d, _batch_norm_shape, "torch's BatchNorm1d", _examples(num_features=3)),
+    LayerType(
+        "batch_norm2d", nn.BatchNorm2d, _batch_norm_shape, "torch's BatchNorm2d", _examples((3, 2, 4), num_features=3)
+    ),
+    LayerType("max_pool2d", nn.MaxPool2d, _pool_shape, "torch's MaxPool2d", _examples((2, 4, 5), kernel_size=2)),
+    LayerType("avg_pool2d", nn.AvgPool2d, _pool_shape, "torch's AvgPool2d", _examples((2, 4, 5), kernel_size=2)),
+    LayerType(
+        "adaptive_avg_pool2d",
+        nn.AdaptiveAvgPool2d,
+        _adaptive_shape,
+        "torch's AdaptiveAvgPool2d",
+        _examples((2, 4, 5), output_size=2),
+    ),
+    LayerType("flatten", nn.Flatten, _flatten_shape, "one row for each sample", _examples()),
+    LayerType("select", Select, _select_shape, "one of several results, or the last position", _examples(last=True)),
 )

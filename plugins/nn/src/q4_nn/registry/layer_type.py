@@ -16,7 +16,17 @@ from q4core.plugin_api import closest_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["LayerType", "Shape", "find_layer_type", "keep_options", "layer_types", "make", "options_of", "set_options"]
+__all__ = [
+    "LayerExample",
+    "LayerType",
+    "Shape",
+    "find_layer_type",
+    "keep_options",
+    "layer_types",
+    "make",
+    "options_of",
+    "set_options",
+]
 
 Shape = tuple[int | None, ...]
 """Sizes of one sample, the batch left out; None for a size that may be any, such as the length of a text."""
@@ -25,6 +35,23 @@ _ATTRIBUTE = "_q4_layer"
 
 def _unchanged(shape: Shape, **_: Any) -> Shape:
     return shape
+
+
+@attrs.frozen
+class LayerExample:
+    """A small layer of a type, by which ``q4 conform NAME --profile layer`` judges the type.
+
+    Args:
+        shape: Sizes of one sample; a few of each, because every gradient is compared with differences.
+        options: The type's own.
+        integers: Inputs are int64 below this, such as token numbers; None for floats.
+        straight_through: Whether the parameters' gradients are those of quantised ones, which no difference shows.
+    """
+
+    shape: tuple[int, ...]
+    options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+    integers: int | None = None
+    straight_through: bool = False
 
 
 @attrs.frozen
@@ -38,12 +65,14 @@ class LayerType:
         shape: Takes the shape of what comes in, then the options by name, and returns the shape of what goes out;
             raises ``ValueError`` with the rule where the layer does not take that shape. The same shape unless told.
         summary: One line for people.
+        examples: Layers by which the type can be certified.
     """
 
     name: str
     build: Callable[..., nn.Module]
     shape: Callable[..., Shape] = _unchanged
     summary: str = ""
+    examples: tuple[LayerExample, ...] = ()
 
     def options(self) -> Mapping[str, inspect.Parameter]:
         """Return the options by name."""
