@@ -13,7 +13,7 @@ from q4core import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from q4_nn.registry.layer_type import LayerType, Shape
+    from q4_nn.registry.layer_type import Shape
 
 __all__ = ["build", "describe"]
 
@@ -89,13 +89,17 @@ def _check(model: nn.Sequential, layers: Sequence[Mapping[str, Any]], shape: Sha
     """Refuse sizes that don't chain, and a layer whose result is not what its type says."""
     was_training = model.training
     model.eval()
-    x: Any = None
+    first = (1, *(3 if size is None else size for size in shape))
+    x: Any = torch.zeros(first, dtype=torch.int64 if layers[0]["type"] == "embedding" else torch.get_default_dtype())
     before = "the input"
     for number, (layer, item) in enumerate(zip(model, layers, strict=True)):
         kind = find_layer_type(item["type"])
         what = f"{_WHAT}: layer {number} ({kind.name!r})"
-        taken, shape = shape, _given(kind, shape, _parts(number, item)[1], what, before)
-        x = _sample(kind, taken) if x is None else x
+        taken = shape
+        try:
+            shape = tuple(kind.shape(taken, **_parts(number, item)[1]))
+        except (ValueError, TypeError, IndexError) as error:
+            raise ConfigError(what, name="input", rule=str(error), value=f"{_told(taken)} from {before}") from error
         try:
             with torch.no_grad():
                 x = layer(x)
@@ -108,18 +112,6 @@ def _check(model: nn.Sequential, layers: Sequence[Mapping[str, Any]], shape: Sha
             raise ConfigError(what, name="result", rule=f"of shape {_told(shape)}", value=list(found), hint=hint)
         before = f"layer {number} ({kind.name!r})"
     model.train(was_training)
-
-
-def _given(kind: LayerType, shape: Shape, options: dict[str, Any], what: str, before: str) -> Shape:
-    try:
-        return tuple(kind.shape(shape, **options))
-    except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(what, name="input", rule=str(error), value=f"{_told(shape)} from {before}") from error
-
-
-def _sample(kind: LayerType, shape: Shape) -> torch.Tensor:
-    sizes = (1, *(3 if size is None else size for size in shape))
-    return torch.zeros(sizes, dtype=torch.int64 if kind.name == "embedding" else torch.get_default_dtype())
 
 
 def _alike(found: Shape, wanted: Shape) -> bool:

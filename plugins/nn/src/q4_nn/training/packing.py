@@ -57,8 +57,7 @@ def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
             made[name] = _recurrent(name, module, owner)
     place_linears_(model, parts, owner)
     for name, replacement in made.items():
-        head, _, last = name.rpartition(".")
-        setattr(model.get_submodule(head), last, replacement.train(found[name].training))
+        model.set_submodule(name, replacement.train(found[name].training))
     return [*found]
 
 
