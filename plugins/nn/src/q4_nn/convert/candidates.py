@@ -17,17 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Candidate", "find_candidates", "reasons_against", "skipped_by_caller"]
 
-_OWN_ENTRIES = frozenset({"weight", "bias"})
-_HOOKS = {
-    "_forward_hooks": "forward",
-    "_forward_pre_hooks": "forward pre",
-    "_backward_hooks": "backward",
-    "_backward_pre_hooks": "backward pre",
-    "_state_dict_hooks": "state dict",
-    "_state_dict_pre_hooks": "state dict pre",
-    "_load_state_dict_pre_hooks": "load state dict pre",
-    "_load_state_dict_post_hooks": "load state dict post",
-}
 _WEIGHT_HOOKS = {"_backward_hooks": "gradient", "_post_accumulate_grad_hooks": "accumulated gradient"}
 
 
@@ -112,12 +101,13 @@ def reasons_against(candidate: Candidate, shared: dict[int, list[str]]) -> Itera
         kind = type(layer)
         yield f"it is a {kind.__module__}.{kind.__qualname__}, and what that adds to nn.Linear would be lost"
     entries = (*layer._parameters, *layer._buffers, *layer._modules)  # noqa: SLF001  # all that a module registers
-    extra = [name for name in entries if name not in _OWN_ENTRIES]
+    extra = [name for name in entries if name not in {"weight", "bias"}]
     if extra:
         yield f"it has {', '.join(extra)} beside weight and bias, which would be lost"
     if "forward" in vars(layer):
         yield "its forward was replaced on the layer itself, which would be lost"
-    hooks = [word for name, word in _HOOKS.items() if getattr(layer, name, None)]
+    registered = [name for name, item in vars(layer).items() if name.endswith("_hooks") and item]  # torch's dicts
+    hooks = [name.strip("_").removesuffix("_hooks").replace("_", " ") for name in registered]
     hooks += [word for name, word in _WEIGHT_HOOKS.items() if getattr(layer.weight, name, None)]
     if hooks:
         yield f"it has {', '.join(hooks)} hooks, which would be lost; remove them, and register them on the new layer"

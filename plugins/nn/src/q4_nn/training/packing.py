@@ -52,7 +52,8 @@ def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
                 layer = owner.linear(weight, _plain(module.bias), name=name)
                 made[name] = FilledLinear(layer, module.in_features)
         elif isinstance(module, STEConv2d):
-            made[name] = _conv(name, module, owner)
+            weight = pack_matrix(module.weight.flatten(1), module.format)
+            made[name] = Q4Conv2d(owner.linear(weight, _plain(module.bias), name=name), module)
         else:
             made[name] = _recurrent(name, module, owner)
     place_linears_(model, parts, owner)
@@ -63,12 +64,6 @@ def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
 
 def _plain(bias: Any) -> Any:
     return None if bias is None else bias.detach()
-
-
-def _conv(name: str, module: STEConv2d, owner: Session) -> Q4Conv2d:
-    layer = owner.linear(pack_matrix(module.weight.flatten(1), module.format), _plain(module.bias), name=name)
-    sizes: Any = (module.kernel_size, module.stride, module.padding, module.dilation)
-    return Q4Conv2d(layer, *sizes)
 
 
 def _recurrent(name: str, module: STERecurrent, owner: Session) -> Q4Recurrent:
