@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import attrs
 import typer
@@ -91,6 +91,18 @@ Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
+def _config(
+    device: str | None, backend: str | None, path: str | None, precision: str | None, dtype: str | None
+) -> q4.SessionConfig:
+    wishes: dict[str, Any] = {
+        "device": device,
+        "backend": backend,
+        "compute_path": path,
+        "activation_precision": precision,
+    }
+    return q4.SessionConfig(**wishes, compute_dtype=dtype)
+
+
 def generate(  # noqa: PLR0913  # one argument per option
     file: File,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
@@ -114,13 +126,7 @@ def generate(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Let a model answer, and show what it cost and which backends ran."""
     path = find_model(file)
-    config = q4.SessionConfig(
-        device=device,
-        backend=backend,
-        compute_path=compute_path,
-        activation_precision=precision,
-        compute_dtype=dtype,
-    )
+    config = _config(device, backend, compute_path, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -167,7 +173,7 @@ def chat(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D)."""
     path = find_model(file)
-    config = q4.SessionConfig(device=device, backend=backend, activation_precision=precision, compute_dtype=dtype)
+    config = _config(device, backend, None, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     with LanguageModel.open(path, config) as model:
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
@@ -206,13 +212,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     with contextlib.ExitStack() as stack:
 
         def opened(activations: str | None) -> LanguageModel:
-            config = q4.SessionConfig(
-                device=device,
-                backend=backend,
-                compute_path=compute_path,
-                activation_precision=activations,
-                compute_dtype=dtype,
-            )
+            config = _config(device, backend, compute_path, activations, dtype)
             return stack.enter_context(LanguageModel.open(path, config))
 
         reference = None if against is None else opened(against)

@@ -194,7 +194,7 @@ class Trainer:
         progress.begin(loader, state.epoch, epochs)
         self.optimizer.zero_grad(set_to_none=True)
         for batch in loader:
-            progress.advance(state.losses)
+            progress.count(state.losses)
             done += 1
             if done <= state.batch:  # drawn again, so that the loader stands where it stood
                 continue
@@ -253,10 +253,10 @@ class Trainer:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.accumulate / len(pending))
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit) if limit < math.inf else None
-        if norm is not None and not torch.isfinite(norm):
-            self._fail("norm of the gradients", float(norm))
+        if self.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            if not torch.isfinite(norm):
+                self._fail("norm of the gradients", float(norm))
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
