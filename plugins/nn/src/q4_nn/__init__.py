@@ -9,7 +9,8 @@ from q4_nn.blocks.joined import JoinedLinear
 from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
-from q4_nn.convert import Conversion, ConversionTable, convert_linears_
+from q4_nn.convert.replacing import convert_linears_
+from q4_nn.convert.table import Conversion, ConversionTable
 from q4_nn.generation.batch import generate_batch
 from q4_nn.generation.chat import render_chat
 from q4_nn.generation.conversation import Conversation, stream_text

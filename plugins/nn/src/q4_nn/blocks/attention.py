@@ -37,16 +37,11 @@ def visible(  # noqa: PLR0913  # one argument per rule
         device: Where.
     """
     mask = None
+    past = torch.ones(count, seen, dtype=torch.bool, device=device).tril(seen - count)
     if causal and (count > 1 or (window is not None and window < seen)):
-        mask = torch.ones(count, seen, dtype=torch.bool, device=device).tril(seen - count)
-        if window is not None and window < seen:
-            mask = mask.triu(seen - count - window + 1)
+        mask = past if window is None else past.triu(seen - count - window + 1)
     if allowed is not None:
-        own = torch.eye(count, seen, dtype=torch.bool, device=device) if count == seen else None
-        if own is None:
-            own = torch.zeros(count, seen, dtype=torch.bool, device=device)
-            own.diagonal(seen - count).fill_(True)  # noqa: FBT003  # torch takes it by place
-        held = allowed[:, None, None, :] | own
+        held = allowed[:, None, None, :] | past.triu(seen - count)
         mask = held if mask is None else held & mask
     return mask
 

@@ -45,24 +45,14 @@ class Q4Conv2d(nn.Module):
 
     Args:
         layer: ``Q4Linear``: out_channels × (in_channels · height · width, filled up to whole blocks).
-        kernel_size: (height, width).
-        stride: As ``nn.Conv2d`` has it.
-        padding: As ``nn.Conv2d`` has it; zeros.
-        dilation: As ``nn.Conv2d`` has it.
+        like: The layer of torch's that it computes as, padded with zeros; its sizes are taken, not its parameters.
     """
 
-    def __init__(  # those of nn.Conv2d
-        self,
-        layer: nn.Module,
-        kernel_size: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-    ) -> None:
+    def __init__(self, layer: nn.Module, like: nn.Conv2d) -> None:
         super().__init__()
         self.layer = layer
-        self.kernel_size, self.stride = tuple(kernel_size), tuple(stride)
-        self.padding, self.dilation = tuple(padding), tuple(dilation)
+        self.kernel_size, self.stride, self.dilation = like.kernel_size, like.stride, like.dilation
+        self.padding: Any = like.padding  # numbers: STEConv2d takes no words
 
     def extra_repr(self) -> str:
         """Return what torch prints beside the layer."""

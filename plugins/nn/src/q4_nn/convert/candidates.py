@@ -6,7 +6,6 @@ import fnmatch
 from typing import TYPE_CHECKING
 
 import attrs
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -16,19 +15,8 @@ from q4core.plugin_api import closest_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Candidate", "SkipOptions", "find_candidates", "reason_against", "stored_bytes"]
+__all__ = ["Candidate", "find_candidates", "reasons_against", "skipped_by_caller"]
 
-_OWN_ENTRIES = frozenset({"weight", "bias"})
-_HOOKS = {
-    "_forward_hooks": "forward",
-    "_forward_pre_hooks": "forward pre",
-    "_backward_hooks": "backward",
-    "_backward_pre_hooks": "backward pre",
-    "_state_dict_hooks": "state dict",
-    "_state_dict_pre_hooks": "state dict pre",
-    "_load_state_dict_pre_hooks": "load state dict pre",
-    "_load_state_dict_post_hooks": "load state dict post",
-}
 _WEIGHT_HOOKS = {"_backward_hooks": "gradient", "_post_accumulate_grad_hooks": "accumulated gradient"}
 
 
@@ -43,56 +31,41 @@ class Candidate:
     inside: str | None
 
 
-@attrs.frozen
-class SkipOptions:
-    """What the caller wants left alone: patterns, or a function of name and layer.
-
-    Args:
-        skip: As ``convert_linears_`` takes it.
+def skipped_by_caller(
+    skip: Sequence[str] | Callable[[str, nn.Linear], bool], model: nn.Module, candidates: Sequence[Candidate]
+) -> dict[str, str]:
+    """Return why the caller wants layers left alone, by their names.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: ``skip`` is neither patterns nor a function, or a pattern of it matches nothing.
     """
+    if callable(skip):
+        chosen = [item.name for item in candidates if type(item.layer) is nn.Linear and skip(item.name, item.layer)]
+        return dict.fromkeys(chosen, "skipped by the caller's function")
+    patterns = [skip] if isinstance(skip, str) else skip
+    if not isinstance(patterns, (list, tuple, set)) or not all(isinstance(pattern, str) for pattern in patterns):
+        rule = "a list of names and patterns, or a function of name and layer"
+        raise ConfigError("convert_linears_", name="skip", rule=rule, value=skip)
+    names = [candidate.name for candidate in candidates]
+    _check_patterns(patterns, names, model)
+    found = {name: next((pattern for pattern in patterns if _matches(name, pattern)), None) for name in names}
+    return {name: f"matches {pattern!r}" for name, pattern in found.items() if pattern is not None}
 
-    patterns: tuple[str, ...]
-    function: Callable[[str, nn.Linear], bool] | None
 
-    @classmethod
-    def of(cls, skip: Sequence[str] | Callable[[str, nn.Linear], bool]) -> SkipOptions:
-        """Return the options, in one form."""
-        if callable(skip):
-            return cls((), skip)
-        patterns = (skip,) if isinstance(skip, str) else tuple(skip) if isinstance(skip, (list, tuple, set)) else None
-        if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-            rule = "a list of names and patterns, or a function of name and layer"
-            raise ConfigError("convert_linears_", name="skip", rule=rule, value=skip)
-        return cls(patterns, None)
-
-    def check(self, model: nn.Module, candidates: Sequence[Candidate]) -> None:
-        """Refuse a pattern that matches nothing: where it is a typo, what it was meant for would be converted.
-
-        Raises:
-            ConfigError: It matches no linear layer, and no other module that has none inside.
-        """
-        names = [candidate.name for candidate in candidates]
-        holders = {name[:cut] for name in names for cut in range(len(name)) if name[cut] == "."}
-        others = [name for name, _ in model.named_modules() if name and name not in holders]
-        for pattern in self.patterns:
-            if any(_matches(name, pattern) for name in (*names, *others)):
-                continue
-            if pattern in holders:
-                hint = f"It is a module with linear layers inside: write {pattern + '.*'!r}."
-            else:
-                close = closest_name(pattern, {*names, *(name.rpartition(".")[2] for name in names)})
-                hint = f"Did you mean {close!r}?" if close else "Leave it out, or give a function of name and layer."
-            rule = "names and patterns that each match a layer of the model"
-            raise ConfigError("convert_linears_", name="skip", rule=rule, value=pattern, hint=hint)
-
-    def against(self, name: str, layer: nn.Linear) -> str | None:
-        """Return why the caller wants a layer left alone, or None."""
-        if self.function is not None and type(layer) is nn.Linear and self.function(name, layer):
-            return "skipped by the caller's function"
-        return next((f"matches {pattern!r}" for pattern in self.patterns if _matches(name, pattern)), None)
+def _check_patterns(patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> None:
+    """Refuse a pattern that matches nothing: where it is a typo, what it was meant for would be converted."""
+    holders = {name[:cut] for name in names for cut in range(len(name)) if name[cut] == "."}
+    others = [name for name, _ in model.named_modules() if name and name not in holders]
+    for pattern in patterns:
+        if any(_matches(name, pattern) for name in (*names, *others)):
+            continue
+        if pattern in holders:
+            hint = f"It is a module with linear layers inside: write {pattern + '.*'!r}."
+        else:
+            close = closest_name(pattern, {*names, *(name.rpartition(".")[2] for name in names)})
+            hint = f"Did you mean {close!r}?" if close else "Leave it out, or give a function of name and layer."
+        rule = "names and patterns that each match a layer of the model"
+        raise ConfigError("convert_linears_", name="skip", rule=rule, value=pattern, hint=hint)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -103,32 +76,21 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
     """Return the ``nn.Linear`` layers of a model, subclasses too, in its own order."""
     found: dict[str, Candidate] = {}
     for parent_name, parent in model.named_modules():
-        inside = next((name for name in _prefixes(parent_name) if name in found), None)
         for attribute, child in parent.named_children():
             if isinstance(child, nn.Linear):
                 name = f"{parent_name}.{attribute}" if parent_name else attribute
+                inside = next((other for other in found if name.startswith(f"{other}.")), None)
                 found[name] = Candidate(name, parent, attribute, child, inside)
     return list(found.values())
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield a module's name and those of the modules that it is in, the outermost first."""
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def reason_against(candidate: Candidate, shared: dict[int, list[str]]) -> str | None:
-    """Return why a layer can't be replaced without a loss, or None.
+def reasons_against(candidate: Candidate, shared: dict[int, list[str]]) -> Iterator[str]:
+    """Yield why a layer can't be replaced without a loss, what says most first.
 
     Args:
         candidate: The layer.
         shared: Identity of each parameter that several modules have → their names for it.
     """
-    return next(_losses(candidate, shared), None)
-
-
-def _losses(candidate: Candidate, shared: dict[int, list[str]]) -> Iterator[str]:
-    """Yield what would be lost, what says most first."""
     layer = candidate.layer
     if candidate.inside is not None:
         yield f"it is a part of {candidate.inside}, which may use it in its own way"
@@ -139,22 +101,16 @@ def _losses(candidate: Candidate, shared: dict[int, list[str]]) -> Iterator[str]
         kind = type(layer)
         yield f"it is a {kind.__module__}.{kind.__qualname__}, and what that adds to nn.Linear would be lost"
     entries = (*layer._parameters, *layer._buffers, *layer._modules)  # noqa: SLF001  # all that a module registers
-    extra = [name for name in entries if name not in _OWN_ENTRIES]
+    extra = [name for name in entries if name not in {"weight", "bias"}]
     if extra:
         yield f"it has {', '.join(extra)} beside weight and bias, which would be lost"
     if "forward" in vars(layer):
         yield "its forward was replaced on the layer itself, which would be lost"
-    hooks = [word for name, word in _HOOKS.items() if getattr(layer, name, None)]
+    registered = [name for name, item in vars(layer).items() if name.endswith("_hooks") and item]  # torch's dicts
+    hooks = [name.strip("_").removesuffix("_hooks").replace("_", " ") for name in registered]
     hooks += [word for name, word in _WEIGHT_HOOKS.items() if getattr(layer.weight, name, None)]
     if hooks:
         yield f"it has {', '.join(hooks)} hooks, which would be lost; remove them, and register them on the new layer"
     if id(layer.weight) in shared:
         others = [owner for owner in shared[id(layer.weight)] if owner != f"{candidate.name}.weight"]
         yield f"its weight is shared with {', '.join(others)}"
-
-
-def stored_bytes(layer: nn.Linear) -> int:
-    """Return the bytes of what a layer has for its weight; asking a parametrized one for it may change its state."""
-    named = [(name, item) for name, item in layer.named_parameters() if name.rpartition(".")[2] != "bias"]
-    held = [item for _, item in named if not isinstance(item, torch.nn.UninitializedParameter)]
-    return sum(item.numel() * item.element_size() for item in held)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
 
-from q4_nn.convert.candidates import SkipOptions, find_candidates, reason_against, stored_bytes
+from q4_nn.convert.candidates import find_candidates, reasons_against, skipped_by_caller
 from q4_nn.convert.table import Conversion, ConversionTable
 from q4_nn.registry.layer_type import keep_options
+from q4_nn.training.quantising import named_format
 from q4core import (
     BackendUnavailableError,
     InputError,
@@ -18,10 +19,8 @@ from q4core import (
     Q4Error,
     Request,
     Session,
-    default_registry,
     default_session,
     dequantize,
-    find_format,
     quantize,
     resolve_config,
     select,
@@ -83,11 +82,10 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
     if session is not None and not isinstance(session, Session):
         raise InputError("convert_linears_", name="session", rule="a Session or None", value=type(session).__name__)
     owner = default_session() if session is None else session
-    options = SkipOptions.of(skip)
     candidates = find_candidates(model)
-    options.check(model, candidates)
+    chosen = skipped_by_caller(skip, model, candidates)
     shared = _shared_parameters(model)
-    reasons = [options.against(item.name, item.layer) or reason_against(item, shared) for item in candidates]
+    reasons = [chosen.get(item.name) or next(reasons_against(item, shared), None) for item in candidates]
     left = [item.layer for item, reason in zip(candidates, reasons, strict=True) if reason is None]
     _check_call(owner, format, block_size, left)
     rows = []
@@ -110,8 +108,8 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         error_norm = float(torch.linalg.vector_norm(dense - dequantize(weight, torch.float32)))
         norm = float(torch.linalg.vector_norm(dense))
         rows.append(
-            attrs.evolve(
-                _row(name, layer, "converted", ""),
+            _row(
+                *(name, layer, "converted", ""),
                 bytes_after=weight.nbytes,
                 relative_error=error_norm / norm if norm else 0.0,
                 backend=replacement.diagnostics().backend,
@@ -133,36 +131,24 @@ def _check_call(
             block size, or the session's wishes.
     """
     owner.__enter__()  # only looks whether the session is open
-    kind = find_format(format, default_registry().formats().values())
+    kind = named_format(format)
     is_legal = isinstance(block_size, int) and block_size in kind.block_sizes
     columns = block_size if is_legal and block_size is not None else kind.block_size
     sample = quantize(torch.zeros(1, columns, dtype=torch.float32), format, block_size=block_size)
     asked = Request.for_weight(sample, dtype=resolve_config(owner.config).compute_dtype or sample.dtype)
-    requests = dict.fromkeys(
-        attrs.evolve(asked, out_features=layer.out_features, in_features=layer.in_features) for layer in layers
-    )
+    requests = {attrs.evolve(asked, out_features=layer.out_features, in_features=layer.in_features) for layer in layers}
     conflict = None
-    for request in requests or {asked: None}:
-        conflict = _conflict_of(request, owner)
-        if conflict is None:
+    for request in requests or {asked}:
+        try:
+            select(request, owner.config, registry=owner.registry)
+        except PolicyConflictError as error:
+            conflict = error
+        except BackendUnavailableError:
+            return  # the layer's own fault, as far as can be told: it stands in the table
+        else:
             return
     if conflict is not None:
         raise conflict
-
-
-def _conflict_of(request: Request, owner: Session) -> PolicyConflictError | None:
-    """Return how the session's override and its policy contradict each other for a layer, or None.
-
-    Raises:
-        UnknownBackendError: The override names no backend.
-    """
-    try:
-        select(request, owner.config, registry=owner.registry)
-    except PolicyConflictError as error:
-        return error
-    except BackendUnavailableError:
-        return None  # the layer's own fault, as far as can be told: it stands in the table
-    return None
 
 
 def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
@@ -172,13 +158,10 @@ def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
     return {key: names for key, names in owners.items() if len(names) > 1}
 
 
-def _row(name: str, layer: nn.Linear, action: str, reason: str) -> Conversion:
-    size = stored_bytes(layer)
-    return Conversion(
-        name=name,
-        action=action,
-        reason=reason,
-        shape=(layer.out_features, layer.in_features),
-        bytes_before=size,
-        bytes_after=size,
-    )
+def _row(name: str, layer: nn.Linear, action: str, reason: str, **found: Any) -> Conversion:
+    """Return a layer's row; asking a parametrized one for its weight may change its state, so it is not asked."""
+    named = [(part, item) for part, item in layer.named_parameters() if part.rpartition(".")[2] != "bias"]
+    held = [item for _, item in named if not isinstance(item, nn.UninitializedParameter)]
+    size = sum(item.numel() * item.element_size() for item in held)
+    sizes = {"shape": (layer.out_features, layer.in_features), "bytes_before": size, "bytes_after": size}
+    return Conversion(name=name, action=action, reason=reason, **{**sizes, **found})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["Conversion", "ConversionTable"]
 
@@ -37,15 +34,11 @@ class Conversion:
     backend: str | None = None
 
 
-def _rows(items: Iterable[Conversion]) -> tuple[Conversion, ...]:
-    return tuple(items)
-
-
 @attrs.frozen
 class ConversionTable:
     """One row per linear layer, in the order of the model."""
 
-    rows: tuple[Conversion, ...] = attrs.field(converter=_rows)
+    rows: tuple[Conversion, ...] = attrs.field(converter=tuple[Conversion, ...])
 
     @property
     def converted(self) -> tuple[Conversion, ...]:
@@ -63,9 +56,8 @@ class ConversionTable:
         for row in self.rows:
             size = f"{row.shape[0]}×{row.shape[1]}"
             if row.action == "converted":
-                tail = (
-                    f"{row.bytes_before:>12,} → {row.bytes_after:>11,} B  error {row.relative_error:.4f}  {row.backend}"
-                )
+                tail = f"{row.bytes_before:>12,} → {row.bytes_after:>11,} B"
+                tail += f"  error {row.relative_error:.4f}  {row.backend}"
             else:
                 tail = row.reason
             lines.append(f"{row.name:<{width}}  {row.action:<9}  {size:>13}  {tail}")

@@ -106,17 +106,10 @@ def render_chat(
         CheckpointError: The template is malformed, refuses the messages, or does what the sandbox forbids.
     """
     try:
-        return (
-            _environment()
-            .from_string(template)
-            .render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
-        )
+        found = _environment().from_string(template)
+        return found.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **variables)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(
-            "chat template",
-            name="chat_template",
-            rule="a template that renders these messages",
-            value=f"{type(error).__name__}: {error}",
-            where=where,
-            hint="Use the raw mode, which needs no template.",
-        ) from error
+        rule, value = "a template that renders these messages", f"{type(error).__name__}: {error}"
+        hint = "Use the raw mode, which needs no template."
+        what = "chat template"
+        raise CheckpointError(what, name="chat_template", rule=rule, value=value, where=where, hint=hint) from error

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import attrs
 import typer
@@ -21,9 +21,6 @@ from q4_nn.generation.perplexity import measure_perplexity
 from q4_nn.generation.run import Generation
 from q4_nn.generation.sampling import Sampler
 from q4_nn.generation.statistics import collect_statistics, print_statistics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 __all__ = ["add_generate", "find_model", "printable"]
 
@@ -48,41 +45,19 @@ def find_model(name: str) -> Path:
         CheckpointError: There is no such file, or the package is not installed; the message says how to get it.
     """
     path = Path(name)
-    if path.is_dir() and name != DEMO_NAME:
-        if not (path / "config.json").is_file():
-            raise q4.CheckpointError("q4 generate: FILE is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
+    if path.is_file() or (name != DEMO_NAME and (path / "config.json").is_file()):
         return path
-    if path.is_file() or name != DEMO_NAME:
-        if not path.is_file():
-            rule = f"a model file, or {DEMO_NAME!r}"
-            raise q4.CheckpointError("q4 generate", name="FILE", rule=rule, value=name, hint=_HOW_TO_GET)
-        return path
-    try:
-        files = importlib.metadata.files(DEMO_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        found = Path(str(file.locate()))
-        if found.suffix == ".gguf" and found.is_file():
-            return found
-    raise q4.CheckpointError(
-        "q4 generate", name=f"package {DEMO_PACKAGE}", rule="installed", value="not installed", hint=_HOW_TO_GET
-    )
-
-
-def _prompt_tokens(model: LanguageModel, prompt: str, system: str | None, *, raw: bool) -> list[int]:
-    if raw:
-        return model.tokenizer.encode(prompt)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return model.chat([*first, {"role": "user", "content": prompt}])
-
-
-def _run(generation: Generation, model: LanguageModel, stops: Sequence[str], write: Callable[[str], None]) -> str:
-    pieces = []
-    for piece in stream_text(model, generation, stops):
-        pieces.append(piece)
-        write(piece)
-    return "".join(pieces)
+    if name == DEMO_NAME:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            files = (Path(str(file.locate())) for file in importlib.metadata.files(DEMO_PACKAGE) or [])
+            if found := next((file for file in files if file.suffix == ".gguf" and file.is_file()), None):
+                return found
+        what = f"package {DEMO_PACKAGE}"
+        raise q4.CheckpointError("q4 generate", name=what, rule="installed", value="not installed", hint=_HOW_TO_GET)
+    if path.is_dir():
+        raise q4.CheckpointError("q4 generate: FILE is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
+    rule = f"a model file, or {DEMO_NAME!r}"
+    raise q4.CheckpointError("q4 generate", name="FILE", rule=rule, value=name, hint=_HOW_TO_GET)
 
 
 def printable(text: str) -> str:
@@ -96,11 +71,6 @@ def printable(text: str) -> str:
 def _show(piece: str) -> None:
     sys.stdout.write(printable(piece))
     sys.stdout.flush()
-
-
-def _console() -> Console:
-    # Where the output is no terminal nothing is cut, so that grep finds whole names.
-    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 File = Annotated[
@@ -119,6 +89,18 @@ ComputePath = Annotated[str | None, typer.Option(help="auto, kernel_only, kernel
 Precision = Annotated[str | None, typer.Option(help="How activations may be rounded: auto, exact, int8 or fp4.")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def _config(
+    device: str | None, backend: str | None, path: str | None, precision: str | None, dtype: str | None
+) -> q4.SessionConfig:
+    wishes: dict[str, Any] = {
+        "device": device,
+        "backend": backend,
+        "compute_path": path,
+        "activation_precision": precision,
+    }
+    return q4.SessionConfig(**wishes, compute_dtype=dtype)
 
 
 def generate(  # noqa: PLR0913  # one argument per option
@@ -144,13 +126,7 @@ def generate(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Let a model answer, and show what it cost and which backends ran."""
     path = find_model(file)
-    config = q4.SessionConfig(
-        device=device,
-        backend=backend,
-        compute_path=compute_path,
-        activation_precision=precision,
-        compute_dtype=dtype,
-    )
+    config = _config(device, backend, compute_path, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -158,18 +134,25 @@ def generate(  # noqa: PLR0913  # one argument per option
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         model = stack.enter_context(LanguageModel.open(path, config))
         open_seconds = time.perf_counter() - start
-        tokens = _prompt_tokens(model, prompt, system, raw=raw)
+        said = [] if system is None else [{"role": "system", "content": system}]
+        said.append({"role": "user", "content": prompt})
+        tokens = model.tokenizer.encode(prompt) if raw else model.chat(said)
         generation = Generation(
             model.decoder, tokens, max_tokens=max_tokens, sampler=sampler, stops=model.tokenizer.stops
         )
-        text = _run(generation, model, stop or (), (lambda _: None) if as_json else _show)
+        text = ""
+        for piece in stream_text(model, generation, stop or ()):
+            text += piece
+            if not as_json:
+                _show(piece)
         statistics = collect_statistics(model, generation, open_seconds=open_seconds)
         report = model.session.report()
     if as_json:
         record = {"file": str(path), "text": text, "tokens": generation.tokens, **statistics.to_dict()}
         typer.echo(json.dumps({**record, "report": report.to_dict()}, indent=2))
         return
-    console = _console()
+    # Where the output is no terminal nothing is cut, so that grep finds whole names.
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     console.print("\n")
     print_statistics(statistics, console)
 
@@ -190,7 +173,7 @@ def chat(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D)."""
     path = find_model(file)
-    config = q4.SessionConfig(device=device, backend=backend, activation_precision=precision, compute_dtype=dtype)
+    config = _config(device, backend, None, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     with LanguageModel.open(path, config) as model:
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
@@ -229,13 +212,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     with contextlib.ExitStack() as stack:
 
         def opened(activations: str | None) -> LanguageModel:
-            config = q4.SessionConfig(
-                device=device,
-                backend=backend,
-                compute_path=compute_path,
-                activation_precision=activations,
-                compute_dtype=dtype,
-            )
+            config = _config(device, backend, compute_path, activations, dtype)
             return stack.enter_context(LanguageModel.open(path, config))
 
         reference = None if against is None else opened(against)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Engine
 
-from q4_nn.generation.tokenizer import Tokenizer, byte_of_character
+from q4_nn.generation.tokenizer import Tokenizer
 from q4_nn.models.read_json import read_json
 from q4core import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["read_chat_template", "tokenizer_from_hf"]
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def tokenizer_from_hf(folder: Path) -> Tokenizer:
@@ -37,9 +33,6 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         raise CheckpointError("model folder", name=path.name, rule=rule, value=str(error), where=str(path)) from error
     engine.no_padding()  # which the file may ask for, as MiniLM's does: padding is no text
     engine.no_truncation()
-    size = engine.get_vocab_size(with_added_tokens=True)
-    tokens = [engine.id_to_token(number) or "" for number in range(size)]
-    added = engine.get_added_tokens_decoder()
     config = read_json(folder / "tokenizer_config.json")
     ends = {
         *_numbers(read_json(folder / "generation_config.json").get("eos_token_id")),
@@ -51,13 +44,9 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     bos = engine.token_to_id(_text(config.get("bos_token")) or "")
     return Tokenizer(
         engine,
-        tokens=tokens,
-        special=frozenset(number for number, token in added.items() if token.special),
-        verbatim=frozenset(added),
         bos=bos,
         add_bos=bos is not None and engine.encode("", add_special_tokens=True).ids[:1] == [bos],
         stops=frozenset(ends),
-        to_bytes=_writing(engine),
     )
 
 
@@ -83,20 +72,3 @@ def _text(value: Any) -> str | None:
     """Return a token's text, as a text or as an added token's record has it."""
     found = value.get("content") if isinstance(value, dict) else value
     return found if isinstance(found, str) else None
-
-
-def _writing(engine: Engine) -> Callable[[str], bytes]:
-    """Return what turns a token's text into the bytes that it stands for."""
-    kind = str(engine.decoder)
-    if "ByteLevel" in kind:
-        table = byte_of_character()
-        return lambda token: bytes(table[letter] for letter in token) if table.keys() >= set(token) else token.encode()
-
-    def pieces(token: str) -> bytes:
-        found = _BYTE.fullmatch(token)
-        return bytes([int(found[1], 16)]) if found else token.replace("\u2581", " ").encode()
-
-    def word_pieces(token: str) -> bytes:
-        return token[2:].encode() if token.startswith("##") else b" " + token.encode()
-
-    return word_pieces if "WordPiece" in kind else pieces

@@ -14,17 +14,13 @@ from q4_nn.models.step import make_step
 from q4core import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from q4_nn.blocks.cache import KVCache
     from q4_nn.models.step import DecodeStep
     from q4_nn.models.transformer import TransformerDecoder
 
 __all__ = ["Generation", "StopReason"]
-
-
-def _as_frozenset(numbers: Iterable[int]) -> frozenset[int]:
-    return frozenset(numbers)
 
 
 class StopReason(enum.Enum):
@@ -62,7 +58,7 @@ class Generation:
     prompt: Sequence[int] = attrs.field(repr=False)
     max_tokens: int = 256
     sampler: Sampler = attrs.field(factory=Sampler)
-    stops: frozenset[int] = attrs.field(default=frozenset(), converter=_as_frozenset)
+    stops: Collection[int] = ()
     cache: KVCache | None = attrs.field(default=None, repr=False)
     clock: Callable[[], float] = attrs.field(default=time.perf_counter, repr=False)
     tokens: list[int] = attrs.field(factory=list, init=False)

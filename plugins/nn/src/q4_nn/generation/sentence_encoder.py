@@ -18,7 +18,6 @@ from q4core import InputError
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from types import TracebackType
 
     from q4_nn.generation.tokenizer import Tokenizer
 
@@ -110,9 +109,7 @@ class SentenceEncoder:
         """Return the model."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the model."""
         self.close()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +35,7 @@ def peak_resident_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define
 class PathUse:
     """One path, the layers of one kind that it serves, and what ran.
 
@@ -56,8 +58,8 @@ class PathUse:
     path: str
     kind: str
     rows: tuple[int, int | None]
-    layers: int
-    calls: int
+    layers: int = 0
+    calls: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -102,15 +104,9 @@ class Statistics:
 
 
 def collect_statistics(model: LanguageModel, generation: Generation, *, open_seconds: float) -> Statistics:
-    """Return the record of a generation that has ended.
-
-    Args:
-        model: The model that ran.
-        generation: What it ran.
-        open_seconds: How long opening took.
-    """
+    """Return the record of a generation that has ended; ``open_seconds`` is how long opening took."""
     report = model.session.report()
-    uses: dict[tuple[Any, ...], list[int]] = {}
+    uses: dict[tuple[Any, ...], PathUse] = {}
     reasons: dict[str, None] = {}
     for record in report.layers:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", record.layer)
@@ -118,15 +114,14 @@ def collect_statistics(model: LanguageModel, generation: Generation, *, open_sec
             path = segment.path
             rows = (segment.low, segment.high)
             key = (pattern, record.shape, record.format, record.backend, path.name, path.kind.value, rows)
-            use = uses.setdefault(key, [0, 0])
-            use[0] += 1
-            use[1] += calls
+            use = uses.setdefault(key, PathUse(*key))
+            use.layers += 1
+            use.calls += calls
         if record.fallback_reason:
             reasons[f"fallback: {record.fallback_reason}"] = None
         reasons.update((f"not {rejection}", None) for rejection in record.rejections)
     if not reasons and len({record.backend for record in report.layers}) == 1:
         reasons["no other backend is installed; `q4 doctor` shows what is here"] = None
-    names = ("layer", "shape", "format", "backend", "path", "kind", "rows")
     seconds = generation.prefill_seconds
     return Statistics(
         prompt_tokens=len(generation.prompt),
@@ -141,9 +136,7 @@ def collect_statistics(model: LanguageModel, generation: Generation, *, open_sec
         source_bytes=report.source_bytes,
         cache_bytes=generation.cache.nbytes if generation.cache else 0,
         peak_resident_bytes=peak_resident_bytes(),
-        paths=tuple(
-            PathUse(**dict(zip(names, key, strict=True)), layers=use[0], calls=use[1]) for key, use in uses.items()
-        ),
+        paths=tuple(uses.values()),
         reasons=tuple(reasons),
     )
 
@@ -158,9 +151,6 @@ def _rate(value: float | None) -> str:
 
 def print_statistics(statistics: Statistics, console: Console) -> None:
     """Print the record as two tables, and why other backends did not run."""
-    from rich.table import Table  # noqa: PLC0415  # the command's part; the record itself needs no rich
-    from rich.text import Text  # noqa: PLC0415
-
     facts = Table(show_header=False, box=None, pad_edge=False)
     kept = f" (of which {_megabytes(statistics.source_bytes)} are the source itself)" if statistics.source_bytes else ""
     for name, value in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["RULES", "initialise_"]
+__all__ = ["initialise_"]
 
-RULES = ("normal", "kaiming", "xavier")
+_Module = TypeVar("_Module", bound=nn.Module)
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def initialise_(model: nn.Module, rule: str = "normal", *, std: float = 0.02) -> nn.Module:
+def initialise_(model: _Module, rule: str = "normal", *, std: float = 0.02) -> _Module:
     """Give the matrices and embeddings of a network random values, and return it; biases become zero.
 
     Recurrent cells keep torch's own rule, and norms are untouched. ``torch.manual_seed`` makes it repeatable.
@@ -44,9 +44,9 @@ def initialise_(model: nn.Module, rule: str = "normal", *, std: float = 0.02) ->
         "xavier": nn.init.xavier_uniform_,
     }
     if rule not in rules:
-        close = closest_name(rule, RULES)
+        close = closest_name(rule, rules)
         hint = f"Did you mean {close!r}?" if close else None
-        raise ConfigError("initialise_", name="rule", rule=f"one of {', '.join(RULES)}", value=rule, hint=hint)
+        raise ConfigError("initialise_", name="rule", rule=f"one of {', '.join(rules)}", value=rule, hint=hint)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)

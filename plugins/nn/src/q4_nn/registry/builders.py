@@ -60,9 +60,7 @@ def build_mlp(
             layers.append({"type": "dropout", "p": dropout})
     while layers[-1]["type"] != "linear":  # the output has no activation
         layers.pop()
-    model = build({"input": [sizes[0]], "layers": layers})
-    initialise_(model, rule)
-    return model
+    return initialise_(build({"input": [sizes[0]], "layers": layers}), rule)
 
 
 def build_cnn(  # noqa: PLR0913  # one argument per option
@@ -118,9 +116,7 @@ def build_cnn(  # noqa: PLR0913  # one argument per option
         {"type": "flatten"},
         {"type": "linear", "in_features": features, "out_features": classes, **_kind(format)},
     ]
-    model = build({"input": [*image], "layers": layers})
-    initialise_(model, rule)
-    return model
+    return initialise_(build({"input": [*image], "layers": layers}), rule)
 
 
 def build_rnn(  # noqa: PLR0913  # one argument per option
@@ -168,9 +164,7 @@ def build_rnn(  # noqa: PLR0913  # one argument per option
         {"type": "select", "index": 0, "last": last},
         {"type": "linear", "in_features": hidden_size, "out_features": wide, **_kind(format)},
     ]
-    model = build({"input": [-1], "layers": layers})
-    initialise_(model, rule, std=1.0)
-    return model
+    return initialise_(build({"input": [-1], "layers": layers}), rule, std=1.0)
 
 
 def build_transformer(

@@ -11,9 +11,9 @@ from q4_nn.registry.layer_type import find_layer_type, options_of
 from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from q4_nn.registry.layer_type import LayerType, Shape
+    from q4_nn.registry.layer_type import Shape
 
 __all__ = ["build", "describe"]
 
@@ -41,14 +41,16 @@ def build(description: Mapping[str, Any]) -> nn.Sequential:
         raise ConfigError(_WHAT, name="description", rule="'layers' (a list), and perhaps 'input'", value=value)
     made = nn.Sequential()
     for number, item in enumerate(layers):
-        kind, options = _parts(number, item)
+        if not isinstance(item, dict) or not isinstance(item.get("type"), str):
+            raise ConfigError(_WHAT, name=f"layer {number}", rule="a dict with 'type'", value=item)
+        options = {str(name): tuple(value) if isinstance(value, list) else value for name, value in item.items()}
         try:
-            made.append(find_layer_type(kind).make(**options))
+            made.append(find_layer_type(str(options.pop("type"))).make(**options))
         except ConfigError as error:
             what = f"{_WHAT}: layer {number}"
             raise ConfigError(what, name=error.name, rule=error.rule, value=error.value, hint=error.hint) from error
     if "input" in description:
-        _check(made, layers, _sizes(description["input"]))
+        _check(made, _sizes(description["input"]))
     object.__setattr__(made, "_q4_input", description.get("input"))
     return made
 
@@ -72,30 +74,30 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return {"layers": told} if given is None else {"input": list(given), "layers": told}
 
 
-def _parts(number: int, item: Any) -> tuple[str, dict[str, Any]]:
-    if not isinstance(item, dict) or not isinstance(item.get("type"), str):
-        raise ConfigError(_WHAT, name=f"layer {number}", rule="a dict with 'type'", value=item)
-    options = {str(name): tuple(value) if isinstance(value, list) else value for name, value in item.items()}
-    return str(options.pop("type")), options
-
-
 def _sizes(value: Any) -> Shape:
     if not isinstance(value, (list, tuple)) or not all(isinstance(size, int) and size for size in value):
         raise ConfigError(_WHAT, name="input", rule="a list of sizes, -1 for any", value=value)
     return tuple(None if size < 0 else size for size in value)
 
 
-def _check(model: nn.Sequential, layers: Sequence[Mapping[str, Any]], shape: Shape) -> None:
+def _check(model: nn.Sequential, shape: Shape) -> None:
     """Refuse sizes that don't chain, and a layer whose result is not what its type says."""
     was_training = model.training
     model.eval()
+    told = [options_of(layer) or {} for layer in model]
     x: Any = None
     before = "the input"
-    for number, (layer, item) in enumerate(zip(model, layers, strict=True)):
-        kind = find_layer_type(item["type"])
+    for number, (layer, options) in enumerate(zip(model, told, strict=True)):
+        kind = find_layer_type(options.pop("type"))
         what = f"{_WHAT}: layer {number} ({kind.name!r})"
-        taken, shape = shape, _given(kind, shape, _parts(number, item)[1], what, before)
-        x = _sample(kind, taken) if x is None else x
+        taken = shape
+        try:
+            shape = tuple(kind.shape(taken, **options))
+        except (ValueError, TypeError, IndexError) as error:
+            raise ConfigError(what, name="input", rule=str(error), value=f"{_told(taken)} from {before}") from error
+        if x is None:
+            sizes = (1, *(3 if size is None else size for size in taken))
+            x = torch.zeros(sizes, dtype=torch.int64 if kind.name == "embedding" else torch.get_default_dtype())
         try:
             with torch.no_grad():
                 x = layer(x)
@@ -108,18 +110,6 @@ def _check(model: nn.Sequential, layers: Sequence[Mapping[str, Any]], shape: Sha
             raise ConfigError(what, name="result", rule=f"of shape {_told(shape)}", value=list(found), hint=hint)
         before = f"layer {number} ({kind.name!r})"
     model.train(was_training)
-
-
-def _given(kind: LayerType, shape: Shape, options: dict[str, Any], what: str, before: str) -> Shape:
-    try:
-        return tuple(kind.shape(shape, **options))
-    except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(what, name="input", rule=str(error), value=f"{_told(shape)} from {before}") from error
-
-
-def _sample(kind: LayerType, shape: Shape) -> torch.Tensor:
-    sizes = (1, *(3 if size is None else size for size in shape))
-    return torch.zeros(sizes, dtype=torch.int64 if kind.name == "embedding" else torch.get_default_dtype())
 
 
 def _alike(found: Shape, wanted: Shape) -> bool:

@@ -16,7 +16,6 @@ from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 __all__ = ["Costs", "LayerCost", "instrument"]
 
@@ -56,35 +55,13 @@ class Costs:
 
     def __init__(self, model: nn.Module) -> None:
         self._costs: dict[str, LayerCost] = {}
-        self._starts: dict[str, list[float]] = {}
-        self._handles = []
+        self._handles: list[Any] = []
         for name, module in model.named_modules():
             if any(True for _ in module.children()):
                 continue  # its time is that of what is inside
-            self._costs[name] = LayerCost(name, type(module).__name__, _weight_bytes(module))
-            self._starts[name] = []
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name)),
-                module.register_forward_hook(self._behind(name)),
-            ]
-
-    def _before(self, name: str) -> Any:
-        starts = self._starts[name]
-        return lambda *_: starts.append(time.perf_counter())
-
-    def _behind(self, name: str) -> Any:
-        cost, starts = self._costs[name], self._starts[name]
-
-        def hook(_: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
-            cost.forward_seconds += time.perf_counter() - starts.pop()
-            cost.forward_calls += 1
-            given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(inputs)}
-            for tensor in _tensors(outputs):
-                cost.output_bytes += tensor.numel() * tensor.element_size()
-                cost.new_tensors += tensor.untyped_storage().data_ptr() not in given
-            _watch_backward(cost, [*_tensors(inputs)], [*_tensors(outputs)])
-
-        return hook
+            held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            self._costs[name] = LayerCost(name, type(module).__name__, sum(map(_bytes_of, held)))
+            self._handles += _watch_forward(self._costs[name], module)
 
     def __getitem__(self, name: str) -> LayerCost:
         """Return one layer's costs."""
@@ -127,9 +104,7 @@ class Costs:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the hooks away."""
         self.close()
 
@@ -150,11 +125,27 @@ def instrument(model: nn.Module) -> Costs:
     return Costs(model)
 
 
+def _watch_forward(cost: LayerCost, module: nn.Module) -> list[Any]:
+    """Count calls and results by hooks, and return the handles of these."""
+    starts: list[float] = []
+
+    def begin(*_: object) -> None:
+        starts.append(time.perf_counter())
+
+    def end(_: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
+        cost.forward_seconds += time.perf_counter() - starts.pop()
+        cost.forward_calls += 1
+        taken, given = [*_tensors(inputs)], [*_tensors(outputs)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in taken}
+        cost.output_bytes += sum(map(_bytes_of, given))
+        cost.new_tensors += sum(tensor.untyped_storage().data_ptr() not in known for tensor in given)
+        _watch_backward(cost, taken, given)
+
+    return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+
 def _watch_backward(cost: LayerCost, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     """Count gradients by hooks of tensors: those of modules don't bear what is written in place."""
-    results = [tensor for tensor in outputs if tensor.requires_grad]
-    if not results:
-        return
     starts: list[float] = []
 
     def begin(_: torch.Tensor) -> None:
@@ -165,15 +156,16 @@ def _watch_backward(cost: LayerCost, inputs: list[torch.Tensor], outputs: list[t
         if starts:
             cost.backward_seconds += time.perf_counter() - starts.pop()
 
-    results[0].register_hook(begin)
-    asking = [tensor for tensor in inputs if tensor.requires_grad]
-    if asking:
-        asking[0].register_hook(end)
+    result = next((tensor for tensor in outputs if tensor.requires_grad), None)
+    asking = next((tensor for tensor in inputs if tensor.requires_grad), None)
+    if result is not None:
+        result.register_hook(begin)
+        if asking is not None:
+            asking.register_hook(end)
 
 
-def _weight_bytes(module: nn.Module) -> int:
-    held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

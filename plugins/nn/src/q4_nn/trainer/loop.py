@@ -16,7 +16,6 @@ from q4_nn.trainer.progress import Progress
 from q4core import InputError, Q4Error
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["EarlyStop", "State", "Trainer", "TrainingError"]
@@ -80,6 +79,7 @@ class EarlyStop:
             state.stop(f"{self.bad_epochs} epochs without a better one than {self.best:.6g}")
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class Trainer:
     """Trains a module: forward, loss, backward, update.
 
@@ -103,41 +103,33 @@ class Trainer:
         InputError: Neither or both of ``loss`` and ``step`` are given, or a number is not positive.
     """
 
-    def __init__(  # noqa: PLR0913  # one argument per option
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        *,
-        max_grad_norm: float | None = None,
-        accumulate: int = 1,
-        scheduler: Any = None,
-        callbacks: Sequence[Any] = (),
-        step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 0,
-        show: bool | None = None,
-    ) -> None:
-        if (loss is None) is (step is None):
-            raise InputError("Trainer", name="loss", rule="given, or step", value=None if loss is None else "both")
-        for name, value, low in (("accumulate", accumulate, 1), ("every", every, 0)):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    max_grad_norm: float | None = attrs.field(default=None, kw_only=True)
+    accumulate: int = attrs.field(default=1, kw_only=True)
+    scheduler: Any = attrs.field(default=None, kw_only=True)
+    callbacks: Sequence[Any] = attrs.field(default=(), kw_only=True)
+    step: Callable[[nn.Module, Any], torch.Tensor] | None = attrs.field(default=None, kw_only=True)
+    checkpoint: Path | None = attrs.field(default=None, kw_only=True, converter=attrs.converters.optional(Path))
+    every: int = attrs.field(default=0, kw_only=True)
+    show: bool | None = attrs.field(default=None, kw_only=True)
+    state: State = attrs.field(factory=State, init=False)
+    """Where the training stands."""
+    _epoch_random: dict[str, Any] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the options."""
+        if (self.loss is None) is (self.step is None):
+            value = None if self.loss is None else "both"
+            raise InputError("Trainer", name="loss", rule="given, or step", value=value)
+        for name, low in (("accumulate", 1), ("every", 0)):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise InputError("Trainer", name=name, rule=f"a whole number from {low}", value=value)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise InputError("Trainer", name="max_grad_norm", rule="a positive number or None", value=max_grad_norm)
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
-        self.max_grad_norm = max_grad_norm
-        self.accumulate = accumulate
-        self.scheduler = scheduler
-        self.callbacks = tuple(callbacks)
-        self.step = step
-        self.checkpoint = None if checkpoint is None else Path(checkpoint)
-        self.every = every
-        self.show = show
-        self.state = State()
-        self._epoch_random: dict[str, Any] = {}
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            rule = "a positive number or None"
+            raise InputError("Trainer", name="max_grad_norm", rule=rule, value=self.max_grad_norm)
 
     @property
     def is_first(self) -> bool:
@@ -212,7 +204,7 @@ class Trainer:
         progress.begin(loader, state.epoch, epochs)
         self.optimizer.zero_grad(set_to_none=True)
         for batch in loader:
-            progress.advance(state.losses)
+            progress.count(state.losses)
             done += 1
             if done <= state.batch:  # drawn again, so that the loader stands where it stood
                 continue
@@ -276,10 +268,10 @@ class Trainer:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.accumulate / len(pending))
-        limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit) if limit < math.inf else None
-        if norm is not None and not torch.isfinite(norm):
-            self._fail("norm of the gradients", float(norm))
+        if self.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+            if not torch.isfinite(norm):
+                self._fail("norm of the gradients", float(norm))
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

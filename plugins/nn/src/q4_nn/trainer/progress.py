@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["Progress"]
 
 
-class Progress:
+class Progress(progress.Progress):
     """Batches done, loss and rate; use it with ``with``.
 
     Args:
@@ -24,42 +20,31 @@ class Progress:
 
     def __init__(self, *, show: bool | None) -> None:
         console = Console(stderr=True)
-        self._bar = Bar(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}{task.fields[rate]}"),
-            TimeRemainingColumn(),
+        super().__init__(
+            progress.TextColumn("epoch {task.fields[epoch]}"),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("loss {task.fields[loss]}{task.fields[rate]}"),
+            progress.TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not (console.is_terminal if show is None else show),
         )
-        self._task: Any = None
-        self._start = 0.0
-        self._done = 0
-
-    def __enter__(self) -> Progress:  # noqa: PYI034  # Self needs Python 3.11
-        """Start the bar."""
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take it away."""
-        self._bar.stop()
+        self._epoch: Any = None
+        self._began = 0.0
+        self._batches = 0
 
     def begin(self, loader: Any, epoch: int, epochs: int) -> None:
         """Begin an epoch."""
         total = len(loader) if hasattr(loader, "__len__") else None
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task("", total=total, epoch=f"{epoch + 1}/{epochs}", loss="-", rate="")
-        self._start, self._done = time.monotonic(), 0
+        if self._epoch is not None:
+            self.remove_task(self._epoch)
+        self._epoch = self.add_task("", total=total, epoch=f"{epoch + 1}/{epochs}", loss="-", rate="")
+        self._began, self._batches = time.monotonic(), 0
 
-    def advance(self, losses: list[float]) -> None:
+    def count(self, losses: list[float]) -> None:
         """Count one batch; ``losses`` are those of all updates so far."""
-        self._done += 1
-        rate = self._done / max(time.monotonic() - self._start, 1e-9)
+        self._batches += 1
+        rate = self._batches / max(time.monotonic() - self._began, 1e-9)
         loss = f"{losses[-1]:.4f}" if losses else "-"
-        self._bar.update(self._task, advance=1, loss=loss, rate=f", {rate:.1f} batches/s")
+        self.update(self._epoch, advance=1, loss=loss, rate=f", {rate:.1f} batches/s")

@@ -170,28 +170,23 @@ def to_ste_(model: nn.Module, format: str = "nvfp4", *, skip: tuple[str, ...] = 
             raise ConfigError("to_ste_", name="skip", rule="names of the model's layers", value=name)
     changed = []
     for name, module in found.items():
-        head, _, last = name.rpartition(".")
-        if name in skip or last in skip or (isinstance(module, nn.Conv2d) and module.groups != 1):
-            continue
-        setattr(model.get_submodule(head), last, keep_options(module, _ste_of(module, format), format=format))
-        changed.append(name)
+        if {name, name.rpartition(".")[2]}.isdisjoint(skip) and getattr(module, "groups", 1) == 1:
+            model.set_submodule(name, keep_options(module, _ste_of(module, format), format=format))
+            changed.append(name)
     return changed
 
 
 def _ste_of(module: nn.Module, kind: str) -> nn.Module:
     """Return the layer that trains a layer's own parameters in four bits."""
-    made: nn.Module
     if isinstance(module, nn.RNNBase):
-        made = STERecurrent(module, kind)
-    else:
-        with torch.device("meta"):
-            if isinstance(module, nn.Linear):
-                made = STELinear(module.in_features, module.out_features, module.bias is not None, format=kind)
-            elif isinstance(module, nn.Conv2d):
-                names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
-                made = STEConv2d(
-                    **{name: getattr(module, name) for name in names}, bias=module.bias is not None, format=kind
-                )
-        for name, parameter in module.named_parameters():
-            setattr(made, name, parameter)
+        return STERecurrent(module, kind).train(module.training)
+    names: tuple[str, ...] = ("in_features", "out_features")
+    if isinstance(module, nn.Conv2d):
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+    options: dict[str, Any] = {name: getattr(module, name) for name in names}
+    with torch.device("meta"):
+        layer = STEConv2d if isinstance(module, nn.Conv2d) else STELinear
+        made = layer(**options, bias=module.bias is not None, format=kind)
+    for name, parameter in module.named_parameters():
+        setattr(made, name, parameter)
     return made.train(module.training)

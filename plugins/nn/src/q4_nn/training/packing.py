@@ -76,7 +76,7 @@ def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session
         else:
             layer = session.linear(weight, _plain(getattr(module, "bias", None)), name=name)
             if isinstance(module, nn.Conv2d):
-                made[name] = Q4Conv2d(layer, module.kernel_size, module.stride, module.padding, module.dilation)  # type: ignore[arg-type]  # numbers, as STEConv2d has checked
+                made[name] = Q4Conv2d(layer, module)
             elif isinstance(module, nn.Embedding):
                 made[name] = PackedEmbedding(layer, layer.dtype)
                 if isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings:
@@ -85,9 +85,8 @@ def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session
                 made[name] = FilledLinear(layer, module.in_features)
     place_linears_(model, parts, session)
     for name, replacement in made.items():
-        head, _, last = name.rpartition(".")
         old = model.get_submodule(name)
-        setattr(model.get_submodule(head), last, keep_options(old, replacement.train(old.training)))
+        model.set_submodule(name, keep_options(old, replacement.train(old.training)))
 
 
 def _plain(bias: Any) -> Any:

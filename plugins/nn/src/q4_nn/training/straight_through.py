@@ -98,20 +98,14 @@ def linear_ste(
 
 
 def _check_operand(name: str, operand: object, master: torch.Tensor, shape: list[Any]) -> None:
-    fits = (
-        isinstance(operand, torch.Tensor)
-        and operand.dtype == master.dtype
-        and operand.device == master.device
-        and operand.dim() >= 1
-        and operand.shape[-1] == shape[-1]
-        and (len(shape) > 1 or operand.dim() == 1)
-    )
-    if not fits:
-        got = type(operand).__name__
-        if isinstance(operand, torch.Tensor):
-            got = f"{operand.dtype} {list(operand.shape)} on {operand.device}"
-        wanted = ", ".join(map(str, shape))
-        raise InputError("linear_ste", name=name, rule=f"{master.dtype} [{wanted}] on {master.device}", value=got)
+    got = type(operand).__name__
+    if isinstance(operand, torch.Tensor):
+        got = f"{operand.dtype} {list(operand.shape)} on {operand.device}"
+        fits = operand.shape[-1:] == (shape[-1],) and (len(shape) > 1 or operand.dim() == 1)
+        if fits and (operand.dtype, operand.device) == (master.dtype, master.device):
+            return
+    wanted = ", ".join(map(str, shape))
+    raise InputError("linear_ste", name=name, rule=f"{master.dtype} [{wanted}] on {master.device}", value=got)
 
 
 # -- the eval cache
