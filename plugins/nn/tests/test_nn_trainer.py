@@ -157,8 +157,9 @@ def test_a_callback_stops_at_a_step() -> None:
     assert (state.step, state.batch, state.stopped) == (7, 7, "seen enough")
 
 
+@pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("what", ["loss", "norm of the gradients"])
-def test_it_stops_at_what_is_not_finite(what: str) -> None:
+def test_it_stops_at_what_is_not_finite(what: str, limit: float | None) -> None:
     """A loss or gradient that is not finite ends it, names the step, and leaves the weights as they were."""
     model, loader = small()
     batches = [*loader]
@@ -176,7 +177,7 @@ def test_it_stops_at_what_is_not_finite(what: str) -> None:
         return steep
 
     with pytest.raises(TrainingError, match=f"{what} must be finite") as caught:
-        Trainer(model, sgd(model), step=step, max_grad_norm=1.0).fit(batches)
+        Trainer(model, sgd(model), step=step, max_grad_norm=limit).fit(batches)
     assert caught.value.where == "step 4, epoch 0, batch 5"
     assert all(map(torch.equal, seen[-1], model.parameters()))
 

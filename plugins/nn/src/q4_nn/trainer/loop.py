@@ -264,14 +264,16 @@ class Trainer:
         loss = float(mean)
         if not math.isfinite(loss):
             self._fail("loss", loss)
+        parameters = [item for item in self.model.parameters() if item.grad is not None]
+        gradients = [item.grad for item in parameters if item.grad is not None]
         if len(pending) < self.accumulate:  # the last ones of an epoch weigh as much
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.accumulate / len(pending))
+            for gradient in gradients:
+                gradient.mul_(self.accumulate / len(pending))
+        norm = nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            self._fail("norm of the gradients", float(norm))
         if self.max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-            if not torch.isfinite(norm):
-                self._fail("norm of the gradients", float(norm))
+            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
