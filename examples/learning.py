@@ -1,4 +1,7 @@
-"""What the learning examples share: losses over text, two networks beside each other, and a picture of curves."""
+"""What the learning examples share: losses over text, two networks beside each other, and a picture of curves.
+
+The examples that use it need q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
+"""
 
 from __future__ import annotations
 

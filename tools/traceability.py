@@ -7,6 +7,7 @@ data in ``tools.use_cases``.
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -105,6 +106,7 @@ def tables() -> tuple[Table, ...]:
     return tuple(Table(name, cases, _plugins_with(_HOOKS.get(name))) for name, cases in TABLES.items())
 
 
+@functools.cache
 def parts() -> tuple[Part, ...]:
     """Return every part of the contract, in its order, with the faults and tests that there are."""
     tests = files_by_part(collected())

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import tokenizers
 import torch
 from matplotlib import image
 
 import q4core as q4
-from q4_nn import STELinear, pack_, ste_weight
+from q4_nn import STELinear, TransformerConfig, TransformerEncoder, pack_, save_model, ste_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,6 +65,41 @@ def test_tiny_llama(tmp_path: Path) -> None:
     assert trained < 1.8
     assert abs(packed - trained) <= 0.03 * trained
     assert "A backend is " in text
+
+
+def test_head_on_sentences(tmp_path: Path) -> None:
+    """On a random encoder of MiniLM's layout the example runs to its end; real weights are not at hand here."""
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))  # noqa: S106  # no password
+    engine.normalizer = tokenizers.normalizers.BertNormalizer()
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    pages = [str(page) for page in (ROOT / "docs").glob("*.md")]
+    engine.train(pages, tokenizers.trainers.WordPieceTrainer(vocab_size=2000, special_tokens=marks))
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=2000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        causal=False,
+        norm="layer",
+        norm_position="post",
+        positions="learned",
+        hidden_act="gelu",
+        gated=False,
+    )
+    save_model(TransformerEncoder(config), tmp_path / "encoder")
+    engine.save(str(tmp_path / "encoder" / "tokenizer.json"))
+    text = told("finetune_head.py", tmp_path, tmp_path / "encoder")
+    (cosine,) = numbers(r"mean cosine of nf4 to dense vectors: ([\d.]+)", text)
+    dense, packed = numbers(r"([\d.]+)% of the held-back paragraphs right", text)
+    assert cosine > 0.9
+    assert min(dense, packed) > 100 / 6  # chance
 
 
 def rows_of(weights: Iterable[torch.Tensor]) -> set[tuple[float, ...]]:

@@ -10,8 +10,6 @@ from q4_conformance_faults import DEVICE_FAULTS, DIALECT_FAULTS, FAULTS, FUNCTIO
 from tests.support.broken_core import CORE_FAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from q4_conformance import Case
 
 __all__ = ["TABLES", "UNCAUGHT", "catchers", "part_of", "parts"]
@@ -63,14 +61,12 @@ def parts() -> dict[tuple[str, str], tuple[Case, ...]]:
     return {part: tuple(rows) for part, rows in found.items()}
 
 
-def catchers() -> Iterator[tuple[str, set[tuple[str, str]]]]:
-    """Yield each planted fault's name, and the parts of which a case is meant to catch it."""
-    for tables, faults in _FAULTS:
-        for fault in faults:
-            caught_by = {
-                (table, part_of(case))
-                for table in tables
-                for case in TABLES[table]
-                if case.id.startswith(fault.caught_by)
-            }
-            yield fault.name, caught_by
+@functools.cache
+def catchers() -> tuple[tuple[str, set[tuple[str, str]]], ...]:
+    """Return each planted fault's name, and the parts of which a case is meant to catch it."""
+    ids = {table: [(case.id, part_of(case)) for case in cases_] for table, cases_ in TABLES.items()}
+    return tuple(
+        (fault.name, {(table, part) for table in tables for id_, part in ids[table] if id_.startswith(fault.caught_by)})
+        for tables, faults in _FAULTS
+        for fault in faults
+    )

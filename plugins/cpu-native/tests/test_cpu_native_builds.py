@@ -80,9 +80,10 @@ def test_the_baseline_is_among_what_is_tested() -> None:
     assert "avx2" in _passes("plain", "isas").split()
 
 
-def test_random_cases() -> None:
-    """20,000 random calls give, on each instruction set, element by element what bounds derived beforehand allow."""
-    assert "20000 cases passed" in _passes("plain", "fuzz", "20000", SEED)
+@pytest.mark.parametrize("count", [5_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_random_cases(count: int) -> None:
+    """Random calls give, on each instruction set, element by element what bounds derived beforehand allow."""
+    assert f"{count} cases passed" in _passes("plain", "fuzz", str(count), SEED)
 
 
 def test_planted_faults_are_found() -> None:

@@ -1,33 +1,50 @@
-"""What docs/networks.md shows is what happens."""
+"""What the pages about networks show is what happens."""
 
 from __future__ import annotations
 
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from q4_conformance import Outcome, layer_cases, run_case
 from q4_conformance.subjects.layer_type import LayerSubject
 
-PAGE = Path(__file__).parents[3] / "docs" / "networks.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_snippet_runs(number: int, tmp_path: Path) -> None:
-    """Each of the page's four programs runs as it stands."""
-    assert len(SNIPPETS) == 4
-    file = tmp_path / "snippet.py"
-    file.write_text(SNIPPETS[number], encoding="utf-8")
-    runpy.run_path(str(file))
+def programs(page: str) -> list[str]:
+    """Return the programs that a page shows."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def run(program: str, folder: Path) -> dict[str, Any]:
+    """Run a program as it stands, and return what it defines."""
+    file = folder / "program.py"
+    file.write_text(program, encoding="utf-8")
+    return runpy.run_path(str(file))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_programs_run(number: int, tmp_path: Path) -> None:
+    """Each program of docs/networks.md runs as it stands."""
+    assert len(programs("networks.md")) == 3
+    run(programs("networks.md")[number], tmp_path)
+
+
+def test_a_model_from_a_file(write_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of docs/models-from-files.md runs on a file of that name."""
+    (program,) = programs("models-from-files.md")
+    write_llama(context=2600).rename(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert len(run(program, tmp_path)["rows"]) == 2
 
 
 def test_the_layer_type_is_certified_as_told(tmp_path: Path) -> None:
-    """The page's layer type passes every case of its profile."""
-    file = tmp_path / "my_layers.py"
-    file.write_text(SNIPPETS[2], encoding="utf-8")
-    (kind,) = runpy.run_path(str(file))["q4_layers"]()
+    """The layer type of docs/add-a-layer-type.md passes every case of its profile."""
+    (program,) = programs("add-a-layer-type.md")
+    (kind,) = run(program, tmp_path)["q4_layers"]()
     results = [run_case(case, LayerSubject(kind)) for case in layer_cases()]
     assert {result.outcome for result in results} == {Outcome.PASS}, results

@@ -108,7 +108,9 @@ def _layers(arch: int) -> Iterator[tuple[str, int, int, int, torch.dtype]]:
             yield recipe, block, n, k, (torch.bfloat16, torch.float16, torch.float32)[(place + arch) % 3]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=pytest.mark.soak if arch in {86, 89, 103} else ()) for arch in ARCHITECTURES]
+)
 def test_every_program_that_a_layer_launches_has_been_probed(arch: int) -> None:
     """Whatever N, K, format, dtype and rows: the proof that a layer is served by has seen each of its programs.
 
