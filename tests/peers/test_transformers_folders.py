@@ -214,6 +214,7 @@ def test_sentences(pooling: str | None, tmp_path: Path) -> None:
         mask = given["attention_mask"][..., None]
         expected = features[:, 0] if pooling == "cls" else (features * mask).sum(1) / mask.sum(1)
         found = model.encode(SENTENCES)
+        # float32 sums in batches of other lengths than theirs; a counted padding is off by 1
         assert error(found, torch.nn.functional.normalize(expected, dim=-1)) < 1e-5
         assert error(model.encode(SENTENCES, batch=1), found) < 1e-5
 
