@@ -188,7 +188,8 @@ def bind(
         if runner is not None and reason is None:
             record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
             return BoundProgram(program, tensors, layers, runner, backend, keep(record, layers))
-        reasons.append(f"not {backend.name}: {reason}")
+        if "program" in backend.capabilities.ops or any(live.plan.backend is backend for live in lives):
+            reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
 

@@ -170,7 +170,7 @@ def test_a_refusal_to_bind_and_an_error_are_reasons() -> None:
         def fail(*_: Any, error: Exception = error) -> Any:
             raise error
 
-        backend.bind_program = fail  # type: ignore[method-assign]  # on purpose
+        backend.bind_program = fail  # type: ignore[method-assign, assignment]  # on purpose
         assert bind(program, buffers, layers, registry=registry).record.reasons[0].startswith(text)
 
 
@@ -185,7 +185,7 @@ def test_nobody_to_run_it() -> None:
 
 def test_a_broken_run_is_a_backend_error() -> None:
     """What a run raises is told as a fault of the backend."""
-    calls = []
+    calls: list[int] = []
 
     def fail(*_: Any) -> None:
         if len(calls) > 3:

@@ -29,6 +29,8 @@ from q4_nn.models.metadata import Metadata
 from q4_nn.models.saved import load_model, save_model
 from q4_nn.models.transformer import PackedEmbedding, TransformerBlock, TransformerDecoder, TransformerEncoder
 from q4_nn.plugin import q4_architectures, q4_commands, q4_layers
+from q4_nn.programs.builder import EmissionError, ProgramBuilder, Value
+from q4_nn.programs.network import NetworkProgram, make_program
 from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn, build_transformer
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.layer_type import LayerExample, LayerType, layer_types, make
@@ -55,6 +57,7 @@ __all__ = [
     "ConversionTable",
     "Costs",
     "EarlyStop",
+    "EmissionError",
     "FeedForward",
     "FilledLinear",
     "Generation",
@@ -67,9 +70,11 @@ __all__ = [
     "Metadata",
     "MultiHeadAttention",
     "Names",
+    "NetworkProgram",
     "OffsetRMSNorm",
     "PackedEmbedding",
     "Perplexity",
+    "ProgramBuilder",
     "Q4Conv2d",
     "Q4Recurrent",
     "RopeScaling",
@@ -89,6 +94,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerDecoder",
     "TransformerEncoder",
+    "Value",
     "architectures",
     "build",
     "build_cnn",
@@ -109,6 +115,7 @@ __all__ = [
     "linear_ste",
     "load_model",
     "make",
+    "make_program",
     "measure_perplexity",
     "pack_",
     "q4_architectures",

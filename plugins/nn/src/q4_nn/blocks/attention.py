@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from q4_nn.blocks.joined import project
+from q4_nn.blocks.joined import emit_project, project
 from q4core import ConfigError, InputError
+from q4core.programs import Op
 
 if TYPE_CHECKING:
-    from q4_nn.blocks.cache import KVCache
+    from q4_nn.blocks.cache import CachePlaces, KVCache
     from q4_nn.blocks.rotary import RotaryEmbedding
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["MultiHeadAttention", "attend", "visible"]
 
@@ -220,6 +222,26 @@ class MultiHeadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         mixed = attend(query, keys, values, causal=causal, mask=mask, scale=self.scale, dropout=dropout)
         y: torch.Tensor = self.o_proj(mixed.flatten(-2))
+        return y
+
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
+        """Emit one token of one sequence behind those of a cache."""
+        if cache is None or not self.causal:
+            builder.refuse("attention is emitted for one token at a time, over a cache")
+        query, key, value = emit_project(self, "qkv_proj", builder, x)
+        shapes = [(part.shape[-1] // self.head_dim, self.head_dim) for part in (query, key, value)]
+        query, key, value = map(builder.reshape, (query, key, value), shapes)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
+        if self.rotary is not None:
+            query, key = (builder.emit(self.rotary, part, cache=cache) for part in (query, key))
+        keys, values, place = cache.of(self.layer)
+        builder.step(Op.STORE, key, place, out=keys)
+        builder.step(Op.STORE, value, place, out=values)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        numbers = (self.num_kv_heads, scale, self.window or 0)
+        mixed = builder.step(Op.ATTENTION, query, keys, values, place, numbers=numbers)
+        y: Value = builder.emit(self.o_proj, builder.reshape(mixed, (*x.shape[:-1], mixed.shape[0] * self.head_dim)))
         return y
 
     @staticmethod

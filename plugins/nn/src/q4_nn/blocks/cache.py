@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,18 +12,36 @@ from q4core import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KVCache", "Place"]
+    from q4_nn.programs.builder import ProgramBuilder, Value
+
+__all__ = ["CachePlaces", "KVCache"]
 
 
-class Place(NamedTuple):
-    """Where one more position of one sequence goes, in one layer; views of the cache."""
+class CachePlaces:
+    """A cache in a program: where each layer's keys and values are, and where the next position goes.
 
-    entry: torch.Tensor
-    """[2, heads, head_dim]: the new position's key and value."""
-    keys: torch.Tensor
-    """[heads, head_dim, length + 1]: columns, the new one last."""
-    values: torch.Tensor
-    """[heads, length + 1, head_dim]."""
+    Args:
+        builder: Collects.
+        cache: Of one sequence.
+        numbers: int64: the token, then what ``KVCache.next_places`` returns.
+    """
+
+    def __init__(self, builder: ProgramBuilder, cache: KVCache, numbers: Value) -> None:
+        if cache.batch != 1 or cache.padding is not None:
+            builder.refuse("its cache holds several sequences, or padding")
+        self.capacity = cache.capacity
+        self._builder, self._cache = builder, cache
+        self._numbers = numbers
+        self.position = builder.number(numbers, 1)
+
+    def of(self, layer: int) -> tuple[Value, Value, Value]:
+        """Return keys and values [heads · room, head_dim] of a layer, and the place of the next position in them."""
+        builder, entries, row, place = self._builder, *self._cache.entries_of(layer)
+        whole = builder.bound(entries, "keys and values")
+        room = math.prod(entries.shape[-4:-1])
+        layers = math.prod(entries.shape[1:-4])
+        keys, values = (builder.rows(whole, (part * layers + row) * room, room) for part in (0, 1))
+        return keys, values, builder.number(self._numbers, 1 + place)
 
 
 class _Window:
@@ -56,6 +75,15 @@ class _Window:
             self.first, held = length - kept, kept
         self.entries[..., held : held + count, :] = new
         return self.entries[..., held - kept : held + count, :]
+
+    def place(self, length: int) -> int:
+        """Return where the next position goes; what it does not see is dropped first where there is no room."""
+        held = length - self.first
+        if held == self.room:
+            kept = min(held, self.window - 1)
+            self.entries[..., :kept, :] = self.entries[..., held - kept :, :].clone()
+            self.first, held = length - kept, kept
+        return held
 
     def advance(self, length: int) -> None:
         """Keep what the next position sees, where a prompt did not fit."""
@@ -112,17 +140,14 @@ class KVCache:
         self.capacity = capacity
         self.padding = padding
         self.length = 0
+        self.program: Any = None
+        """What decodes over this cache by one call, once somebody has made it."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         held = [self._entries, *(window.entries for window in self._windows.values())]
         return sum(entries.numel() * entries.element_size() for entries in held)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every layer sees every position of one sequence."""
-        return self.batch == 1 and not self._windows and self.padding is None
 
     @property
     def start(self) -> int | torch.Tensor:
@@ -168,16 +193,25 @@ class KVCache:
         all_values[:, :, self.length : end] = values.transpose(1, 2)
         return all_keys[:, :, :end], all_values[:, :, :end]
 
-    def places(self) -> list[Place]:
-        """Return the place of the next position in every layer, for a plain cache.
+    def entries_of(self, layer: int) -> tuple[torch.Tensor, int, int]:
+        """Return the tensor of a layer's keys and values, the layer's row there, and the index in ``next_places``."""
+        if (window := self._windows.get(layer)) is not None:
+            return window.entries, 0, 1 + [*self._windows].index(layer)
+        return self._entries, self._full.index(layer), 0
 
-        One call of ``unbind`` for all layers is a tenth of what slicing each of them costs.
+    @property
+    def place_count(self) -> int:
+        """How many places a position has: its own, and one in each window."""
+        return 1 + len(self._windows)
+
+    def next_places(self) -> list[int]:
+        """Return the next position, and its place in each window.
+
+        Raises:
+            InputError: The cache is full.
         """
-        seen = slice(0, self.length + 1)
-        entries = self._entries[:, :, 0, :, self.length].unbind(1)
-        keys = self.keys[:, 0, :, seen].transpose(-1, -2).unbind(0)
-        values = self.values[:, 0, :, seen].unbind(0)
-        return list(map(Place, entries, keys, values))
+        self.require(1)
+        return [self.length, *(window.place(self.length) for window in self._windows.values())]
 
     def advance(self, count: int) -> None:
         """Count ``count`` positions as written."""

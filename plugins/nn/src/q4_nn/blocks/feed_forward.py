@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from q4_nn.blocks.joined import project
+from q4_nn.blocks.joined import emit_project, project
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
+from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["ACTIVATIONS", "FeedForward"]
 
@@ -24,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": nn.functional.relu,
 }
 """Name → function; ``gelu_tanh`` is what Hugging Face calls ``gelu_pytorch_tanh``."""
+_OPS = {"silu": Op.SILU, "gelu": Op.GELU, "gelu_tanh": Op.GELU_TANH, "relu": Op.RELU}
 
 
 class FeedForward(nn.Module):
@@ -89,4 +93,14 @@ class FeedForward(nn.Module):
         if self.dropout:
             inner = nn.functional.dropout(inner, self.dropout, self.training)
         y: torch.Tensor = self.down_proj(inner)
+        return y
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Emit what an evaluation computes."""
+        if self.gated:
+            gate, up = emit_project(self, "gate_up_proj", builder, x)
+            inner = builder.step(Op.MULTIPLY, builder.step(_OPS[self.activation], gate), up)
+        else:
+            inner = builder.step(_OPS[self.activation], builder.emit(self.up_proj, x))  # type: ignore[arg-type]  # as above
+        y: Value = builder.emit(self.down_proj, inner)
         return y

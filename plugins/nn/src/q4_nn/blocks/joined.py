@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from q4_nn.programs.emitters import emit_parts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-__all__ = ["JoinedLinear", "project"]
+    from q4_nn.programs.builder import ProgramBuilder, Value
+
+__all__ = ["JoinedLinear", "emit_project", "project"]
 
 
 class JoinedLinear(nn.Module):
@@ -35,6 +39,10 @@ class JoinedLinear(nn.Module):
         results = zip(self.layers, self.parts, strict=True)
         return tuple(part for layer, sizes in results for part in layer(x).split(sizes, -1))
 
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> list[Value]:
+        """Emit a product for each layer."""
+        return emit_parts(builder, x, [*self.layers], self.parts)
+
 
 def project(module: Any, joined: str, x: torch.Tensor, memory: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return what a module's layers that share their x give: of the joined one where there is one, else of each.
@@ -52,3 +60,13 @@ def project(module: Any, joined: str, x: torch.Tensor, memory: torch.Tensor | No
         return [first(x), *(other(memory) for other in others)]
     parts: tuple[torch.Tensor, ...] = layer(x)
     return parts if memory is x else (parts[0], *layer(memory)[1:])
+
+
+def emit_project(module: Any, joined: str, builder: ProgramBuilder, x: Value) -> Sequence[Value]:
+    """Emit what ``project`` computes."""
+    layer = getattr(module, joined)
+    if layer is not None:
+        parts: Sequence[Value] = builder.emit(layer, x)
+        return parts
+    layers = [getattr(module, name) for name in module.joins[joined]]
+    return emit_parts(builder, x, layers, [(layer.out_features,) for layer in layers])

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+from q4_nn.programs.emitters import emit_rms_norm
+
+if TYPE_CHECKING:
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["OffsetRMSNorm"]
 
@@ -27,3 +34,7 @@ class OffsetRMSNorm(nn.RMSNorm):
         """Return the normalised x, of its dtype; computed in float32 (float64 for such an x)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return nn.functional.rms_norm(wide, self.normalized_shape, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Emit the norm."""
+        return emit_rms_norm(self, builder, x, shift=1.0)

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from q4_nn.programs.emitters import emit_recurrent
+from q4core.programs import Op
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["FilledLinear", "Q4Conv2d", "Q4Recurrent"]
 
@@ -17,6 +22,16 @@ def _filled(x: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return x with zeros up to a layer's in-features, which its weight was filled up to."""
     missing = layer.in_features - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _emit_filled(builder: ProgramBuilder, x: Value, layer: Any) -> Value:
+    """Emit what ``_filled`` computes: a copy into zeros."""
+    if layer.in_features == x.shape[-1]:
+        return x
+    shape = (*x.shape[:-1], layer.in_features)
+    filled = builder.constant((id(layer), len(builder.modules)), lambda: torch.zeros(shape))
+    builder.step(Op.COPY, x, out=builder.columns(filled, 0, x.shape[-1]))
+    return filled
 
 
 class FilledLinear(nn.Module):
@@ -35,6 +50,11 @@ class FilledLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., N] from [..., K]."""
         y: torch.Tensor = self.layer(_filled(x, self.layer))
+        return y
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Emit the product, and what fills x up."""
+        y: Value = builder.emit(self.layer, _emit_filled(builder, x, self.layer))
         return y
 
 
@@ -125,6 +145,16 @@ class Q4Recurrent(nn.Module):
         ends = torch.stack(last, 1)
         y = x.transpose(0, 1) if self.batch_first else x
         return y, (tuple(ends) if self.mode == "LSTM" else ends[0])
+
+    def emit_program(self, builder: ProgramBuilder, x: Value, state: Any = None) -> tuple[Value, Any]:
+        """Emit every position."""
+
+        def product(kind: str, cell: int, given: Value) -> Value:
+            layer = (self.inputs if kind == "i" else self.states)[cell]
+            y: Value = builder.emit(layer, _emit_filled(builder, given, layer))
+            return y
+
+        return emit_recurrent(self, builder, x, state, product)
 
     def _run(self, cell: int, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return y [T, B, hidden] and the last state [1 or 2, B, hidden] of one cell."""

@@ -20,9 +20,13 @@ from torch import nn
 
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
+from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from q4_nn.blocks.cache import CachePlaces
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["RopeScaling", "RotaryEmbedding"]
 
@@ -232,6 +236,18 @@ class RotaryEmbedding(nn.Module):
         if not self.scaling.depends_on_length() or known == length:
             return False
         return max(known, length) > self.scaling.original_context
+
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces) -> Value:
+        """Emit the turn of one token's heads [heads, head_dim]."""
+        if self.scaling.depends_on_length() and cache.capacity > self.scaling.original_context:
+            builder.refuse("its frequencies depend on the length of the sequence")
+
+        def make() -> torch.Tensor:
+            table = self.table(cache.capacity, builder.device)[: cache.capacity]
+            return torch.cat((table.real, table.imag), -1)
+
+        table = builder.constant((id(self), "turn"), make)
+        return builder.step(Op.ROTARY, x, table, cache.position, numbers=(self.interleaved,))
 
     def forward(self, x: torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
         """Return x turned, of x's dtype; computed in float32 (float64 for such an x).

@@ -10,15 +10,15 @@ import attrs
 import torch
 
 from q4_nn.generation.sampling import Sampler
-from q4_nn.models.step import make_step
+from q4_nn.programs.decoding import decoding_program
 from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from q4_nn.blocks.cache import KVCache
-    from q4_nn.models.step import DecodeStep
     from q4_nn.models.transformer import TransformerDecoder
+    from q4_nn.programs.decoding import DecodingProgram
 
 __all__ = ["Generation", "StopReason"]
 
@@ -109,7 +109,7 @@ class Generation:
         start = self.clock()
         token = self.sampler(self._logits(self.prompt, cache))
         self.prefill_seconds = self.clock() - start
-        step: DecodeStep | None = None
+        program: DecodingProgram | None = None
         while True:
             if token in self.stops:
                 self.stop_reason = StopReason.STOP_TOKEN
@@ -124,8 +124,8 @@ class Generation:
                 return
             # Only the model's own time counts, not what the caller does between two tokens.
             start = self.clock()
-            if not self.decode_steps:
-                step = make_step(self.decoder, cache)
-            token = self.sampler(self._logits((token,), cache) if step is None else step(token))
+            if not self.decode_steps or (program is not None and program.change()):
+                program = decoding_program(self.decoder, cache)
+            token = self.sampler(self._logits((token,), cache) if program is None else program(token, cache))
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

@@ -14,9 +14,12 @@ from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.rotary import RotaryEmbedding
 from q4_nn.models.initialise import initialise_
 from q4core import ConfigError, InputError
+from q4core.programs import Op
 
 if TYPE_CHECKING:
+    from q4_nn.blocks.cache import CachePlaces
     from q4_nn.models.config import TransformerConfig
+    from q4_nn.programs.builder import ProgramBuilder, Value
 
 __all__ = ["PackedEmbedding", "TransformerBlock", "TransformerDecoder", "TransformerEncoder"]
 
@@ -50,6 +53,10 @@ class PackedEmbedding(nn.Module):
         """Return rows [..., hidden] of token numbers [...]."""
         rows: torch.Tensor = self.layer.rows(tokens.flatten(), self.dtype)
         return rows.view(*tokens.shape, -1)
+
+    def emit_program(self, builder: ProgramBuilder, tokens: Value) -> Value:
+        """Emit the look-up."""
+        return builder.step(Op.EMBEDDING, tokens, shape=(*tokens.shape, self.layer.in_features), layer=self.layer)
 
 
 class TransformerBlock(nn.Module):
@@ -107,6 +114,21 @@ class TransformerBlock(nn.Module):
         x = self._add(x, self.self_attn(y, cache=cache, allowed=allowed), self.post_attention_layernorm)
         y = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x)
         return self._add(x, self.mlp(y), self.post_feedforward_layernorm)
+
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
+        """Emit one token of one sequence behind those of a cache."""
+        y = x if self.input_layernorm is None else builder.emit(self.input_layernorm, x)
+        x = self._emit_add(builder, x, builder.emit(self.self_attn, y, cache=cache), self.post_attention_layernorm)
+        y = x if self.pre_feedforward_layernorm is None else builder.emit(self.pre_feedforward_layernorm, x)
+        return self._emit_add(builder, x, builder.emit(self.mlp, y), self.post_feedforward_layernorm)
+
+    def _emit_add(self, builder: ProgramBuilder, x: Value, y: Value, norm: nn.Module | None) -> Value:
+        if norm is None:
+            return builder.step(Op.ADD, x, y)
+        if self.norm_position != "post":
+            return builder.step(Op.ADD, x, builder.emit(norm, y))
+        summed: Value = builder.emit(norm, builder.step(Op.ADD, x, y))
+        return summed
 
     def _add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         if self.dropout:
@@ -248,6 +270,20 @@ class TransformerDecoder(_Transformer):
             dtype=self.dtype,
             device=self.device,
         )
+
+    def emit_program(self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None) -> Value:
+        """Emit the logits [1, vocabulary] of one token [1] of one sequence behind those of a cache."""
+        if cache is None:
+            builder.refuse("a decoder is emitted for one token at a time, over a cache")
+        x: Value = builder.emit(self.embed_tokens, tokens)
+        if self.config.embedding_scale != 1.0:
+            x = builder.step(Op.AFFINE, x, numbers=(self.config.embedding_scale, 0))
+        if self.embed_positions is not None:
+            x = builder.step(Op.ADD, x, builder.emit(self.embed_positions, cache.position))
+        for block in self.layers:
+            x = builder.emit(block, x, cache=cache)
+        logits: Value = builder.emit(self.lm_head, x if self.norm is None else builder.emit(self.norm, x))
+        return logits
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from q4core import default_session, quantize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from q4_nn.programs.builder import ProgramBuilder, Value
     from q4_nn.registry.layer_type import Shape
 
 __all__ = ["LAYER_TYPES", "Select"]
@@ -43,6 +44,14 @@ class Select(nn.Module):
         """Return one result."""
         found: torch.Tensor = x[self.index] if isinstance(x, (tuple, list)) else x
         return found[:, -1] if self.last else found
+
+    def emit_program(self, builder: ProgramBuilder, x: Any) -> Value:
+        """Emit nothing, and return rows of what is there."""
+        found: Value = x[self.index] if isinstance(x, (tuple, list)) else x
+        if not self.last:
+            return found
+        batch, count = found.shape[:2]
+        return builder.rows(found, count - 1, batch, count)
 
 
 def _linear(

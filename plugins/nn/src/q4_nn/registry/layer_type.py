@@ -66,6 +66,8 @@ class LayerType:
             raises ``ValueError`` with the rule where the layer does not take that shape. The same shape unless told.
         summary: One line for people.
         examples: Layers by which the type can be certified.
+        emit: Emits the operations of a layer, for programs: ``emit(module, builder, *values)``, as ``ProgramBuilder``
+            says; None where its class does, or nobody.
     """
 
     name: str
@@ -73,6 +75,7 @@ class LayerType:
     shape: Callable[..., Shape] = _unchanged
     summary: str = ""
     examples: tuple[LayerExample, ...] = ()
+    emit: Callable[..., Any] | None = None
 
     def options(self) -> Mapping[str, inspect.Parameter]:
         """Return the options by name."""

@@ -1,0 +1,1 @@
+"""Programs of networks: what each layer type emits, and what runs them."""

@@ -1,0 +1,128 @@
+"""``make_program``: a network for inputs of fixed shapes, run by one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from q4_nn.programs.builder import ProgramBuilder, Watch
+from q4core import Q4Error, Q4Linear
+from q4core.programs import ProgramRecord, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4core.programs import BoundProgram
+
+__all__ = ["NetworkProgram", "layers_of", "make_program"]
+
+
+def layers_of(model: nn.Module) -> list[Q4Linear]:
+    """Return the packed layers of a network."""
+    return [module for module in model.modules() if isinstance(module, Q4Linear)]
+
+
+class NetworkProgram:
+    """A network that runs by one call where it can, and as modules where it can't; from ``make_program``.
+
+    ``record`` tells who runs it, how often it has, and every reason why not.
+    """
+
+    def __init__(self, model: nn.Module, examples: tuple[Any, ...], name: str) -> None:
+        self.model = model
+        self.record = ProgramRecord(name)
+        self._bound: BoundProgram | None = None
+        tensors = [item for item in _flat(examples) if isinstance(item, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        builder = ProgramBuilder(model, device, name)
+        try:
+            values = _mapped(examples, lambda item: builder.bound(torch.zeros_like(item), "input"))
+            self._inputs = [builder.tensor(value) for value in _flat(values)]
+            results = _mapped(builder.emit(model, *values), builder.keep)
+            self._results = _mapped(results, builder.tensor)
+            self._bound = builder.bind()
+            self.record = self._bound.record
+            self._watch = Watch(builder.modules)
+            self._trained = [part for module in builder.modules for part in module.parameters(recurse=False)]
+        except Q4Error as error:
+            self.record = refuse(name, layers_of(model), error.summary)
+
+    @torch.no_grad()
+    def _run(self, tensors: list[torch.Tensor]) -> Any:
+        for own, given in zip(self._inputs, tensors, strict=True):
+            own.copy_(given)
+        self._bound()  # type: ignore[misc]  # looked at by the caller
+        return _mapped(self._results, torch.clone)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Return what the network gives.
+
+        Args:
+            *inputs: As the network takes them. Of the shapes, dtypes and device of the examples, and where no gradient
+                is recorded, they run as a program; else the modules run one by one, and ``record`` says why.
+
+        Raises:
+            InputError: A token is out of range.
+            LifecycleError: A parameter's memory was moved or resized since, or a layer closed: make the program again.
+        """
+        tensors = [*_flat(inputs)]
+        if self._bound is None or (reason := self._refusal(tensors)) is not None:
+            if self._bound is not None:
+                told = f"modules ran instead: {reason}"
+                if told not in self.record.reasons:
+                    self.record.reasons += (told,)
+            return self.model(*inputs)
+        return self._run(tensors)
+
+    def _refusal(self, tensors: list[Any]) -> str | None:
+        """Return why these inputs don't run as a program, or None."""
+        if torch.compiler.is_compiling():
+            return "inside a trace"
+        if change := self._watch.change():
+            return change
+        if len(tensors) != len(self._inputs):
+            return "other inputs than the examples"
+        for own, given in zip(self._inputs, tensors, strict=True):
+            if not isinstance(given, torch.Tensor) or _facts(given) != _facts(own):
+                return "other shapes, dtypes or devices than the examples'"
+        if torch.is_grad_enabled() and any(item.requires_grad for item in (*tensors, *self._trained)):
+            return "gradients are recorded"
+        return None
+
+
+def make_program(model: nn.Module, *examples: Any, name: str | None = None) -> NetworkProgram:
+    """Make a program of a network for inputs of fixed shapes: an MLP, a recurrent network, layers that emit operations.
+
+    A hook, a layer that emits nothing, training mode, gradients, or another dtype than float32 mean that the modules
+    run one by one; the reports of the packed layers, and ``record``, say why.
+
+    Args:
+        model: In eval mode.
+        *examples: Tensors, or tuples of them, as the network takes them: float32, or int64 for tokens. Only their
+            shapes, dtypes and device count.
+        name: For reports; the class of the network unless told.
+
+    Returns:
+        What takes the inputs as the network does, and gives its results to rounding.
+    """
+    return NetworkProgram(model, examples, name or type(model).__name__)
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _flat(given: Any) -> list[Any]:
+    """Return what nested tuples hold, in order."""
+    if isinstance(given, (tuple, list)):
+        return [leaf for item in given for leaf in _flat(item)]
+    return [given]
+
+
+def _mapped(given: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested tuples of what a function gives for each leaf."""
+    if isinstance(given, (tuple, list)):
+        return tuple(_mapped(item, change) for item in given)
+    return change(given)
