@@ -1,0 +1,326 @@
+"""Programs of networks: what each layer type emits, third parties' too, and when the modules run instead."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import q4core as q4
+from q4_nn import LayerType, OffsetRMSNorm, build_mlp, build_rnn, make, make_program, pack_
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4_nn import ProgramBuilder, Value
+
+CONFIG = q4.SessionConfig(device="cpu", activation_precision=q4.ActivationPrecision.EXACT)
+
+
+@pytest.fixture
+def session() -> Iterator[q4.Session]:
+    """Return a session of exact layers."""
+    with q4.Session(CONFIG) as opened:
+        yield opened
+
+
+def flat(given: Any) -> list[torch.Tensor]:
+    """Return the tensors of nested tuples."""
+    return [item for part in given for item in flat(part)] if isinstance(given, tuple) else [given]
+
+
+def check(model: nn.Module, *inputs: Any) -> None:
+    """Compare a program with its modules, twice, for what the first run leaves must not count."""
+    program = make_program(model.eval(), *inputs)
+    assert program.record.backend is not None, program.record
+    before = program.record.calls  # of a program of that name over the same layers
+    with torch.no_grad():
+        expected = model(*inputs)
+        for _ in range(2):
+            for one, other in zip(flat(program(*inputs)), flat(expected), strict=True):
+                assert one.shape == other.shape
+                assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert program.record.calls == before + 2
+
+
+X = torch.randn(3, 8)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(8, 5),
+        nn.Linear(8, 5, bias=False),
+        nn.RMSNorm(8),
+        nn.RMSNorm(8, elementwise_affine=False),
+        OffsetRMSNorm(8, eps=1e-3),
+        nn.LayerNorm(8),
+        nn.LayerNorm(8, bias=False),
+        nn.ReLU(),
+        nn.SiLU(),
+        nn.Sigmoid(),
+        nn.Tanh(),
+        nn.GELU(),
+        nn.GELU("tanh"),
+        nn.Softmax(-1),
+        nn.Softmax(1),
+        nn.Dropout(0.5),
+        nn.Identity(),
+        nn.Sequential(nn.Linear(8, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))),
+        make("feed_forward", hidden_size=8, intermediate_size=12),
+        make("feed_forward", hidden_size=8, intermediate_size=12, gated=False, activation="gelu_tanh", bias=True),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_give_the_numbers_of_their_modules(layer: nn.Module) -> None:
+    """Each layer of torch's or of q4-nn that is an operation, or several, runs as one program."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    check(layer, X)
+    if not isinstance(layer, nn.Softmax):
+        check(layer, X[0])
+        check(layer, torch.randn(2, 3, 8))
+
+
+def test_flatten_and_embedding() -> None:
+    """Shapes are kept: rows are all sizes but the last."""
+    check(nn.Sequential(nn.Flatten(), nn.Linear(24, 5)), torch.randn(2, 3, 8))
+    check(nn.Embedding(9, 4), torch.randint(0, 9, (2, 3)))
+
+
+@pytest.mark.parametrize("format_name", [None, "nf4", "q4_0"])
+@pytest.mark.parametrize("sizes", [[12, 64, 2], [64, 96, 33]])
+def test_perceptrons(sizes: list[int], format_name: str | None, session: q4.Session) -> None:
+    """Float and packed, with rows that are filled up and such as are not, for one sample and for many."""
+    model = build_mlp(sizes, format=format_name, dropout=0.1).eval()
+    if format_name is not None:
+        pack_(model, session)
+    for rows in (1, 5):
+        check(model, torch.randn(rows, sizes[0]))
+
+
+@pytest.mark.parametrize("format_name", [None, "q4_0"])
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_recurrent_networks(cell: str, format_name: str | None, session: q4.Session) -> None:
+    """Position by position, for several samples and layers, float and packed."""
+    for last in (False, True):
+        model = build_rnn(32, 24, cell=cell, num_layers=2, last=last, format=format_name).eval()
+        if format_name is not None:
+            pack_(model, session)
+        check(model, torch.randint(0, 32, (2, 5)))
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"bias": False, "batch_first": True}])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_step_with_its_state(kind: Any, options: dict[str, Any]) -> None:
+    """Given a state, a recurrent layer returns the next one, in both directions and either order of sizes."""
+    layer = kind(8, 6, 2, **options)
+    state = torch.randn(4 if options.get("bidirectional") else 2, 3, 6)
+    x = torch.randn(3, 4, 8) if options.get("batch_first") else torch.randn(4, 3, 8)
+    check(layer, x)
+    check(layer, x, (state, 2 * state) if kind is nn.LSTM else state)
+    check(nn.RNN(8, 6, nonlinearity="relu"), torch.randn(4, 3, 8))
+
+
+class Scale(nn.Module):
+    """A third party's layer, which emits by a method."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x times the factor."""
+        return x * self.factor
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Emit the product."""
+        return builder.step(Op.MULTIPLY, x, builder.bound(self.factor, "factor"))
+
+
+class Wrapped(nn.Module):
+    """A third party's layer without a method: its layer type emits."""
+
+    def __init__(self, features: int = 8) -> None:
+        super().__init__()
+        self.inner = nn.Linear(features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner layer's result, twice."""
+        y: torch.Tensor = self.inner(x) * 2
+        return y
+
+
+def test_third_parties_layers_emit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a method of the module, or by the ``emit`` of its layer type; parameters may change their numbers."""
+
+    def emit(module: Wrapped, builder: ProgramBuilder, x: Value) -> Value:
+        return builder.step(Op.AFFINE, builder.emit(module.inner, x), numbers=(2, 0))
+
+    kind = LayerType("wrapped", Wrapped, emit=emit)
+    plugin = types.SimpleNamespace(q4_layers=q4.hookimpl(lambda: [kind]))
+    registry = q4.Registry([("wrapped", plugin), *_installed()])
+    monkeypatch.setattr("q4_nn.registry.layer_type.default_registry", lambda: registry)
+    layer = make("wrapped")
+    check(nn.Sequential(Scale(8), layer), X)
+    check(layer, X)
+    scale = Scale(8).eval()
+    program = make_program(scale, X)
+    with torch.no_grad():
+        scale.factor.mul_(3)
+        assert torch.equal(program(X), scale(X))
+
+
+def _installed() -> list[tuple[str, object]]:
+    import q4_nn  # noqa: PLC0415  # as a plugin
+
+    return [("q4-nn", q4_nn)]
+
+
+class Changed(Scale):
+    """A subclass with another result than its parent's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x plus the factor."""
+        return x + self.factor
+
+
+class Failing(nn.Identity):
+    """An emitter with a bug."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x."""
+        return x
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Divide by zero."""
+        del builder
+        return x.shape[1] / 0  # type: ignore[return-value]  # on purpose
+
+
+class Empty(Failing):
+    """An emitter that gives no value."""
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Return nothing."""
+        del builder, x
+        return None  # type: ignore[return-value]  # on purpose
+
+
+class Misfit(Failing):
+    """An emitter whose step does not fit its views."""
+
+    def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
+        """Multiply by a row of another width."""
+        return builder.step(Op.MULTIPLY, x, builder.columns(x, 0, 3))
+
+
+def hooked() -> nn.Module:
+    """Return a layer with a hook."""
+    layer = nn.Linear(8, 8)
+    layer.register_forward_pre_hook(lambda _module, x: (x[0] + 1,))
+    return layer
+
+
+def patched() -> nn.Module:
+    """Return a layer whose forward was replaced."""
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: x + 1  # type: ignore[method-assign, assignment]  # on purpose
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Softplus(), "1: Softplus emits nothing"),
+        (Changed(8), "1: Changed emits nothing"),
+        (Failing(), "1: its emitter raised ZeroDivisionError"),
+        (Empty(), "1: its emitter gave NoneType"),
+        (Misfit(), "program step 0, multiply (1): view must be"),
+        (hooked(), "1: it has a hook"),
+        (patched(), "1: its forward was replaced"),
+        (nn.Linear(8, 8).double(), "1: weight is torch.float64"),
+        (nn.LayerNorm((3, 8)), "1: it norms [3, 8] of [3, 8], not rows"),
+        (nn.Softmax(0), "1: softmax over dim 0"),
+        (nn.LSTM(8, 8, proj_size=4), "1: a projection"),
+        (nn.RNN(8, 8), "1: x has the shape [3, 8]"),
+        (make("attention", hidden_size=8, num_heads=2), "1: attention is emitted for one token at a time"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "1: ParametrizedLinear emits nothing"),
+        (nn.Embedding(5, 8, max_norm=1.0), "1: max_norm"),
+    ],
+    ids=lambda item: type(item).__name__ if isinstance(item, nn.Module) else "",
+)
+def test_what_is_not_emitted_runs_as_modules(layer: nn.Module, reason: str) -> None:
+    """The record names the module and why; where the modules run at all, the result is theirs."""
+    model = nn.Sequential(nn.Identity(), layer).eval()
+    program = make_program(model, X)
+    assert program.record.backend is None
+    assert reason in program.record.reasons[0]
+    if reason.startswith(("1: Softplus", "1: Changed", "1: its", "1: it has")):
+        with torch.no_grad():
+            assert torch.equal(program(X), model(X))
+
+
+def test_a_global_hook() -> None:
+    """A hook on all modules counts as one on each."""
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert "it has a hook" in make_program(nn.ReLU().eval(), X).record.reasons[0]
+
+
+def test_what_changes_later_runs_as_modules(session: q4.Session) -> None:
+    """Hooks, other modules, training, gradients and other inputs since: the modules run, and the report says why."""
+    model = build_mlp([64, 32, 4], format="q4_0").eval()
+    pack_(model, session)
+    x = torch.randn(3, 64)
+    program = make_program(model, x)
+    assert program(x.clone().requires_grad_()).requires_grad
+    assert program.record.reasons[-1] == "modules ran instead: gradients are recorded"
+    with torch.no_grad():
+        program(x[:2])
+        program(x[0])
+        handle = model[0].register_forward_hook(lambda _module, _x, y: y + 1)
+        assert torch.equal(program(x), model(x))
+        handle.remove()
+        before = program.record.calls
+        program(x)
+        assert program.record.calls == before + 1
+        model.train()
+        program(x)
+        model.eval()
+        model[1] = nn.Tanh()
+        assert torch.equal(program(x), model(x))
+    told = "\n".join(program.record.reasons)
+    for part in ("gradients are recorded", "other shapes", "has a hook", "training mode", "was replaced"):
+        assert part in told
+    assert session.report().programs == (program.record,)
+
+
+def test_results_are_the_caller_s() -> None:
+    """A later run does not change what an earlier one gave."""
+    program = make_program(nn.Linear(8, 4).eval(), X)
+    with torch.no_grad():
+        first = program(X)
+        kept = first.clone()
+        program(X + 1)
+    assert torch.equal(first, kept)
+
+
+def test_memory_that_moved_is_an_error() -> None:
+    """A parameter whose memory was exchanged is told, not read."""
+    layer = nn.Linear(8, 4).eval()
+    program = make_program(layer, X)
+    layer.weight.data = torch.zeros(4, 8)
+    with torch.no_grad(), pytest.raises(q4.LifecycleError, match="buffer 'weight' of program 'Linear' was resized"):
+        program(X)
+
+
+def test_a_token_out_of_range() -> None:
+    """A token that is no row is refused."""
+    program = make_program(nn.Embedding(9, 4).eval(), torch.tensor([1, 2]))
+    with torch.no_grad(), pytest.raises(q4.InputError, match="from 0 to 8"):
+        program(torch.tensor([1, 9]))
