@@ -20,9 +20,6 @@ template <class T> T* scratch(std::vector<T>& kept, int64_t count) {
     if (static_cast<int64_t>(kept.size()) < count) kept = std::vector<T>(static_cast<size_t>(count));
     return kept.data();
 }
-struct alignas(64) Line {
-    uint8_t bytes[64];
-};
 thread_local std::vector<Line> t_memory;
 thread_local std::vector<float> t_tiles;
 thread_local std::vector<Panel> t_panels;

@@ -15,6 +15,11 @@ struct Pass {
     PanelKernel panel;
 };
 
+// What scratch is made of.
+struct alignas(64) Line {
+    uint8_t bytes[64];
+};
+
 // Rows of x as the kernels read them.
 struct Rows {
     float* values = nullptr;
