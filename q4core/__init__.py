@@ -7,7 +7,7 @@ touches no device and no network.
 import sys
 from typing import TYPE_CHECKING
 
-from q4core import errors, memory
+from q4core import errors, memory, programs
 from q4core.backend import (
     API_VERSION,
     EVERY_FORMAT,
@@ -235,6 +235,7 @@ __all__ = [
     "memory",
     "open",
     "pack_codes",
+    "programs",
     "quantize",
     "reset_registry",
     "resolve_config",

@@ -102,6 +102,9 @@ class Backend(Protocol):
     contiguous. ``check`` is asked with that op for the paths, only where gradients are wanted. A backend without it, or
     whose gradient is refused or wrong, leaves the gradient to the core.
 
+    ``bind_program(program, buffers, layers) -> Runner`` (declare op ``"program"``) binds a list of operations, which
+    one call then runs; see ``RunsPrograms``.
+
     What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """
 

@@ -1,22 +1,24 @@
 """Programs: a static list of operations over bound buffers, which a backend runs by one call.
 
-An operation reads and writes views of buffers. A buffer is either bound (a parameter, a table, a cache, an input: a tensor
-that the caller keeps and may change between runs) or scratch (made by whoever runs the program, undefined before its first
-write). Numbers that change from run to run, such as a token or a position, stand in int64 buffers.
+An operation reads and writes views of buffers. A buffer is either bound (a parameter, a table, a cache, an input: a
+tensor that the caller keeps and may change between runs) or scratch (made by whoever binds the program, written before
+it is read). Numbers that change from run to run, such as a token or a position, stand in int64 buffers.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+import math
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
 
 from q4core.backend.support import require
+from q4core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from q4core.backend.contract import Prepared
     from q4core.backend.support import Segment
@@ -29,11 +31,10 @@ class Op(enum.Enum):
     """
 
     EMBEDDING = "embedding"
-    """tokens int64 [1, R] → [R, C]: rows of a packed layer, or of the second input, a table [V, C]. A token that is out of
-    range is told before anything is computed."""
+    """tokens int64 [1, R] → [R, C]: rows of a packed layer, or of the second input, a table [V, C]."""
     LINEAR = "linear"
-    """x [R, K] → [R, N]: a packed layer, or the second input, a weight [N, K]; the last input is a bias [1, N] where
-    ``numbers[0]`` is 1."""
+    """x [R, K] → [R, N]: a packed layer with its own bias, the bits of the backend's ``linear``; or the second input, a
+    weight [N, K], and then the last input is a bias [1, N] where ``numbers[0]`` is 1."""
     RMS_NORM = "rms_norm"
     """x [R, C], weight [1, C] → x / sqrt(mean(x²) + eps) · (weight + shift). ``numbers``: eps, shift (0 or 1)."""
     LAYER_NORM = "layer_norm"
@@ -44,9 +45,9 @@ class Op(enum.Enum):
     STORE = "store"
     """x [heads, C], position int64 [1, 1] → row ``position`` of each head of a cache [heads · capacity, C]."""
     ATTENTION = "attention"
-    """query [heads, C], keys and values [kv_heads · capacity, C], position int64 [1, 1] → [heads, C]: softmax of the query
-    with the keys 0 … position, times the values. ``numbers``: kv_heads, scale, window (how many of the last keys are
-    seen; 0 for all)."""
+    """query [heads, C], keys and values [kv_heads · capacity, C], position int64 [1, 1] → [heads, C]: softmax of the
+    query with the keys 0 … position, times the values. ``numbers``: kv_heads, scale, window (how many of the last keys
+    are seen; 0 for all)."""
     ADD = "add"
     """a [R, C], b [R, C] or [1, C] → a + b."""
     MULTIPLY = "multiply"
@@ -70,6 +71,36 @@ class Op(enum.Enum):
     ``numbers``: k."""
 
 
+_SHAPES: dict[Op, tuple[str, str, int]] = {
+    Op.EMBEDDING: ("i1R VC", "RC", 0),
+    Op.LINEAR: ("RK NK 1N", "RN", 1),
+    Op.RMS_NORM: ("RC 1C", "RC", 2),
+    Op.LAYER_NORM: ("RC 1C 1C", "RC", 1),
+    Op.ROTARY: ("RC PD i11", "RC", 1),
+    Op.STORE: ("HC i11", "MC", 0),
+    Op.ATTENTION: ("HC MC MC i11", "HC", 3),
+    Op.ADD: ("RC BC", "RC", 0),
+    Op.MULTIPLY: ("RC BC", "RC", 0),
+    Op.AFFINE: ("RC", "RC", 2),
+    Op.ARGMAX: ("RC", "i1R", 0),
+    Op.TOP_K: ("RC", "RT iRT", 1),
+}
+"""Rows and columns of each input and output, a letter for a size, and how many numbers there are; ``i`` for int64. An
+operation that is not here has one input and one output, both RC."""
+_ALIKE = ("RC", "RC", 0)
+_LENGTHS = frozenset("MPV")
+"""Sizes on which no code of an operation depends: lengths of caches and tables."""
+_IN_PLACE = frozenset(Op) - {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}
+
+
+def _tuple(items: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
 @attrs.frozen
 class Buffer:
     """Memory of a program.
@@ -79,12 +110,21 @@ class Buffer:
         size: Elements.
         dtype: float32 or int64.
         is_bound: Whether the caller gives it; else it is scratch.
+
+    Raises:
+        ConfigError: The size or the dtype is not legal.
     """
 
     name: str
     size: int
     dtype: torch.dtype = torch.float32
     is_bound: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Check size and dtype."""
+        what = f"buffer {self.name!r}"
+        require(_is_count(self.size), what, "size", "a positive whole number", self.size)
+        require(self.dtype in {torch.float32, torch.int64}, what, "dtype", "float32 or int64", self.dtype)
 
 
 @attrs.frozen
@@ -105,9 +145,20 @@ class View:
     offset: int = 0
     stride: int = attrs.field(default=attrs.Factory(lambda self: self.columns, takes_self=True))
 
+    @property
+    def end(self) -> int:
+        """Behind the last element."""
+        return self.offset + (self.rows - 1) * self.stride + self.columns
 
-def _views(items: Iterable[View]) -> tuple[View, ...]:
-    return tuple(items)
+    def overlaps(self, other: View) -> bool:
+        """Return whether two views share an element."""
+        if self.buffer != other.buffer or self.end <= other.offset or other.end <= self.offset:
+            return False
+        if self.stride != other.stride:
+            return True
+        # Columns of the same rows: apart if the steps from one to the other leave room for both.
+        apart = (other.offset - self.offset) % self.stride
+        return apart < self.columns or self.stride - apart < other.columns
 
 
 def _numbers(items: Iterable[float]) -> tuple[float, ...]:
@@ -129,16 +180,34 @@ class Step:
     """
 
     op: Op
-    inputs: tuple[View, ...] = attrs.field(converter=_views)
-    outputs: tuple[View, ...] = attrs.field(converter=_views)
+    inputs: tuple[View, ...] = attrs.field(converter=_tuple)
+    outputs: tuple[View, ...] = attrs.field(converter=_tuple)
     layer: int | None = None
     numbers: tuple[float, ...] = attrs.field(default=(), converter=_numbers)
     label: str = ""
 
+    def patterns(self) -> Iterator[tuple[View, str]]:
+        """Return each view, inputs first, with the letters of its rows and columns, behind ``i`` where it is int64."""
+        inputs, outputs, _ = _SHAPES.get(self.op, _ALIKE)
+        names = inputs.split()
+        if self.layer is not None:
+            del names[1:]
+        if self.op is Op.LINEAR and self.numbers[:1] != (1.0,):
+            del names[2:]
+        yield from zip((*self.inputs, *self.outputs), (*names, *outputs.split()), strict=True)
+
+    def kind(self) -> tuple[object, ...]:
+        """Return all that the code of the operation may depend on but its packed layer: not the length of a cache."""
+        sizes = [
+            (None if name[-2] in _LENGTHS else view.rows, view.columns, view.stride == view.columns)
+            for view, name in self.patterns()
+        ]
+        return self.op, self.numbers, *sizes
+
 
 @attrs.frozen
 class Program:
-    """Buffers and steps, checked: every view lies inside its buffer, and every step has the views that its operation asks.
+    """Buffers and steps, checked: every view lies inside its buffer, and every step has the views of its operation.
 
     Args:
         buffers: Memory.
@@ -149,13 +218,88 @@ class Program:
         ConfigError: A step does not fit; the message names it.
     """
 
-    buffers: tuple[Buffer, ...] = attrs.field(converter=tuple)
-    steps: tuple[Step, ...] = attrs.field(converter=tuple)
-    layers: tuple[tuple[int, int], ...] = attrs.field(default=(), converter=tuple)
+    buffers: tuple[Buffer, ...] = attrs.field(converter=_tuple)
+    steps: tuple[Step, ...] = attrs.field(converter=_tuple)
+    layers: tuple[tuple[int, int], ...] = attrs.field(default=(), converter=_tuple)
 
     def __attrs_post_init__(self) -> None:
         """Check every view and every step."""
         require(bool(self.steps), "program", "steps", "at least one", self.steps)
+        known = {index for index, buffer in enumerate(self.buffers) if buffer.is_bound}
+        for index, step in enumerate(self.steps):
+            label = f" ({step.label})" if step.label else ""
+            what = f"program step {index}, {getattr(step.op, 'value', step.op)}{label}"
+            self._check(step, what)
+            early = [self.buffers[view.buffer].name for view in step.inputs if view.buffer not in known]
+            require(not early, what, "inputs", "bound or written by a step before", early)
+            known.update(view.buffer for view in step.outputs)
+
+    def _check(self, step: Step, what: str) -> None:
+        sizes = {"1": 1}
+        if step.layer is not None:
+            require(step.op in {Op.LINEAR, Op.EMBEDDING}, what, "layer", "None", step.layer)
+            is_there = _is_count(step.layer, 0) and step.layer < len(self.layers)
+            require(is_there, what, "layer", f"below {len(self.layers)}, the number of packed layers", step.layer)
+            names = "NK" if step.op is Op.LINEAR else "VC"
+            sizes |= dict(zip(names, self.layers[step.layer], strict=True))
+            require(
+                step.numbers[:1] != (1.0,), what, "numbers", "without a bias beside the packed layer's", step.numbers
+            )
+        try:
+            patterns = tuple(step.patterns())
+        except ValueError:
+            count = (len(step.inputs), len(step.outputs))
+            raise ConfigError(what, name="inputs, outputs", rule="as many as its operation has", value=count) from None
+        for view, name in patterns:
+            self._check_view(view, torch.int64 if name[0] == "i" else torch.float32, what)
+            for letter, size in zip(name[-2:], (view.rows, view.columns), strict=True):
+                rule = f"of {sizes.setdefault(letter, size)} rows or columns where its operation says {letter}"
+                require(sizes[letter] == size, what, "view", rule, view)
+        _check_numbers(step, sizes, what)
+        for place, output in enumerate(step.outputs):
+            for view in (*step.inputs, *step.outputs[:place]):
+                is_same = step.op in _IN_PLACE and view == output
+                require(is_same or not view.overlaps(output), what, "output", "apart from what else it has", output)
+
+    def _check_view(self, view: View, dtype: torch.dtype, what: str) -> None:
+        is_legal = (
+            _is_count(view.buffer, 0)
+            and view.buffer < len(self.buffers)
+            and _is_count(view.rows)
+            and _is_count(view.columns)
+            and _is_count(view.offset, 0)
+            and _is_count(view.stride, view.columns)
+            and view.end <= self.buffers[view.buffer].size
+        )
+        require(is_legal, what, "view", "inside one of the buffers, its rows apart", view)
+        buffer = self.buffers[view.buffer]
+        require(buffer.dtype is dtype, what, f"buffer {buffer.name!r}", f"of {dtype}", buffer.dtype)
+
+
+def _check_numbers(step: Step, sizes: dict[str, int], what: str) -> None:
+    """Check the options of a step, and the sizes that depend on one another."""
+    op, numbers = step.op, step.numbers
+    count = _SHAPES.get(op, _ALIKE)[2]
+    counts = {count} if op is not Op.LINEAR else {0, 1}
+    is_legal = len(numbers) in counts and all(map(math.isfinite, numbers))
+    rule = f"{count} finite numbers"
+    if is_legal and op in {Op.ADD, Op.MULTIPLY}:
+        is_legal, rule = sizes["B"] in {1, sizes["R"]}, "with a second input of 1 row or as many as the first"
+    elif is_legal and op in {Op.RMS_NORM, Op.LAYER_NORM}:
+        is_legal, rule = numbers[0] >= 0 and numbers[1:] in {(), (0.0,), (1.0,)}, "eps ≥ 0, and 0 or 1"
+    elif is_legal and op is Op.ROTARY:
+        is_legal = numbers[0] in {0, 1} and sizes["D"] % 2 == 0 and sizes["D"] <= sizes["C"]
+        rule = "0 or 1, and a table of even columns, no more than x has"
+    elif is_legal and op is Op.STORE:
+        is_legal, rule = sizes["M"] % sizes["H"] == 0, "with a cache of as many rows for each head"
+    elif is_legal and op is Op.ATTENTION:
+        heads, _, window = numbers
+        is_legal = heads >= 1 and heads.is_integer() and sizes["H"] % heads == 0 and sizes["M"] % heads == 0
+        is_legal = is_legal and window >= 0 and window.is_integer()
+        rule = "kv_heads (a divisor of the heads and of the cache's rows), scale, and a window ≥ 0"
+    elif is_legal and op is Op.TOP_K:
+        is_legal, rule = numbers[0] == sizes["T"] <= sizes["C"], "k, the columns of the outputs, at most those of x"
+    require(is_legal, what, "numbers", rule, numbers)
 
 
 @attrs.frozen(eq=False)
@@ -166,11 +310,14 @@ class BoundLayer:
         prepared: The weight.
         bias: [N] of float32, or None.
         segments: Which path serves which number of rows.
+        module: The layer itself, a ``Q4Linear``: ``forward(x, out=out)`` and ``rows(index)`` serve the reference, which
+            runs layers of every backend.
     """
 
     prepared: Prepared
     bias: torch.Tensor | None
     segments: tuple[Segment, ...]
+    module: Any = None
 
 
 class Runner(Protocol):
@@ -179,7 +326,11 @@ class Runner(Protocol):
     def __call__(self) -> None:
         """Run every step once.
 
-        Allocates nothing. Raises InputError, before anything is written, where a token or a position is out of range.
+        What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
+        round it. All but the reference allocate nothing.
+
+        Raises:
+            InputError: A token or a position is out of range. Nothing has been written.
         """
         ...
 
@@ -192,9 +343,10 @@ class RunsPrograms(Protocol):
 
         Args:
             program: Checked.
-            buffers: One contiguous CPU tensor for each buffer of the program, scratch ones too, 64-byte aligned where they
-                are scratch. They keep their address and size as long as the runner is used; the core looks at that.
-            layers: The packed layers, all prepared by this backend.
+            buffers: One flat tensor for each buffer of the program, scratch ones too, which are 64-byte aligned and may
+                share memory where no step needs both. They keep address and size as long as the runner is used; the
+                core looks at that.
+            layers: The packed layers, all prepared by this backend (by any, for the reference).
 
         Raises:
             PrepareError: The backend does not serve such a program.

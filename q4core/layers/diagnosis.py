@@ -106,11 +106,38 @@ def _span(segment: Segment) -> str:
     return f"{segment.low}…{'∞' if segment.high is None else segment.high}"
 
 
+@attrs.define(eq=False)
+class ProgramRecord:
+    """What became of a program: who runs it, and why nobody else does.
+
+    Args:
+        name: Its name.
+        backend: Who runs it; None where the modules run one by one.
+        steps: Operations of a run.
+        reasons: Why no other backend runs it, or why there is no program.
+        calls: How often it ran.
+    """
+
+    name: str
+    backend: str | None = None
+    steps: int = 0
+    reasons: tuple[str, ...] = ()
+    calls: int = 0
+
+    def __str__(self) -> str:
+        """Return the record as a few lines."""
+        ran = "the modules run one by one"
+        if self.backend is not None:
+            ran = f"{self.steps} steps on {self.backend}, ran {self.calls} ×"
+        return "\n".join([f"program {self.name}: {ran}", *(f"  {reason}" for reason in self.reasons)])
+
+
 @attrs.frozen
 class Report:
-    """The records of many layers."""
+    """The records of many layers, and of the programs that run them."""
 
     layers: tuple[Diagnostics, ...]
+    programs: tuple[ProgramRecord, ...] = ()
 
     @property
     def path_calls(self) -> dict[str, int]:
@@ -136,6 +163,7 @@ class Report:
         """Return plain lists, texts and numbers, ready for JSON."""
         return {
             "layers": [record.to_dict() for record in self.layers],
+            "programs": [attrs.asdict(record) for record in self.programs],
             "path_calls": self.path_calls,
             "prepared_bytes": self.prepared_bytes,
             "source_bytes": self.source_bytes,
@@ -152,4 +180,4 @@ class Report:
             return "no 4-bit layers"
         total = f"{len(self.layers)} layers, {self.prepared_bytes:,} bytes prepared"
         kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
-        return "\n".join([*(str(record) for record in self.layers), f"{total}{kept}"])
+        return "\n".join([*map(str, self.layers), *map(str, self.programs), f"{total}{kept}"])

@@ -214,7 +214,8 @@ def _fault_of_backend(item: Any) -> Reason | None:
         return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
     if not isinstance(declared, Capabilities):
         return _broken("capabilities must be a Capabilities")
-    methods = ["check", "prepare", "linear", *(op for op in ("quantize", "input_gradient") if op in declared.ops)]
+    optional = {"quantize": "quantize", "input_gradient": "input_gradient", "program": "bind_program"}
+    methods = ["check", "prepare", "linear", *(name for op, name in optional.items() if op in declared.ops)]
     missing = [name for name in methods if not callable(getattr(item, name, None))]
     return _broken(f"a backend must have the methods {', '.join(missing)}") if missing else None
 

@@ -18,6 +18,7 @@ from q4core.layers.linear import Q4Linear
 from q4core.layers.prepared_module import require_weight
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, resolve_config
+from q4core.programs.records import records_of
 from q4core.selection.cache import apply_config, select_for
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class Session:
     def report(self) -> Report:
         """Return what ran for which M, and why not the others, layer by layer."""
         self._require_open()
-        return Report(tuple(layer.diagnostics() for layer in self.layers() if layer.is_prepared))
+        layers = [layer for layer in self.layers() if layer.is_prepared]
+        return Report(tuple(layer.diagnostics() for layer in layers), records_of(layers))
 
     def close(self) -> None:
         """Give every prepared byte back; closing twice is allowed."""
@@ -231,4 +233,5 @@ def explain(what: torch.nn.Module | Session) -> Report:
     if not isinstance(what, torch.nn.Module):
         raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
     layers = [(name, item) for name, item in what.named_modules() if isinstance(item, Q4Linear) and item.is_prepared]
-    return Report(tuple(attrs.evolve(item.diagnostics(), layer=name or item.name) for name, item in layers))
+    records = tuple(attrs.evolve(item.diagnostics(), layer=name or item.name) for name, item in layers)
+    return Report(records, records_of(item for _, item in layers))

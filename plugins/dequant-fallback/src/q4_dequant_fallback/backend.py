@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from q4_dequant_fallback.program import bind_program
 from q4core import (
     EVERY_FORMAT,
     BlockOrder,
@@ -51,7 +52,9 @@ class DequantFallback:
         dtypes=_DTYPES,
         precisions={Precision.W4A32, Precision.W4A16},
         features=frozenset(Feature),
+        ops={"linear", "program"},
     )
+    bind_program = staticmethod(bind_program)
 
     def check(self, request: Request) -> Support:
         """Offer the one path; whatever the manifest allows can be served."""

@@ -1,0 +1,184 @@
+"""Programs in plain torch: each operation writes to its views; on CUDA they are captured as one graph.
+
+The graph is built and tested without a GPU only as far as that goes: no CUDA device has run it yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from q4core import InputError
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from q4core.programs import BoundLayer, Program, Step, View
+
+    Part = Callable[[], object]
+
+__all__ = ["bind_program"]
+
+_aten: Any = torch.ops.aten
+_UNARY: dict[Op, Callable[..., object]] = {
+    Op.RELU: _aten.relu.out,
+    Op.GELU: _aten.gelu.out,
+    Op.GELU_TANH: functools.partial(_aten.gelu.out, approximate="tanh"),
+    Op.SILU: _aten.silu.out,
+    Op.SIGMOID: torch.sigmoid,
+    Op.TANH: torch.tanh,
+    Op.SOFTMAX: functools.partial(torch.softmax, dim=-1),
+}
+_BINARY: dict[Op, Callable[..., object]] = {Op.ADD: torch.add, Op.MULTIPLY: torch.mul}
+
+
+def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Part:
+    """Return what runs a program over buffers; packed layers run through themselves, whoever prepared them."""
+    parts: list[Part] = []
+    limits: list[tuple[torch.Tensor, int, str]] = []
+    written: set[int] = set()
+    for step in program.steps:
+        inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
+        module = None if step.layer is None else layers[step.layer].module
+        limits += [
+            (tensor, _limit(step, module), step.label or step.op.value)
+            for view, tensor in zip(step.inputs, inputs, strict=True)
+            if tensor.dtype is torch.int64 and view.buffer not in written
+        ]
+        written.update(view.buffer for view in step.outputs)
+        parts.append(_part(step, inputs, outputs, module))
+    if buffers[0].is_cuda:
+        # A packed layer's rows are checked on the CPU, which no graph can do; there is one such step, the first.
+        first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
+        parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]
+    return functools.partial(_run, limits, parts)
+
+
+def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part]) -> None:
+    with torch.inference_mode():
+        for given, limit, label in limits:
+            for value in (int(given.min()), int(given.max())):
+                if not 0 <= value < limit:
+                    rule = f"from 0 to {limit - 1}"
+                    raise InputError("program", name=f"number of {label}", rule=rule, value=value)
+        for part in parts:
+            part()
+
+
+def _tensor(buffers: Sequence[torch.Tensor], view: View) -> torch.Tensor:
+    flat = buffers[view.buffer]
+    return flat.as_strided((view.rows, view.columns), (view.stride, 1), flat.storage_offset() + view.offset)
+
+
+def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
+    """Return the parts as one CUDA graph; what they write keeps its values."""
+    with torch.inference_mode():
+        kept = [buffer.clone() for buffer in written]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            _run((), parts)  # libraries make their workspaces now
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _run((), parts)
+        for buffer, values in zip(written, kept, strict=True):
+            buffer.copy_(values)
+    return graph.replay
+
+
+def _limit(step: Step, module: Any) -> int:
+    """Return how many values a step's token or position may have."""
+    if step.op is Op.EMBEDDING:
+        rows: int = step.inputs[1].rows if module is None else module.out_features
+        return rows
+    if step.op is Op.STORE:
+        return step.outputs[0].rows // step.inputs[0].rows
+    return step.inputs[1].rows // (int(step.numbers[0]) if step.op is Op.ATTENTION else 1)
+
+
+def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
+    step: Step, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], module: Any
+) -> Part:
+    """Return what runs one step."""
+    x, out, op, numbers = inputs[0], outputs[0], step.op, step.numbers
+    if op in _UNARY:
+        return functools.partial(_UNARY[op], x, out=out)
+    if op in _BINARY:
+        return functools.partial(_BINARY[op], x, inputs[1], out=out)
+    if op is Op.LINEAR:
+        if module is not None:
+            return functools.partial(module.forward, x, out=out)
+        bias = inputs[2][0] if len(inputs) > 2 else None  # noqa: PLR2004  # x, weight, bias
+        return lambda: out.copy_(nn.functional.linear(x, inputs[1], bias))
+    if op is Op.EMBEDDING:
+        if module is not None:
+            return lambda: out.copy_(module.rows(x[0], torch.float32))
+        return lambda: out.copy_(inputs[1].index_select(0, x[0]))
+    if op is Op.AFFINE:
+        return lambda: torch.mul(x, numbers[0], out=out).add_(numbers[1])
+    if op is Op.RMS_NORM:
+        return lambda: out.copy_(nn.functional.rms_norm(x, x.shape[1:], inputs[1][0] + numbers[1], numbers[0]))
+    if op is Op.LAYER_NORM:
+        return lambda: out.copy_(nn.functional.layer_norm(x, x.shape[1:], inputs[1][0], inputs[2][0], numbers[0]))
+    if op is Op.ROTARY:
+        return functools.partial(_turn, x, inputs[1], inputs[2][0], out, interleaved=numbers[0] == 1)
+    if op is Op.STORE:
+        cache = out.unflatten(0, (len(x), -1))
+        return lambda: cache.index_copy_(1, inputs[1][0], x[:, None])
+    if op is Op.ATTENTION:
+        return functools.partial(_attend, x, inputs[1], inputs[2], inputs[3], out, numbers)
+    if op is Op.ARGMAX:
+        return lambda: out.copy_(x.argmax(-1)[None])
+    if op is Op.TOP_K:
+        return functools.partial(_top, x, out, outputs[1])
+    return functools.partial(out.copy_, x)
+
+
+def _turn(
+    x: torch.Tensor, table: torch.Tensor, position: torch.Tensor, out: torch.Tensor, *, interleaved: bool
+) -> None:
+    """Turn the first columns of x by the angles of a position."""
+    cos, sin = table.index_select(0, position).chunk(2, -1)
+    width = table.shape[1]
+    turned = x[:, :width]
+    first, second = (turned[:, ::2], turned[:, 1::2]) if interleaved else turned.chunk(2, -1)
+    one, two = first * cos - second * sin, second * cos + first * sin
+    mixed = torch.stack((one, two), -1).flatten(-2) if interleaved else torch.cat((one, two), -1)
+    out[:, width:].copy_(x[:, width:])
+    out[:, :width].copy_(mixed)
+
+
+def _attend(  # noqa: PLR0913  # its views
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    out: torch.Tensor,
+    numbers: tuple[float, ...],
+) -> None:
+    """Mix the values of the positions that a query sees."""
+    heads, scale, window = int(numbers[0]), numbers[1], int(numbers[2])
+    keys, values = keys.unflatten(0, (heads, -1)), values.unflatten(0, (heads, -1))
+    grouped = query.unflatten(0, (heads, -1))
+    if query.is_cuda:  # in a graph nothing has the length of what is seen
+        places = torch.arange(keys.shape[1], device=query.device)
+        hidden = (places > position[0]) | ((places <= position[0] - window) if window else places < 0)
+        scores = (grouped @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        mixed = scores.softmax(-1) @ values.masked_fill(hidden[:, None], 0)
+    else:
+        end = int(position[0, 0]) + 1
+        seen = slice(max(0, end - window) if window else 0, end)
+        mixed = (grouped @ keys[:, seen].mT * scale).softmax(-1) @ values[:, seen]
+    out.copy_(mixed.flatten(0, 1))
+
+
+def _top(x: torch.Tensor, out: torch.Tensor, columns: torch.Tensor) -> None:
+    """Write the largest numbers of each row and their columns; of equals the first."""
+    found = x.sort(stable=True, dim=-1, descending=True)
+    out.copy_(found.values[:, : out.shape[1]])
+    columns.copy_(found.indices[:, : out.shape[1]])

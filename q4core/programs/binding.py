@@ -1,0 +1,287 @@
+"""``bind``: choose a backend for a program, prove it, and return what runs."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4core.backend.program import BoundLayer, Program, Step
+from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.events import warn_once
+from q4core.errors import (
+    PLUGIN_FAULTS,
+    BackendUnavailableError,
+    InputError,
+    LifecycleError,
+    PrepareError,
+    Q4ProbeWarning,
+)
+from q4core.layers.diagnosis import ProgramRecord
+from q4core.machine import outside_inference
+from q4core.ops.plan import raise_broken_call
+from q4core.plugins.registry import Registry, default_registry
+from q4core.programs.probe import find_fault, view_of
+from q4core.programs.records import keep
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Sequence
+
+    from q4core.backend.program import Runner, View
+    from q4core.layers.linear import Q4Linear
+    from q4core.ops.registration import LiveLayer
+
+_REFERENCE = "dequant-fallback"
+_ALIGNMENT = 64
+_ADDRESS, _SIZE, _CONTENT = torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("_content")
+_BIAS = operator.methodcaller("get", "bias")
+
+_faults: weakref.WeakKeyDictionary[Registry, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
+"""What probes showed, by backend and kind of program: None where it is right."""
+
+
+class BoundProgram:
+    """A program with its buffers and layers; a call runs every step once.
+
+    Args:
+        program: What is run.
+        buffers: A tensor for each buffer of the program: the caller's, and flat scratch ones.
+        layers: The packed layers.
+        runner: What the backend gave.
+        backend: The backend.
+        record: Name, backend, reasons and calls, as reports show them.
+    """
+
+    def __init__(  # noqa: PLR0913  # one argument per part
+        self,
+        program: Program,
+        buffers: Sequence[torch.Tensor],
+        layers: Sequence[Q4Linear],
+        runner: Runner,
+        backend: Any,
+        record: ProgramRecord,
+    ) -> None:
+        self.program = program
+        self.buffers = tuple(buffers)
+        self.record = record
+        self._run, self._backend, self._lock = runner, backend, threading.Lock()
+        self._layers = tuple(layers)
+        self._contents = [*map(_CONTENT, layers)]
+        self._parameters = [layer._parameters for layer in layers]  # noqa: SLF001  # own class
+        self._biases = [*map(_BIAS, self._parameters)]
+        lives = [_live(layer) for layer in layers]
+        own = [tensor for live in lives for tensor in live.tensors] + [
+            item for item in self._biases if item is not None
+        ]
+        self._tensors = [*self.buffers, *own]
+        self._addresses, self._sizes = [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self.buffers)]
+        self._counts: list[tuple[list[int], int]] = []
+        if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
+            rows = ((step.layer, step.inputs[0].rows) for step in program.steps if step.op.value == "linear")
+            uses = [(lives[layer], count) for layer, count in rows if layer is not None]
+            self._counts = [(live.counts, live.plan.segment_index(count) or 0) for live, count in uses]
+
+    def __call__(self) -> None:
+        """Run every step once.
+
+        Raises:
+            InputError: A token or a position is out of range. Nothing has been written.
+            LifecycleError: A buffer was resized, moved or freed, or a layer was closed, moved or loaded again.
+            BackendError: The backend raised.
+        """
+        with self._lock:
+            if (
+                [*map(_ADDRESS, self._tensors)] != self._addresses
+                or [*map(_SIZE, self.buffers)] != self._sizes
+                or [*map(_CONTENT, self._layers)] != self._contents
+                or not all(map(operator.is_, map(_BIAS, self._parameters), self._biases))
+            ):
+                self._refuse()
+            try:
+                self._run()
+            except PLUGIN_FAULTS as error:
+                raise_broken_call(error, self._backend, "program")
+            self.record.calls += 1
+            for counts, index in self._counts:
+                counts[index] += 1
+
+    def _refuse(self) -> None:
+        hint = "Make the program again."
+        for layer, content, bias in zip(self._layers, self._contents, self._biases, strict=True):
+            if layer._content is not content or _BIAS(layer._parameters) is not bias:  # noqa: SLF001
+                layer._require_ready()  # noqa: SLF001  # which tells of a closed one
+                what = f"layer {layer.name!r} was moved or loaded after it was bound to program {self.record.name!r}"
+                raise LifecycleError(what, hint=hint)
+        for buffer, tensor, address, size in zip(
+            self.program.buffers, self.buffers, self._addresses, self._sizes, strict=False
+        ):
+            if tensor.data_ptr() != address or tensor.numel() != size:
+                what = f"buffer {buffer.name!r} of program {self.record.name!r} was resized, moved or freed"
+                raise LifecycleError(what, hint=hint)
+        raise LifecycleError(f"the weight of a layer of program {self.record.name!r} was moved or freed", hint=hint)
+
+    def tensor(self, view: View) -> torch.Tensor:
+        """Return a view of the program's as a tensor [rows, columns] over the same memory."""
+        return view_of(self.buffers[view.buffer].detach().view(-1), view)
+
+
+def bind(
+    program: Program,
+    buffers: Sequence[torch.Tensor],
+    layers: Sequence[Q4Linear] = (),
+    *,
+    name: str = "program",
+    registry: Registry | None = None,
+) -> BoundProgram:
+    """Bind a program to buffers and layers, and choose who runs it.
+
+    That is a backend that declares programs and has prepared every packed layer, once its results are those of the
+    reference; else the reference.
+
+    Args:
+        program: What to run.
+        buffers: A contiguous tensor for each bound buffer of the program, in their order, on one device: of its size
+            and dtype, in any shape.
+        layers: The packed layers of the program, float32, on that device.
+        name: For messages and reports.
+        registry: The plugins to choose among; the process's unless told.
+
+    Raises:
+        InputError: A buffer or a layer does not fit.
+        LifecycleError: A layer is closed, or waits for its state.
+        BackendUnavailableError: Nobody runs the program.
+    """
+    registry = registry or default_registry()
+    device = buffers[0].device if buffers else torch.device("cpu")
+    _check_buffers(program, buffers, device, name)
+    given = iter(buffers)
+    with outside_inference():
+        scratch = _scratch(program, device)
+    tensors = [next(given) if item.is_bound else scratch[index] for index, item in enumerate(program.buffers)]
+    if len(layers) != len(program.layers):
+        raise InputError(f"program {name!r}", name="layers", rule=f"{len(program.layers)} layers", value=len(layers))
+    lives = [_checked(layer, sizes, device, name) for layer, sizes in zip(layers, program.layers, strict=True)]
+    for step in program.steps:
+        if step.layer is not None and lives[step.layer].plan.segment_index(step.inputs[0].rows) is None:
+            rule, rows = "served for the rows of the program", step.inputs[0].rows
+            raise InputError(f"program {name!r}", name=f"layer {layers[step.layer].name!r}", rule=rule, value=rows)
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    bound = [
+        BoundLayer(live.prepared, None if layer.bias is None else layer.bias.detach(), live.plan.segments, layer)
+        for layer, live in zip(layers, lives, strict=True)
+    ]
+    reasons: list[str] = []
+    for backend in sorted(registry.backends().values(), key=lambda item: item.name == _REFERENCE):
+        runner = None
+        if (reason := _refusal(backend, lives, device)) is None:
+            try:
+                runner = backend.bind_program(program, flat, bound)  # type: ignore[attr-defined]  # declared
+                kind = backend.name, str(device), *(_kind(step, lives) for step in program.steps)
+                reason = _fault(registry, backend, kind, program, flat, bound)
+            except PrepareError as error:
+                reason = "; ".join(map(str, error.reasons))
+            except PLUGIN_FAULTS as error:
+                reason = f"bind_program raised {describe_exception(error)}"
+        if runner is not None and reason is None:
+            record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
+            return BoundProgram(program, tensors, layers, runner, backend, keep(record, layers))
+        reasons.append(f"not {backend.name}: {reason}")
+    raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
+
+
+def _live(layer: Q4Linear) -> LiveLayer:
+    return layer._require_ready()  # noqa: SLF001  # own class
+
+
+def _kind(step: Step, lives: Sequence[LiveLayer]) -> Hashable:
+    return step.kind(), None if step.layer is None else lives[step.layer].plan.key
+
+
+def _refusal(backend: Any, lives: Iterable[LiveLayer], device: torch.device) -> str | None:
+    """Return why a backend is not asked to bind a program, or None."""
+    declared = backend.capabilities
+    if "program" not in declared.ops or device.type not in declared.devices:
+        return f"programs on {device.type} are not declared"
+    others = sorted({live.plan.backend.name for live in lives} - {backend.name})
+    return f"layers were prepared by {', '.join(others)}" if others and backend.name != _REFERENCE else None
+
+
+def _fault(  # noqa: PLR0913  # one argument per part
+    registry: Registry,
+    backend: Any,
+    kind: Hashable,
+    program: Program,
+    buffers: Sequence[torch.Tensor],
+    layers: Sequence[BoundLayer],
+) -> str | None:
+    """Return what is wrong with a backend's programs of a kind: probed once, warned of once."""
+    if backend.name == _REFERENCE:
+        return None
+    shown = _faults.setdefault(registry, {})
+    if kind not in shown:
+        reference: Any = registry.backends().get(_REFERENCE)
+        if reference is None or "program" not in reference.capabilities.ops:
+            return f"nothing to compare it with; install the package q4-{_REFERENCE}"
+        shown[kind] = find_fault(backend, reference, program, buffers, layers)
+    if (fault := shown[kind]) is not None:
+        told = f"backend {backend.name!r} is not used for programs: {fault}"
+        warn_once((backend.name, fault), Q4ProbeWarning, told)
+    return fault
+
+
+def _check_buffers(program: Program, buffers: Sequence[torch.Tensor], device: torch.device, name: str) -> None:
+    bound = [item for item in program.buffers if item.is_bound]
+    if len(bound) != len(buffers):
+        raise InputError(f"program {name!r}", name="buffers", rule=f"{len(bound)} tensors", value=len(buffers))
+    for item, tensor in zip(bound, buffers, strict=True):
+        facts = tensor.numel(), tensor.dtype, tensor.device, tensor.is_contiguous() and not tensor.is_neg()
+        if facts != (item.size, item.dtype, device, True):
+            rule = f"a contiguous tensor of {item.size} × {item.dtype} on {device}"
+            value = f"{list(tensor.shape)} × {tensor.dtype} on {tensor.device}"
+            raise InputError(f"program {name!r}", name=f"buffer {item.name!r}", rule=rule, value=value)
+
+
+def _checked(layer: Q4Linear, sizes: tuple[int, int], device: torch.device, name: str) -> LiveLayer:
+    """Return what a layer runs by, once it is known to fit a program."""
+    live = _live(layer)
+    facts = (layer.out_features, layer.in_features), layer.dtype, layer.device, layer._is_managed  # noqa: SLF001
+    if facts != (sizes, torch.float32, device, False):
+        rule = f"float32 {sizes[0]}×{sizes[1]} on {device}, in ordinary memory"
+        value = f"{layer.dtype} {layer.out_features}×{layer.in_features} on {layer.device}"
+        raise InputError(f"program {name!r}", name=f"layer {layer.name!r}", rule=rule, value=value)
+    return live
+
+
+def _scratch(program: Program, device: torch.device) -> dict[int, torch.Tensor]:
+    """Return a flat tensor for each scratch buffer, in one arena; buffers that are not needed at once share memory."""
+    spans: dict[int, tuple[int, int]] = {}
+    for index, step in enumerate(program.steps):
+        for view in (*step.inputs, *step.outputs):
+            if not program.buffers[view.buffer].is_bound:
+                spans[view.buffer] = spans.get(view.buffer, (index, index))[0], index
+    places: dict[int, int] = {}
+    live: list[tuple[int, int, int]] = []
+    for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        buffer, start = program.buffers[number], 0
+        size = -(-buffer.size * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        live = sorted(item for item in live if item[2] >= first)
+        for low, high, _ in live:
+            if start + size <= low:
+                break
+            start = max(start, high)
+        live.append((start, start + size, last))
+        places[number] = start
+    sizes = {number: program.buffers[number].size * program.buffers[number].dtype.itemsize for number in places}
+    total = max((place + sizes[number] for number, place in places.items()), default=0)
+    arena = torch.empty(total + _ALIGNMENT, dtype=torch.uint8, device=device)
+    arena = arena[-arena.data_ptr() % _ALIGNMENT :]
+    found = {number: arena[place : place + sizes[number]] for number, place in places.items()}
+    for number, buffer in enumerate(program.buffers):
+        if number in found:
+            found[number] = found[number].view(buffer.dtype)
+        elif not buffer.is_bound:  # of no step
+            found[number] = torch.empty(buffer.size, dtype=buffer.dtype, device=device)
+    return found

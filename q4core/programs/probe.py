@@ -1,0 +1,190 @@
+"""The self-probe of programs: each step against the reference, and the whole against its steps, bit by bit.
+
+A step's result depends on its inputs alone, so programs of one step, run one after another, give the bits of the whole
+one; and where each step is right, so is the whole, with no bound that grows from step to step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4core.backend.program import Op, Program
+from q4core.machine import outside_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from q4core.backend.program import BoundLayer, Step, View
+
+_PARAMETERS = frozenset({Op.LINEAR, Op.EMBEDDING, Op.RMS_NORM, Op.LAYER_NORM, Op.ROTARY})
+"""Operations whose float inputs behind the first are a model's own: read, never written."""
+_ROUNDINGS = 32
+"""Of both results, for an element, beside those of its sum."""
+_UNIT = 2.0**-24
+_LEAST_POSITIONS = 40
+
+
+def view_of(buffer: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a view of a flat buffer: [rows, columns]."""
+    return buffer.as_strided((view.rows, view.columns), (view.stride, 1), buffer.storage_offset() + view.offset)
+
+
+def find_fault(
+    backend: Any, reference: Any, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
+) -> str | None:
+    """Return what is wrong with a backend's results for a program, or None.
+
+    Args:
+        backend: Declares programs.
+        reference: The backend that it is compared with.
+        program: Checked.
+        buffers: Flat, one for each buffer of the program; those that are no parameters are neither read nor written.
+        layers: Bound.
+    """
+    with outside_inference(), torch.no_grad():
+        bound = tuple(attrs.evolve(item, is_bound=True) for item in program.buffers)
+        program = Program(bound, program.steps, program.layers)
+        trial = _Trial(program)
+        whole, steps = trial.buffers(buffers), trial.buffers(buffers)
+        backend.bind_program(program, whole, layers)()
+        seen: set[object] = set()
+        for index, step in enumerate(program.steps):
+            one = Program(bound, (step,), program.layers)
+            inputs = [part.clone() for part in trial.parts(step, step.inputs, steps)]
+            outputs = [*trial.parts(step, step.outputs, steps)]
+            before = [output.clone() for output in outputs]
+            kind = step.kind(), None if step.layer is None else layers[step.layer].prepared.meta
+            expected = before
+            if kind not in seen:
+                reference.bind_program(one, steps, layers)()
+                expected = [output.clone() for output in outputs]
+                for output, old in zip(outputs, before, strict=True):
+                    output.copy_(old)
+            backend.bind_program(one, steps, layers)()
+            where = f"step {index}, {step.op.value} {step.label}".rstrip()
+            if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
+                return f"{where}: {wrong}"
+            seen.add(kind)
+        for index, step in enumerate(program.steps):
+            pairs = zip(trial.parts(step, step.outputs, whole), trial.parts(step, step.outputs, steps), strict=True)
+            if not all(bool(_same(one, other).all()) for one, other in pairs):
+                return f"step {index}, {step.op.value}: other bits in the whole program than by itself"
+    return None
+
+
+class _Trial:
+    """Buffers for a trial: parameters as they are, numbers in range, and random values in the place of the rest."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._limits: dict[int, int] = {}
+        self._parameters = set(range(len(program.buffers)))
+        positions = _LEAST_POSITIONS
+        for step in program.steps:
+            self._parameters.difference_update(view.buffer for view in step.outputs)
+            for place, (view, name) in enumerate(step.patterns()):
+                if place >= len(step.inputs):
+                    continue
+                if name[0] == "i":
+                    limit = self._limit(step)
+                    self._limits[view.buffer] = min(limit, self._limits.get(view.buffer, limit))
+                elif step.op not in _PARAMETERS or place == 0:
+                    self._parameters.discard(view.buffer)
+            if step.op is Op.ATTENTION:
+                positions = max(positions, int(step.numbers[2]) + 3)
+        self._positions = positions
+
+    def _limit(self, step: Step) -> int:
+        """Return how many values a token or a position may have."""
+        if step.op is Op.EMBEDDING:
+            return self._program.layers[step.layer][0] if step.layer is not None else step.inputs[1].rows
+        return step.inputs[1].rows if step.op is Op.ROTARY else self._capacity(step)
+
+    @staticmethod
+    def _capacity(step: Step) -> int:
+        return (
+            step.outputs[0].rows // step.inputs[0].rows
+            if step.op is Op.STORE
+            else (step.inputs[1].rows // int(step.numbers[0]))
+        )
+
+    def parts(self, step: Step, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Return views of a step as tensors; of a cache the positions that the trial touches."""
+        names = dict(step.patterns())
+        for view in views:
+            tensor = view_of(buffers[view.buffer], view)
+            if names[view][0] == "M":
+                capacity = self._capacity(step)
+                tensor = tensor.unflatten(0, (-1, capacity))[:, : min(capacity, self._positions)]
+            yield tensor
+
+    def buffers(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return buffers, the same each time; memory that no step touches is not, either."""
+        made = [
+            tensor if index in self._parameters and item.dtype is torch.float32 else torch.zeros_like(tensor)
+            for index, (item, tensor) in enumerate(zip(self._program.buffers, given, strict=True))
+        ]
+        random = torch.Generator().manual_seed(0)
+        for index, limit in self._limits.items():
+            used = min(limit, self._positions)
+            made[index].copy_((torch.arange(made[index].numel()) * 7 + used - 1) % used)
+        for step in self._program.steps:
+            for view, part in zip(step.inputs, self.parts(step, step.inputs, made), strict=True):
+                if view.buffer not in self._parameters and part.dtype is torch.float32:
+                    part.copy_(torch.randn(part.shape, generator=random))
+        return made
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    same = one == other
+    return same | (one.isnan() & other.isnan()) if one.is_floating_point() else same
+
+
+def _compare(
+    step: Step, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> str | None:
+    """Return how a step's results differ from the reference's beyond their bound, or None."""
+    for output, right in zip(outputs, expected, strict=True):
+        wrong = ~_same(output, right)
+        if (bound := _bound(step, inputs, right)) is not None:
+            wrong &= ~((output.double() - right.double()).abs() <= bound)
+        if bool(wrong.any()):
+            place = tuple(int(number) for number in wrong.nonzero()[0])
+            got, wanted = output[place].item(), right[place].item()
+            return f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; {list(place)} is {got}, not {wanted}"
+    return None
+
+
+def _bound(step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor) -> torch.Tensor | None:
+    """Return how far two right results may lie apart, by what each may round; None where both have the same bits.
+
+    Two sums of C products each differ from the exact one by (C + roundings) · 2⁻²⁴ of the sum of their magnitudes.
+    """
+    x = inputs[0].double()
+    right, columns, op = right.double().abs(), inputs[0].shape[-1], step.op
+    if op is Op.LINEAR and step.layer is None:
+        weights = inputs[1].double().abs()
+        magnitude = x.abs() @ weights.T + (inputs[2].double().abs() if len(inputs) > 2 else 0)  # noqa: PLR2004  # a bias
+    elif op is Op.RMS_NORM:
+        magnitude = right
+    elif op is Op.LAYER_NORM:
+        weight, bias = inputs[1].double().abs(), inputs[2].double().abs()
+        spread = (x.var(-1, correction=0, keepdim=True) + step.numbers[0]).rsqrt()
+        magnitude = (x.abs() + x.abs().mean(-1, keepdim=True)) * spread * weight + bias
+    elif op is Op.ROTARY:
+        magnitude = 2 * x.abs().amax(-1, keepdim=True) * inputs[1].double().abs().max() + 0 * right
+    elif op is Op.ATTENTION:
+        keys, values = inputs[1].double().abs(), inputs[2].double().abs()
+        scores = step.numbers[1] * x.abs().sum(-1, keepdim=True) * keys.max()
+        columns = max(columns, keys.shape[1])
+        magnitude = (1 + 2 * scores) * values.max() + 0 * right  # a score's error is a share of its weight
+    elif op is Op.SOFTMAX:
+        magnitude = right * (1 + x.amax(-1, keepdim=True) - x)
+    elif op in {Op.GELU, Op.GELU_TANH, Op.SILU, Op.SIGMOID, Op.TANH}:
+        columns, magnitude = 1, right * (1 + x.abs()) + (x.abs() if op in {Op.GELU, Op.GELU_TANH} else 0)
+    else:
+        return None
+    return 2 * (columns + _ROUNDINGS) * _UNIT * magnitude + torch.finfo(torch.float32).tiny
