@@ -112,6 +112,71 @@ int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64
                       uint8_t *scale, uint8_t *second, int32_t threads);
 int32_t q4_cpu_linear(const q4_matrix *matrix, const q4_call *call, int32_t isa);
 
+/* Programs: steps over views of the caller's memory, run by one call on one team of threads. What each operation computes,
+ * which views it has and which numbers, is told in q4core/backend/program.py; the order is the same. */
+typedef enum {
+    Q4_EMBEDDING,
+    Q4_LINEAR,
+    Q4_RMS_NORM,
+    Q4_LAYER_NORM,
+    Q4_ROTARY,
+    Q4_STORE,
+    Q4_ATTENTION,
+    Q4_ADD,
+    Q4_MULTIPLY,
+    Q4_AFFINE,
+    Q4_RELU,
+    Q4_GELU,
+    Q4_GELU_TANH,
+    Q4_SILU,
+    Q4_SIGMOID,
+    Q4_TANH,
+    Q4_SOFTMAX,
+    Q4_COPY,
+    Q4_ARGMAX,
+    Q4_TOP_K
+} q4_op;
+
+/* Rows of contiguous columns: float32, or int64 where an operation says so. */
+typedef struct {
+    void *data;
+    int64_t rows, columns, stride; /* from row to row, in elements: at least `columns` */
+} q4_view;
+
+/* A packed layer, as in a call. */
+typedef struct {
+    q4_matrix matrix;
+    const uint8_t *tiles;
+    const float *global_scale;
+    int64_t global_count;
+    int32_t global_divides;
+    int32_t family;
+} q4_layer;
+
+#define Q4_MOST_INPUTS 4
+#define Q4_MOST_OUTPUTS 2
+#define Q4_MOST_NUMBERS 3
+
+typedef struct {
+    int32_t op; /* q4_op */
+    int32_t input_count, output_count, number_count;
+    q4_view inputs[Q4_MOST_INPUTS];
+    q4_view outputs[Q4_MOST_OUTPUTS];
+    double numbers[Q4_MOST_NUMBERS];
+    const q4_layer *layer; /* read by q4_cpu_program_make alone; NULL for an operation without a packed layer */
+} q4_step;
+
+typedef struct q4_program q4_program;
+
+/* Check and bind steps for up to that many threads. All memory that views and layers point to must stay where it is. Takes
+ * whatever memory runs need. Returns as above, or 1 + the number of the first step that makes no sense. */
+int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads, int32_t isa, q4_program **program);
+/* Run every step once, with no more threads than it was made for; the bits are the same for any number. Takes no memory.
+ * Returns as above; -3 where the program is running already; 1 + the number of a step whose token or position is out of
+ * range, before anything is written. */
+int32_t q4_cpu_program_run(q4_program *program, int32_t threads);
+void q4_cpu_program_free(q4_program *program);
+
 #ifdef __cplusplus
 }
 #endif

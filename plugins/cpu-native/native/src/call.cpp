@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "checks.hpp"
-#include "kernel.hpp"
+#include "product.hpp"
 #include "threads.hpp"
 
 namespace q4 {
@@ -20,76 +20,19 @@ template <class T> T* scratch(std::vector<T>& kept, int64_t count) {
     if (static_cast<int64_t>(kept.size()) < count) kept = std::vector<T>(static_cast<size_t>(count));
     return kept.data();
 }
-thread_local std::vector<float> t_values, t_scales, t_sides, t_tiles;
-thread_local std::vector<int8_t> t_levels;
-thread_local std::vector<int32_t> t_starts;
+thread_local std::vector<Line> t_memory;
+thread_local std::vector<float> t_tiles;
 thread_local std::vector<Panel> t_panels;
-
-struct Pass {
-    int64_t first;
-    int rows;
-    DirectKernel direct;  // one of the two, which serves this many rows
-    PanelKernel panel;
-};
 thread_local std::vector<Pass> t_plan;
 thread_local std::vector<int64_t> t_rows, t_again;
 thread_local std::vector<uint8_t> t_odd;
-
-// Rows in passes: of the family's own number as long as they last, then of powers of two.
-const std::vector<Pass>& passes(const q4_matrix& m, int32_t family, const Kernels& kernels, int64_t count, bool has_panels) {
-    std::vector<Pass>& out = t_plan;
-    out.clear();
-    const int power = kernels.direct_rows, most = has_panels ? kernels.panel_rows[family] : power;
-    for (int64_t row = 0; row < count;) {
-        int rows = most;
-        if (rows > count - row)
-            for (rows = power; rows > count - row;) rows /= 2;
-        out.push_back({row, rows, has_panels ? nullptr : kernels.direct(m, family, rows),
-                       has_panels ? kernels.panel(m, family, rows) : nullptr});
-        row += rows;
-    }
-    return out;
-}
-
-// Rows of x in one batch: what scratch holds of them, and of each thread's sums, in whole passes.
-int64_t batch_rows(const Layout& at, int most, int threads) {
-    const int64_t row_bytes = std::max<int64_t>(at.chunks * kChunk * 4, int64_t{threads} * kTileRows * 4);
-    return std::max<int64_t>(1, kScratchBytes / row_bytes / most) * most;
-}
-
-// Rows of x as the kernels read them.
-struct Rows {
-    float* values = nullptr;
-    int8_t* levels = nullptr;
-    float* scale = nullptr;
-    int32_t* start = nullptr;
-    float* side = nullptr;
-
-    Rows(const Layout& at, int32_t family, int64_t count) {
-        const int64_t places = count * at.chunks;
-        if (family == Q4_EXACT) {
-            values = scratch(t_values, places * kChunk);
-            return;
-        }
-        levels = scratch(t_levels, places * kChunk);
-        scale = scratch(t_scales, places);
-        start = scratch(t_starts, places * 2);
-        side = scratch(t_sides, places * 2);
-    }
-    // The given chunk on of the pass whose rows begin at `first`.
-    Activations from(const Layout& at, const Pass& pass, int64_t chunk) const {
-        const int64_t place = pass.first * at.chunks + chunk * pass.rows;
-        if (values) return {values + place * kChunk, nullptr, nullptr, nullptr, nullptr};
-        return {nullptr, levels + place * kChunk, scale + place, start + place * 2, side + place * 2};
-    }
-};
 
 // Bits of 2^90: products of larger numbers might pass float32's end before they are scaled. Rows with such are computed
 // exactly, divided by a power of two and multiplied by it at the end.
 constexpr int32_t kHuge = 217 << 23, kInfinity = 0x7f800000;
 constexpr float kShrink = 18446744073709551616.0f;  // 2^64
 
-// Lay the rows of one pass out; odd[i] tells which of them int8 can't hold, or are shrunk (exact).
+// Lay the rows of one pass out.
 void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
              const int64_t* index, const Rows& to, uint8_t* odd) {
     const int size = size_of(c.x_type);
@@ -153,53 +96,70 @@ Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row
     return f;
 }
 
-// Compute the given rows of x, few enough for scratch; odd[i]: see lay_out.
-void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels,
-         const std::vector<int64_t>& index, std::vector<uint8_t>& odd) {
-    const auto count = static_cast<int64_t>(index.size());
-    const bool has_panels = count >= kernels.panel_from[c.family];
-    const std::vector<Pass>& plan = passes(m, c.family, kernels, count, has_panels);
-    const Rows rows(at, c.family, count);
-    odd.assign(index.size(), 0);
-    parallel(static_cast<int64_t>(plan.size()), count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
-             [&](int64_t from, int64_t to, int) {
-                 for (int64_t p = from; p < to; ++p)
-                     lay_out(m, at, c, kernels, plan[static_cast<size_t>(p)], index.data(), rows, odd.data());
-             });
-    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
-    Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
-    float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
-    const auto deliver = [&](int64_t t, int64_t i, const float* sums) {
-        const auto at_row = static_cast<size_t>(i);
-        kernels.finish(finish_of(m, c, t, index[at_row], odd[at_row] != 0), sums);
+}  // namespace
+
+int64_t batch_rows(const Layout& at, int most, int threads) {
+    const int64_t row_bytes = std::max<int64_t>(at.chunks * kChunk * 4, int64_t{threads} * kTileRows * 4);
+    return std::max<int64_t>(1, kScratchBytes / row_bytes / most) * most;
+}
+
+void Product::lay_out(int64_t first_pass, int64_t last_pass) const {
+    for (int64_t p = first_pass; p < last_pass; ++p) q4::lay_out(m, at, c, kernels, passes[p], index, rows, odd);
+}
+
+void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) const {
+    const auto deliver = [&](int64_t t, int64_t i, const float* from) {
+        kernels.finish(finish_of(m, c, t, index[i], odd[i] != 0), from);
     };
     const auto direct = [&](const Tile& tile, int64_t t) {
-        alignas(64) float sums[8 * kTileRows];
-        for (const Pass& pass : plan) {
-            pass.direct(tile, rows.from(at, pass, 0), sums);
-            for (int r = 0; r < pass.rows; ++r) deliver(t, pass.first + r, sums + r * kTileRows);
+        alignas(64) float few[8 * kTileRows];
+        for (const Pass* pass = passes; pass < passes + pass_count; ++pass) {
+            pass->direct(tile, rows.from(at, *pass, 0), few);
+            for (int r = 0; r < pass->rows; ++r) deliver(t, pass->first + r, few + r * kTileRows);
         }
     };
     const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
     const int64_t stretch = c.family == Q4_A8 ? kA8PanelChunks : kExactPanelChunks;
-    const auto panelled = [&](const Tile& tile, int64_t t, Panel& panel, float* sums) {
+    const auto panelled = [&](const Tile& tile, int64_t t) {
         std::fill(sums, sums + count * kTileRows, 0.0f);
-        for (int64_t first = 0; first < at.chunks; first += stretch) {
-            const int64_t last = std::min(at.chunks, first + stretch);
-            decode(tile, first, last, panel);
-            for (const Pass& pass : plan)
-                pass.panel(panel, rows.from(at, pass, first), last - first, sums + pass.first * kTileRows);
+        for (int64_t chunk = 0; chunk < at.chunks; chunk += stretch) {
+            const int64_t end = std::min(at.chunks, chunk + stretch);
+            decode(tile, chunk, end, *panel);
+            for (const Pass* pass = passes; pass < passes + pass_count; ++pass)
+                pass->panel(*panel, rows.from(at, *pass, chunk), end - chunk, sums + pass->first * kTileRows);
         }
         for (int64_t r = 0; r < count; ++r) deliver(t, r, sums + r * kTileRows);
     };
+    for (int64_t t = first; t < last; ++t) {
+        const Tile tile{m, at, c.tiles + t * at.tile_bytes};
+        if (has_panels)
+            panelled(tile, t);
+        else
+            direct(tile, t);
+    }
+}
+
+namespace {
+
+// Compute the given rows of x, few enough for scratch; odd[i]: see Product.
+void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels,
+         const std::vector<int64_t>& index, std::vector<uint8_t>& odd) {
+    const auto count = static_cast<int64_t>(index.size());
+    const bool has_panels = count >= kernels.panel_from[c.family];
+    t_plan.clear();
+    each_pass(m, c.family, kernels, count, has_panels, [](const Pass& pass) { t_plan.push_back(pass); });
+    const int64_t bytes = Rows::bytes(at, c.family, count);
+    const Rows rows(at, c.family, count, scratch(t_memory, bytes / int64_t{sizeof(Line)})->bytes);
+    odd.assign(index.size(), 0);
+    const Product product{m, at, c, kernels, t_plan.data(), static_cast<int64_t>(t_plan.size()), count, has_panels,
+                          index.data(), rows, odd.data()};
+    parallel(product.pass_count, count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
+             [&](int64_t from, int64_t to, int) { product.lay_out(from, to); });
+    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
+    Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
+    float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
     parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {
-        for (int64_t t = from; t < to; ++t) {
-            const Tile tile{m, at, c.tiles + t * at.tile_bytes};
-            if (has_panels)
-                panelled(tile, t, panels[thread], tiles + thread * count * kTileRows);
-            else
-                direct(tile, t);
-        }
+        product.tiles(from, to, panels + (has_panels ? thread : 0), tiles + (has_panels ? thread * count * kTileRows : 0));
     });
 }
 

@@ -58,6 +58,31 @@ struct Finish {
     int64_t count;  // rows of the tile that exist
 };
 
+// One head of an attention: softmax(scale · query · keysᵀ) · values, over the given number of keys.
+struct Head {
+    const float *query, *keys, *values;
+    int64_t key_stride, value_stride, columns, count;
+    float scale;
+    float* scores;  // [count]
+    float* out;
+};
+
+// What programs compute beside products; a result does not depend on what is computed beside it.
+struct Operations {
+    float (*dot)(const float* a, const float* b, int64_t count);
+    // y[from … to) of a norm of x[count]; shift is added to the weight.
+    void (*rms_norm)(const float* x, const float* weight, float eps, float shift, int64_t count, int64_t from, int64_t to, float* y);
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int64_t count, int64_t from, int64_t to,
+                       float* y);
+    void (*activate)(int32_t op, const float* x, float* y, int64_t count);
+    void (*combine)(bool is_sum, const float* a, const float* b, float* y, int64_t count);
+    void (*affine)(const float* x, float factor, float addend, float* y, int64_t count);
+    void (*softmax)(const float* x, float* y, int64_t count);
+    void (*attend)(const Head&);
+    // The k largest, falling, equals by column, NaN above all; `values` may be NULL where k is 1.
+    void (*largest)(const float* x, int64_t count, int64_t k, float* values, int64_t* columns);
+};
+
 struct Kernels {
     DirectKernel (*direct)(const q4_matrix&, int32_t family, int rows);  // rows: a power of two up to direct_rows
     PanelDecoder (*decoder)(const q4_matrix&, int32_t family);
@@ -73,6 +98,7 @@ struct Kernels {
     void (*finish)(const Finish&, const float* sums);
     // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
+    const Operations* operations = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

@@ -3,7 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -50,6 +52,7 @@ class Matrix {
     }
 
     int64_t prepared_bytes() const { return bytes_; }
+    const q4_matrix& description() const { return matrix_; }
 
     void pack(uintptr_t codes, int64_t code_row, int64_t code_group, int64_t code_byte, int64_t group_bytes, int order,
               int half, uintptr_t scale, int64_t scale_row, int64_t scale_block, uintptr_t second, int64_t second_row,
@@ -92,6 +95,62 @@ class Matrix {
     int64_t bytes_ = 0;
 };
 
+// Steps are added one by one, then bound.
+class Program {
+  public:
+    Program() = default;
+    Program(const Program&) = delete;
+    Program& operator=(const Program&) = delete;
+    ~Program() { q4_cpu_program_free(program_); }
+
+    // views: address, rows, columns and stride of each, inputs first. tiles: 0 where there is no packed layer.
+    void add(int op, const std::vector<int64_t>& views, int inputs, const std::vector<double>& numbers, const Matrix* matrix,
+             uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, int family) {
+        q4_step step{};
+        const auto outputs = static_cast<int>(views.size() / 4) - inputs;
+        if (program_ || inputs < 0 || inputs > Q4_MOST_INPUTS || outputs < 0 || outputs > Q4_MOST_OUTPUTS ||
+            numbers.size() > Q4_MOST_NUMBERS)
+            throw std::invalid_argument("the step makes no sense");
+        step.op = op, step.input_count = inputs, step.output_count = outputs, step.number_count = static_cast<int>(numbers.size());
+        for (int i = 0; i < inputs + outputs; ++i) {
+            const int64_t* view = &views[static_cast<size_t>(4 * i)];
+            (i < inputs ? step.inputs[i] : step.outputs[i - inputs]) = {at<void>(static_cast<uintptr_t>(view[0])), view[1], view[2], view[3]};
+        }
+        std::copy(numbers.begin(), numbers.end(), step.numbers);
+        layers_.push_back(nullptr);
+        if (matrix) {
+            layers_.back() = std::make_unique<q4_layer>(q4_layer{matrix->description(), at<const uint8_t>(tiles), at<const float>(global),
+                                                                 global_count, divides, family});
+            work_ += static_cast<double>(matrix->prepared_bytes()) * (1.0 + static_cast<double>(views[1]) / 8);
+        }
+        steps_.push_back(step);
+    }
+
+    // Returns 0, or 1 + the number of the first step that can't be bound.
+    int bind(int threads, int isa) {
+        for (size_t i = 0; i < steps_.size(); ++i) steps_[i].layer = layers_[i].get();
+        const int32_t status = q4_cpu_program_make(steps_.data(), static_cast<int64_t>(steps_.size()), threads, isa, &program_);
+        if (status == -2) throw std::bad_alloc();
+        if (status < 0) throw std::invalid_argument("the program was refused");
+        return status;
+    }
+
+    // Returns 0, or 1 + the number of a step whose token or position is out of range.
+    int run(int threads) {
+        int32_t status = 0;
+        ::run(work_ > kReleaseWork, [&] { status = q4_cpu_program_run(program_, threads); });
+        if (status == -3) throw std::runtime_error("the program is running already");
+        if (status < 0) throw std::invalid_argument("the program was refused");
+        return status;
+    }
+
+  private:
+    std::vector<q4_step> steps_;
+    std::vector<std::unique_ptr<q4_layer>> layers_;
+    q4_program* program_ = nullptr;
+    double work_ = 0.0;  // as bytes of tiles
+};
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -110,4 +169,10 @@ NB_MODULE(_native, module) {
         .def("pack", &Matrix::pack)
         .def("unpack", &Matrix::unpack)
         .def("linear", &Matrix::linear);
+    nb::class_<Program>(module, "Program")
+        .def(nb::init<>())
+        .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg(), nb::arg())
+        .def("bind", &Program::bind)
+        .def("run", &Program::run);
 }

@@ -4,6 +4,7 @@
 #include "a8.hpp"
 #include "exact.hpp"
 #include "finish.hpp"
+#include "operations.hpp"
 #include "quantize.hpp"
 
 namespace q4 {
@@ -106,7 +107,7 @@ template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int
 
 template <class V> Kernels make_kernels() {
     return {direct_for<V>, decoder<V>, panel_for<V>, V::kDirectRows, {V::kExactPanelFrom, V::kA8PanelFrom}, {V::kExactPanelRows, V::kA8PanelRows},
-            V::kIsWideSigned, widen_chunk<V>, quantize_chunk<V>, finish<V>};
+            V::kIsWideSigned, widen_chunk<V>, quantize_chunk<V>, finish<V>, nullptr, &operations_of<V>};
 }
 
 }  // namespace q4

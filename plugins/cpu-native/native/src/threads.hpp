@@ -23,10 +23,10 @@
 
 namespace q4 {
 
-inline std::atomic<bool> g_is_forked{false};
+inline std::atomic<int32_t> g_forks{0};  // this process and its parents
 
 inline void watch_forks() {
-    static const int once = pthread_atfork(nullptr, nullptr, [] { g_is_forked.store(true); });
+    static const int once = pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); });
     (void)once;
 }
 
@@ -66,13 +66,18 @@ template <class Work> void run_team(int threads, const Work& work) {
 }
 #endif
 
+// Whether work may be shared among threads now.
+inline bool may_share(int threads) {
+    return threads > 1 && g_forks.load(std::memory_order_relaxed) == 0 && !is_in_team();
+}
+
 // Call body(from, to, thread) over [0, count), in as many equal parts as threads, each in the plain floating-point mode. The
 // body must not throw.
 template <class Body> void parallel(int64_t count, int threads, const Body& body) {
     threads = team_size(count, threads);
-    const bool may_share = threads > 1 && !g_is_forked.load(std::memory_order_relaxed) && !is_in_team();
-    const int64_t start = may_share ? now_ns() : 0;
-    if (!may_share || g_patience.is_alone(start)) {
+    const bool shares = may_share(threads);
+    const int64_t start = shares ? now_ns() : 0;
+    if (!shares || g_patience.is_alone(start)) {
         const FloatMode plain;
         body(0, count, 0);
         return;

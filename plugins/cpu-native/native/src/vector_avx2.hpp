@@ -26,6 +26,11 @@ struct Avx2 {
     static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+    static float sum(Floats v) {
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }

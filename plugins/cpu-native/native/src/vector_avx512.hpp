@@ -27,6 +27,7 @@ struct Avx512 {
     static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+    static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm512_storeu_si512(to, v); }

@@ -29,6 +29,7 @@ struct NeonDotprod {
     static Floats sub(Floats a, Floats b) { return vsubq_f32(a, b); }
     static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
     static Floats div(Floats a, Floats b) { return vdivq_f32(a, b); }
+    static float sum(Floats v) { return vaddvq_f32(v); }
     static Floats load(const float* from) { return vld1q_f32(from); }
     static void store(float* to, Floats v) { vst1q_f32(to, v); }
     static void store(uint8_t* to, Ints v) { vst1q_u8(to, v); }

@@ -4,6 +4,7 @@
 //   q4_cpu_tests fuzz  COUNT SEED [ISA]     random cases, against float64; `fuzz 1 SEED` repeats one
 //   q4_cpu_tests guard COUNT SEED [ISA]     the same, every buffer ending (or starting) at a page that may not be touched
 //   q4_cpu_tests plant COUNT SEED [ISA]     the same with planted faults, each of which must be found
+//   q4_cpu_tests program | program-guard COUNT SEED [ISA]   random programs, likewise
 //   q4_cpu_tests threads | fork | bad [ISA] calls at once, calls after a fork, arguments that make no sense
 //   q4_cpu_tests patience               when calls stop sharing their work
 //   q4_cpu_tests flaw heap | sign | race    what a sanitizer must stop: only where it does is it at work
@@ -18,7 +19,7 @@
 namespace {
 
 int usage() {
-    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant) COUNT SEED [ISA] [--small] | (threads | fork | bad) [ISA] |\n"
+    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant | program | program-guard) COUNT SEED [ISA] [--small] | (threads | fork | bad) [ISA] |\n"
                "       q4_cpu_tests patience | flaw (heap | sign | race)\n",
                stderr);
     return 2;
@@ -49,7 +50,8 @@ int main(int count, char** values) {
         return arguments.isas.empty() ? 1 : 0;
     }
     size_t next = 1;
-    const bool is_random = command == "fuzz" || command == "guard" || command == "plant";
+    const bool is_program = command == "program" || command == "program-guard";
+    const bool is_random = command == "fuzz" || command == "guard" || command == "plant" || is_program;
     if (is_random) {
         if (words.size() < 3) return usage();
         arguments.count = std::strtoll(words[1].c_str(), nullptr, 10);
@@ -67,6 +69,7 @@ int main(int count, char** values) {
         return 2;
     }
     if (command == "fuzz" || command == "guard") return fuzz(arguments, command == "guard");
+    if (is_program) return programs(arguments, command == "program-guard");
     if (command == "plant") return plant(arguments);
     if (command == "threads") return threads(arguments);
     if (command == "fork") return forks(arguments);

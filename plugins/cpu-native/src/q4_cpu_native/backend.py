@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4_cpu_native.isa import choose
 from q4_cpu_native.layout import TileMeta, matrix_of, source_arguments
+from q4_cpu_native.program import NativeRunner
 from q4_cpu_native.tables import table_of
 from q4core import (
     Capabilities,
@@ -23,6 +24,7 @@ from q4core import (
     Precision,
     PrepareContext,
     Prepared,
+    PrepareError,
     Reason,
     ReasonCode,
     Request,
@@ -31,6 +33,11 @@ from q4core import (
     Tier,
     pack_codes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from q4core.programs import BoundLayer, Program
 
 __all__ = ["CpuNative"]
 
@@ -56,6 +63,7 @@ class CpuNative:
         scale_kinds={ScaleKind.PLAIN, ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV},
         devices={"cpu"},
         dtypes=_TYPES,
+        ops={"linear", "program"},
         precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8},
         features={
             Feature.OFFSET,
@@ -155,6 +163,14 @@ class CpuNative:
         if index is not None and "global_scale" in fields and fields["global_scale"].numel() > 1:
             fields["global_scale"] = fields["global_scale"][index]
         return attrs.evolve(spec, out_features=count, fields=tuple(fields)).build(tuple(fields.values()))
+
+    def bind_program(
+        self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
+    ) -> NativeRunner:
+        """Bind a program to one native call."""
+        if not self._isa:
+            raise PrepareError([Reason(self._chosen.code, self._chosen.told)])
+        return NativeRunner(program, buffers, layers, self._families, self._isa)
 
     def linear(
         self,

@@ -37,8 +37,10 @@ _SYMMETRIC_ZERO = 8.0
 class Call:
     """What a layout settles of every product."""
 
+    matrix: Matrix
+    """The native description."""
     linear: Callable[..., None]
-    """The native function."""
+    """Its product."""
     out_features: int
     in_features: int
     place: int | None
@@ -72,7 +74,8 @@ class TileMeta:
         names = [name for name in spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
         place = 1 + names.index("global_scale") if "global_scale" in names else None
         divides = spec.scale_kind is ScaleKind.E4M3_DIV
-        return Call(matrix_of(self).linear, spec.out_features, spec.in_features, place, divides)
+        matrix = matrix_of(self)
+        return Call(matrix, matrix.linear, spec.out_features, spec.in_features, place, divides)
 
     @property
     def values(self) -> tuple[float, ...]:

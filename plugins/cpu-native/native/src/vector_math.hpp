@@ -1,0 +1,72 @@
+// exp and its relatives on a vector, each element by itself: within 1e-6 of the true value, subnormal results less so. A NaN
+// stays one. The polynomials interpolate at Chebyshev points; beside each stands its own largest relative error.
+#pragma once
+
+#include <cstdint>
+
+#include "codes.hpp"
+
+namespace q4 {
+
+template <class V> struct Math {
+    using F = typename V::Floats;
+    typedef uint32_t U __attribute__((vector_size(sizeof(F))));
+
+    Q4_INLINE static F splat(float v) { return V::splat(v); }
+    Q4_INLINE static F most(F a, F b) { return a > b ? a : b; }  // b where a is NaN
+    Q4_INLINE static F size(F x) { return (F)((U)x & 0x7fffffffu); }
+    Q4_INLINE static F with_sign(F size, F from) { return (F)((U)size | ((U)from & 0x80000000u)); }
+
+    template <int Count> Q4_INLINE static F polynomial(const float (&c)[Count], F x) {
+        F sum = splat(c[Count - 1]);
+#pragma GCC unroll 16
+        for (int i = Count - 2; i >= 0; --i) sum = V::fma(sum, x, splat(c[i]));
+        return sum;
+    }
+
+    // 2^n e^r with |r| <= ln 2 / 2; 2^n in two factors, so that neither overflows, and r in two steps, so that n ln 2 is exact.
+    Q4_INLINE static F exp(F x) {
+        constexpr float kMagic = 12582912.0f;  // 1.5 · 2^23: what is added to it is rounded to a whole number
+        static constexpr float kTail[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836323295f, 0.00139262504f};  // 1.1e-8
+        x = x < splat(-105.0f) ? splat(-105.0f) : x;
+        x = x > splat(90.0f) ? splat(90.0f) : x;
+        const F raised = V::fma(x, splat(1.44269504f), splat(kMagic));
+        const F n = V::sub(raised, splat(kMagic));
+        const F r = V::fnma(n, splat(-2.12194440e-4f), V::fnma(n, splat(0.693359375f), x));
+        const F tail = V::fma(V::mul(r, r), polynomial(kTail, r), r);
+        const U whole = (U)raised - 0x4b400000u + 254u;  // n + 254, above 0
+        const U half = whole >> 1;
+        const F low = (F)(half << 23), high = (F)((whole - half) << 23);
+        return V::mul(V::mul(V::add(splat(1.0f), tail), low), high);
+    }
+    Q4_INLINE static F sigmoid(F x) {  // of the negative size, which can't overflow
+        const F e = exp((F)((U)x | 0x80000000u));
+        return V::div(x < splat(0.0f) ? e : splat(1.0f), V::add(splat(1.0f), e));
+    }
+    Q4_INLINE static F tanh(F x) {
+        static constexpr float kNear[] = {-0.333333284f, 0.133327678f, -0.0538506098f, 0.0209957547f, -0.00609464152f};  // 1.5e-8
+        const F a = size(x), square = V::mul(x, x);
+        const F near = V::fma(V::mul(square, x), polynomial(kNear, square), x);
+        const F far = V::sub(splat(1.0f), V::div(splat(2.0f), V::add(splat(1.0f), exp(V::add(a, a)))));
+        return a < splat(0.625f) ? near : with_sign(far, x);
+    }
+    // x Φ(x), where Φ(-a) = exp(-a² / 2) u q(u) and u = 1 / (1 + 0.3 a); the part of a² that rounding drops is multiplied in.
+    Q4_INLINE static F gelu(F x) {
+        static constexpr float kTail[] = {0.119683012f,  0.119668163f, 0.10916511f,  0.0850332007f, 0.0705585852f, -0.0151819661f,
+                                          0.0849639401f, -0.111493707f, 0.0318979435f, 0.011184019f, -0.00547830295f};  // 2.3e-8
+        F a = size(x);
+        a = a > splat(16.0f) ? splat(16.0f) : a;  // Φ(-15) is 0 in float32
+        const F half = V::mul(a, splat(0.5f)), square = V::mul(a, half);
+        const F dropped = V::fnma(a, half, square);
+        const F u = V::div(splat(1.0f), V::fma(a, splat(0.3f), splat(1.0f)));
+        const F power = exp(V::sub(splat(0.0f), square));
+        const F below = V::mul(V::fma(power, dropped, power), V::mul(u, polynomial(kTail, u)));
+        return V::mul(x, x < splat(0.0f) ? below : V::sub(splat(1.0f), below));
+    }
+    Q4_INLINE static F gelu_tanh(F x) {  // x sigmoid(2 sqrt(2 / π) (x + 0.044715 x³))
+        const F cube = V::mul(V::mul(x, x), x);
+        return V::mul(x, sigmoid(V::mul(splat(1.59576912f), V::fma(cube, splat(0.044715f), x))));
+    }
+};
+
+}  // namespace q4

@@ -1,0 +1,114 @@
+"""Programs on the native engine: every step in one native call, on one team of threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core import InputError, PrepareError, Reason, ReasonCode
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from q4_cpu_native.layout import TileMeta
+    from q4core.programs import BoundLayer, Program, Step
+
+__all__ = ["NativeRunner"]
+
+_NUMBERS = {op: number for number, op in enumerate(Op)}
+"""The C ABI counts operations in their order."""
+
+
+class NativeRunner:
+    """A program that was bound; a call runs it once.
+
+    Args:
+        program: Checked.
+        buffers: Flat, one for each buffer of the program.
+        layers: Prepared by this backend.
+        families: The kernels' number of each path.
+        isa: Number of the instruction set.
+
+    Raises:
+        PrepareError: A step can't be bound, or a layer has no path for its rows.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[torch.Tensor],
+        layers: Sequence[BoundLayer],
+        families: Mapping[str, int],
+        isa: int,
+    ) -> None:
+        from q4_cpu_native import _native  # noqa: PLC0415  # missing where it was not built
+
+        self._program = program
+        self._native = _native.Program()
+        self._kept: list[torch.Tensor] = [*buffers]
+        for step in program.steps:
+            self._add(step, buffers, None if step.layer is None else layers[step.layer], families)
+        self._threads = torch.get_num_threads()
+        if failed := self._native.bind(self._threads, isa):
+            raise _refusal(
+                program.steps[failed - 1], "views overlap, or a token or position is what a step before gives"
+            )
+        self._run = self._native.run
+
+    def _add(
+        self, step: Step, buffers: Sequence[torch.Tensor], layer: BoundLayer | None, families: Mapping[str, int]
+    ) -> None:
+        views: list[int] = []
+        for view in (*step.inputs, *step.outputs):
+            buffer = buffers[view.buffer]
+            address = buffer.data_ptr() + view.offset * buffer.element_size()
+            views += [address, view.rows, view.columns, view.stride]
+        inputs, numbers = len(step.inputs), [*step.numbers]
+        if step.op is Op.LINEAR:
+            numbers = numbers or [0.0]
+        matrix, facts = None, (0, 0, 0, False, 0)
+        if layer is not None:
+            meta: TileMeta = layer.prepared.meta
+            call, tensors = meta.call, layer.prepared.tensors
+            address = count = 0
+            if call.place is not None:
+                scale = tensors[call.place].to(torch.float32)
+                address, count = scale.data_ptr(), scale.numel()
+                self._kept.append(scale)
+            self._kept += tensors
+            family = 0
+            if step.op is Op.LINEAR:
+                rows = step.inputs[0].rows
+                served = [item for item in layer.segments if item.low <= rows and rows <= (item.high or rows)]
+                if not served:
+                    raise _refusal(step, f"the layer has no path for {rows} rows")
+                family = families[served[0].path.name]
+                if layer.bias is not None:
+                    views[4:4] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
+                    inputs, numbers = 2, [1.0]
+                    self._kept.append(layer.bias)
+            matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family)
+        self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
+
+    def __call__(self) -> None:
+        """Run every step once, on as many threads as torch has now, and no more than it had at binding.
+
+        Raises:
+            InputError: A token or a position is out of range. Nothing has been written.
+        """
+        if failed := self._run(torch.get_num_threads()):
+            step = self._program.steps[failed - 1]
+            rule = f"in the range of its {'table' if step.op is Op.EMBEDDING else 'cache'}"
+            raise InputError(
+                f"program step {failed - 1}, {_label(step)}", name="token or position", rule=rule, value="more or less"
+            )
+
+
+def _label(step: Step) -> str:
+    return f"{step.op.value} {step.label}".rstrip()
+
+
+def _refusal(step: Step, why: str) -> PrepareError:
+    return PrepareError([Reason(ReasonCode.SHAPE, f"{_label(step)}: {why}")])
