@@ -37,6 +37,7 @@ _HOOKS = {
     "memory": "q4_memory_providers",
     "dialect": "q4_dialects",
     "layer": "q4_layers",
+    "program": "q4_backends",
 }
 """Table of cases → the hook of the plugins that it concerns; the core's concern the core alone."""
 

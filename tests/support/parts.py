@@ -6,7 +6,15 @@ import functools
 from typing import TYPE_CHECKING
 
 from q4_conformance.contract import cases, plain_cases
-from q4_conformance_faults import DEVICE_FAULTS, DIALECT_FAULTS, FAULTS, FUNCTION_FAULTS, LAYER_FAULTS, PROVIDER_FAULTS
+from q4_conformance_faults import (
+    DEVICE_FAULTS,
+    DIALECT_FAULTS,
+    FAULTS,
+    FUNCTION_FAULTS,
+    LAYER_FAULTS,
+    PROGRAM_FAULTS,
+    PROVIDER_FAULTS,
+)
 from tests.support.broken_core import CORE_FAULTS
 
 if TYPE_CHECKING:
@@ -41,6 +49,7 @@ _FAULTS = (
     (("memory",), PROVIDER_FAULTS),
     (("dialect",), DIALECT_FAULTS),
     (("layer",), LAYER_FAULTS),
+    (("program",), PROGRAM_FAULTS),
     (("backend", "core"), CORE_FAULTS),
 )
 """Tables, and the faults whose catchers stand in them."""

@@ -6,7 +6,7 @@ processes of its own, and ``make_certificate`` makes the document of it. In this
 """
 
 from q4_conformance.contract.case import Case
-from q4_conformance.contract.cases import backend_cases, device_cases, linear_cases
+from q4_conformance.contract.cases import backend_cases, device_cases, linear_cases, program_cases
 from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer_cases, memory_cases
 from q4_conformance.execution.in_process import check_core, check_linear, run_case, run_cases
 from q4_conformance.execution.isolated import run_target
@@ -56,6 +56,7 @@ __all__ = [
     "linear_cases",
     "make_certificate",
     "memory_cases",
+    "program_cases",
     "read_certificate",
     "run_case",
     "run_cases",

@@ -15,6 +15,7 @@ from q4_conformance_faults.fault import (
     FUNCTION_FAULTS,
     LAYER_FAULTS,
     MUTABLE_FAULTS,
+    PROGRAM_FAULTS,
     PROVIDER_FAULTS,
     Fault,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "FUNCTION_FAULTS",
     "LAYER_FAULTS",
     "MUTABLE_FAULTS",
+    "PROGRAM_FAULTS",
     "PROVIDER_FAULTS",
     "UNUSUAL",
     "Fault",
@@ -44,5 +46,5 @@ __all__ = [
 
 for _name in ("boundary", "conduct", "dense", "devices", "dialects", "kept"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("layers", "lives", "mutables", "numbers", "providers", "slips", "ways"):
+for _name in ("layers", "lives", "mutables", "numbers", "programs", "providers", "slips", "ways"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

@@ -54,6 +54,7 @@ PROVIDER_FAULTS: list[Fault] = []
 FUNCTION_FAULTS: list[Fault] = []
 MUTABLE_FAULTS: list[Fault] = []
 LAYER_FAULTS: list[Fault] = []
+PROGRAM_FAULTS: list[Fault] = []
 
 
 def _planting(faults: list[Fault], prefix: str = "fault-", **usual: Any) -> Callable[..., Callable[[_Made], _Made]]:
@@ -79,3 +80,4 @@ provider_fault = _planting(PROVIDER_FAULTS)
 function_fault = _planting(FUNCTION_FAULTS, prefix="")
 mutable_fault = _planting(MUTABLE_FAULTS, prefix="")
 layer_fault = _planting(LAYER_FAULTS)
+program_fault = _planting(PROGRAM_FAULTS)

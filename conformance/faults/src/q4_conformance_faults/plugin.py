@@ -13,6 +13,7 @@ from q4_conformance_faults import (
     DIALECT_FAULTS,
     FAULTS,
     LAYER_FAULTS,
+    PROGRAM_FAULTS,
     PROVIDER_FAULTS,
     UNUSUAL,
     ToyDialect,
@@ -34,7 +35,7 @@ VARIABLE = "Q4_CONFORMANCE_FAULTS"
 
 _BACKENDS: dict[str, Callable[[str], Backend]] = {
     "toy": ToyKernel,
-    **{fault.name: fault.make for fault in (*FAULTS, *DEVICE_FAULTS)},
+    **{fault.name: fault.make for fault in (*FAULTS, *DEVICE_FAULTS, *PROGRAM_FAULTS)},
     **{kernel.name: type(kernel) for kernel in UNUSUAL},
 }
 _PROVIDERS: dict[str, Callable[[str], MemoryProvider]] = {

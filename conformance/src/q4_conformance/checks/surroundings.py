@@ -226,13 +226,18 @@ def check_forked(case: Case, subject: Subject) -> str:
         raise NotTestableError("a forked process can't use its parent's CUDA device")
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     calls = judged_calls(layer, draws(case, layer))
+    judge_fork(lambda: all(torch.equal(layer(x), y) for x, y in calls))
+    return f"{len(calls)} calls in a forked process"
+
+
+def judge_fork(same: Callable[[], bool]) -> None:
+    """Expect a forked process, with one thread, to find the same as its parent."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
             torch.set_num_threads(1)
-            same = all(torch.equal(layer(x), y) for x, y in calls)
-            os.write(writing, b"" if same else b"other bits")
+            os.write(writing, b"" if same() else b"other bits")
         except BaseException as error:  # noqa: BLE001  # whatever it is, it is told
             os.write(writing, f"{type(error).__name__}: {error}".encode(errors="replace")[:_FORK_TEXT])
         finally:
@@ -248,7 +253,6 @@ def check_forked(case: Case, subject: Subject) -> str:
         os.close(reading)
     expect(code == 0, f"a process that was forked after a call ended with code {code}")
     expect(not said, f"in a process that was forked after a call: {said.decode(errors='replace')}")
-    return f"{len(calls)} calls in a forked process"
 
 
 def _code_of(child: int) -> int:

@@ -334,6 +334,26 @@ def _device_cases(kind: Format) -> Iterator[Case]:
         yield from (case, attrs.evolve(case, precision=_P.FP4))
 
 
+def program_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
+    """Return the cases that concern a backend's programs."""
+    of_program = functools.partial(Case, "EX-21", profile="program")
+    text = "each operation has its float64 numbers, within its roundings, and writes nothing else"
+    cases = [of_program("operations", text, "program_operations")]
+    for part, text in (
+        ("packed", "packed products and rows have the bits of their layers"),
+        ("whole", "a block of a decoder has the bits of its steps one by one, whatever the threads"),
+        ("pages", "nothing is read or written past the end of a buffer"),
+        ("refused", "numbers out of range and buffers that changed are typed errors, before anything is written"),
+        ("quiet", "a run makes no tensor"),
+        ("forked", "a process forked after a run gets the bits of its parent"),
+    ):
+        cases += [
+            of_program(part, text, f"program_{part}", recipe=_base(find_format(item)), rows=(1, 5, 17))
+            for item in formats
+        ]
+    return tuple(cases)
+
+
 def cases_of(formats: Iterable[str | Format], device: str) -> tuple[Case, ...]:
     """Return every case that concerns a backend on a device."""
     chosen = tuple(formats)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_conformance.contract.cases import cases_of
+from q4_conformance.contract.cases import cases_of, program_cases
 from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer_cases, memory_cases
 from q4_conformance.outcome import FailureError, as_tuple
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
@@ -105,6 +105,11 @@ _PROFILES = {
         lambda _: layer_cases(),
         lambda target: LayerSubject(_made(target.name) or target.name),
     ),
+    "program": _Profile(
+        _backend_names,
+        lambda target: program_cases(target.formats),
+        lambda target: BackendSubject(_backend(target.name), device=target.device),
+    ),
     "core": _Profile(lambda: (CORE,), lambda _: core_cases(), lambda _: None),
 }
 PROFILES = tuple(_PROFILES)
@@ -149,8 +154,8 @@ def find_target(
     if found in {"core", "dialect", "layer"} and kind != "cpu":
         raise ConfigError(_WHAT, name="device", rule=f"cpu for {name!r}, which computes nowhere else", value=device)
     chosen = _known_formats(formats)
-    if found in {None, "kernel"}:
-        return ConformanceTarget("kernel", name, chosen or formats_of(name), device)
+    if found in {None, "kernel", "program"}:
+        return ConformanceTarget(found or "kernel", name, chosen or formats_of(name), device)
     if found == "dialect":
         return ConformanceTarget("dialect", name, chosen or _dialect_formats(name), device)
     return ConformanceTarget(found or "kernel", name, (), device)

@@ -1,0 +1,133 @@
+"""A toy backend of programs, and the faults planted in it; it makes tensors as it runs, which is one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.outcome import Outcome
+from q4_conformance.subjects.reference import reference_backend
+from q4_conformance_faults.fault import program_fault
+from q4_conformance_faults.toy import ToyKernel
+from q4core import InputError
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from q4core.programs import Program
+
+__all__ = ["ToyPrograms"]
+
+
+class ToyPrograms(ToyKernel):
+    """Runs programs by the reference, and lets a fault harm what they leave.
+
+    Args:
+        name: Its name.
+        harm: Is given a program and its buffers behind each run, and in the place of a refusal.
+    """
+
+    def __init__(
+        self, name: str = "toy-programs", harm: Callable[[Program, Sequence[Tensor]], None] = lambda *_: None
+    ) -> None:
+        super().__init__(name, ops={"linear", "program"})
+        self.harm = harm
+
+    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
+        """Bind by the reference."""
+        reference: Any = reference_backend()
+        run = reference.bind_program(program, buffers, layers)
+
+        def call() -> None:
+            try:
+                run()
+            finally:
+                self.harm(program, buffers)
+
+        return call
+
+
+def _changed(program: Program, buffers: Sequence[Tensor], factor: float = 1 + 2**-20) -> None:
+    """Change the last result by a little."""
+    view = program.steps[-1].outputs[0]
+    flat = buffers[view.buffer]
+    flat[view.offset] = flat[view.offset] * factor if flat.is_floating_point() else 1 - flat[view.offset]
+
+
+def _of(op: Op, factor: float = 1 + 2**-20) -> Callable[..., None]:
+    def harm(program: Program, buffers: Sequence[Tensor]) -> None:
+        step = program.steps[-1]
+        if step.op is op and (op is not Op.LINEAR or step.layer is not None):
+            _changed(program, buffers, factor)
+
+    return harm
+
+
+def _beside(program: Program, buffers: Sequence[Tensor]) -> None:
+    view = program.steps[-1].outputs[0]
+    if view.offset:
+        buffers[view.buffer][view.offset - 1] += 1
+
+
+def _with_threads(program: Program, buffers: Sequence[Tensor]) -> None:
+    if torch.get_num_threads() == 3 and len(program.steps) > 1:  # noqa: PLR2004  # a number that divides little
+        _changed(program, buffers)
+
+
+def _past_the_end(program: Program, buffers: Sequence[Tensor]) -> None:
+    flat = buffers[program.steps[-1].outputs[0].buffer]
+    end = flat.data_ptr() + flat.nbytes
+    if end % mmap.PAGESIZE == 0:
+        ctypes.c_char.from_address(end).value  # noqa: B018  # to read it is the fault
+
+
+class _Waits(ToyPrograms):
+    """Looks at the numbers behind the first step."""
+
+    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
+        run = super().bind_program(program, buffers, layers)
+
+        def call() -> None:
+            try:
+                run()
+            except InputError:
+                _changed(program, buffers)
+                raise
+
+        return call
+
+
+class _Forked(ToyPrograms):
+    """Has other bits in a process that it was not bound in."""
+
+    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
+        run, own = super().bind_program(program, buffers, layers), os.getpid()
+
+        def call() -> None:
+            run()
+            if os.getpid() != own:
+                _changed(program, buffers)
+
+        return call
+
+
+for _name, _part, _says, _facts in (
+    ("curves-roughly", "operations", "silu: 1 of 1 elements are wrong", {"harm": _of(Op.SILU, 1.001)}),
+    ("writes-beside", "operations", "was written outside the output", {"harm": _beside}),
+    ("packs-roughly", "packed", "step 0, linear: 1 of 67 elements are wrong", {"harm": _of(Op.LINEAR)}),
+    ("counts-threads", "whole", "3 threads: other bits", {"harm": _with_threads}),
+):
+    program_fault(_name, f"EX-21/{_part}", _says)(functools.partial(ToyPrograms, **_facts))
+program_fault("looks-late", "EX-21/refused", "was refused after something was written")(_Waits)
+program_fault("makes-tensors", "EX-21/quiet", "a run made tensors")(ToyPrograms)
+program_fault("forks-badly", "EX-21/forked", "in a process that was forked")(_Forked)
+_crashing = functools.partial(ToyPrograms, harm=_past_the_end)
+program_fault("reads-past-the-end", "EX-21/pages", "ended by SIGSEGV", ends=Outcome.CRASH)(_crashing)

@@ -1,0 +1,100 @@
+"""What each operation of a program computes, in float64, and by how much a float32 result may differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_ROUNDINGS = 16
+"""What an element may round beside its sum: more than any operation needs."""
+_UNIT = 2.0**-24
+
+
+def exact_operation(  # noqa: C901, PLR0911  # one case per operation
+    op: Op, inputs: Sequence[torch.Tensor], numbers: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return an operation's float64 result, and by how much a float32 one may differ; None for not at all."""
+    x = inputs[0].double()
+    other = inputs[1].double() if len(inputs) > 1 else x
+    sums = (x.shape[-1] + _ROUNDINGS) * _UNIT
+    if op in {Op.ADD, Op.MULTIPLY}:
+        return (inputs[0] + inputs[1] if op is Op.ADD else inputs[0] * inputs[1]).double(), None
+    if op in {Op.COPY, Op.RELU}:
+        return (x if op is Op.COPY else x.clamp(min=0)), None
+    if op is Op.AFFINE:
+        return (inputs[0] * numbers[0] + numbers[1]).double(), None
+    if op is Op.EMBEDDING:
+        return other[inputs[0][0]], None
+    if op is Op.ARGMAX:
+        return x.argmax(-1)[None].double(), None
+    if op is Op.TOP_K:
+        return x.sort(stable=True, dim=-1, descending=True).values[:, : int(numbers[0])], None
+    if op is Op.LINEAR:
+        bias = inputs[2].double() if len(inputs) > 2 else torch.zeros(1)  # noqa: PLR2004  # x, weight, bias
+        return x @ other.T + bias, sums * (x.abs() @ other.abs().T + bias.abs())
+    if op is Op.RMS_NORM:
+        y = x / (x.square().mean(-1, keepdim=True) + numbers[0]).sqrt() * (other + numbers[1])
+        return y, sums * (y.abs() + (x * 0 + 1) * _UNIT)
+    if op is Op.LAYER_NORM:
+        mean = x.mean(-1, keepdim=True)
+        spread = ((x - mean).square().mean(-1, keepdim=True) + numbers[0]).sqrt()
+        size = (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
+        return (x - mean) / spread * other + inputs[2].double(), sums * 2 * (size * other.abs() + inputs[2].abs())
+    if op is Op.ROTARY:
+        return _turned(x, other[inputs[2][0, 0]], pairs=bool(numbers[0])), _ROUNDINGS * _UNIT * 4 * x.abs().max() * (
+            other.abs().max() + 0 * x
+        )
+    if op is Op.ATTENTION:
+        return _attended(x, other, inputs[2].double(), int(inputs[3]), numbers)
+    y = _CURVES[op](x)
+    near = x.abs() if op in {Op.GELU, Op.GELU_TANH} else y.abs()
+    apart = x.amax(-1, keepdim=True) - x if op is Op.SOFTMAX else x.abs()
+    return y, (sums if op is Op.SOFTMAX else 2 * _ROUNDINGS * _UNIT) * (near + y.abs() * apart)
+
+
+_CURVES: dict[Op, Callable[[torch.Tensor], torch.Tensor]] = {
+    Op.GELU: torch.nn.functional.gelu,
+    Op.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Op.SILU: torch.nn.functional.silu,
+    Op.SIGMOID: torch.sigmoid,
+    Op.TANH: torch.tanh,
+    Op.SOFTMAX: lambda x: x.softmax(-1),
+}
+
+
+def _turned(x: torch.Tensor, row: torch.Tensor, *, pairs: bool) -> torch.Tensor:
+    """Return heads whose first columns are turned, as complex numbers."""
+    half = len(row) // 2
+    part = x[:, : 2 * half]
+    first, second = (part[:, 0::2], part[:, 1::2]) if pairs else (part[:, :half], part[:, half:])
+    found = torch.complex(first, second) * torch.complex(row[:half], row[half:])
+    y = x.clone()
+    if pairs:
+        y[:, 0 : 2 * half : 2], y[:, 1 : 2 * half : 2] = found.real, found.imag
+    else:
+        y[:, :half], y[:, half : 2 * half] = found.real, found.imag
+    return y
+
+
+def _attended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, numbers: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention head by head, and its bound: a score's error is a share of its weight."""
+    kv_heads, scale, window = int(numbers[0]), numbers[1], int(numbers[2])
+    room, group = len(keys) // kv_heads, len(query) // kv_heads
+    first = max(0, position + 1 - window) if window else 0
+    rows, bounds = [], []
+    for head, own in enumerate(query):
+        start = head // group * room
+        seen = slice(start + first, start + position + 1)
+        weights = (keys[seen] @ own * scale).softmax(0)
+        rows.append(weights @ values[seen])
+        scores = scale * (keys[seen].abs() @ own.abs()).max() * (len(own) + _ROUNDINGS)
+        bounds.append((2 * scores + position + _ROUNDINGS) * _UNIT * (weights @ values[seen].abs()))
+    return torch.stack(rows), torch.stack(bounds)

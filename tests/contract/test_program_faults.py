@@ -1,0 +1,70 @@
+"""The profile of programs: who declares them passes, and each planted fault is caught by the case meant for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import q4core as q4
+from q4_conformance import Outcome, Query, program_cases, run_case, run_target
+from q4_conformance.execution.process import Limits
+from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
+from q4_conformance_faults import PROGRAM_FAULTS, Fault, ToyKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASES = program_cases(["nf4"])
+IN_PROCESS = [fault for fault in PROGRAM_FAULTS if fault.ends is Outcome.FAIL]
+DEADLY = [fault for fault in PROGRAM_FAULTS if fault.ends is not Outcome.FAIL]
+
+
+@pytest.mark.parametrize("name", ["cpu-native", "dequant-fallback"])
+def test_programs_pass(name: str) -> None:
+    """The native engine and the reference pass every case; the reference may make tensors."""
+    target = find_target(name, profile="program", formats=["nf4"])
+    assert cases_for(target) == CASES
+    for case in CASES:
+        result = run_case(case, subject_for(target))
+        is_free = name == "dequant-fallback" and case.part == "quiet"
+        assert result.outcome is (Outcome.NOT_DECLARED if is_free else Outcome.PASS), result
+
+
+def test_programs_that_are_not_declared() -> None:
+    """A backend without programs is not judged by them."""
+    subject = BackendSubject(ToyKernel())
+    assert {run_case(case, subject).outcome for case in CASES} == {Outcome.NOT_DECLARED}
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4ProbeWarning")
+@pytest.mark.parametrize("fault", IN_PROCESS, ids=lambda fault: fault.name)
+def test_faulty_programs_are_caught(fault: Fault, install: Callable[..., None]) -> None:
+    """An installed backend with the fault fails the case meant for it, for the reason meant."""
+    install(fault.name)
+    subject = subject_for(find_target(fault.name, profile="program"))
+    case = next(case for case in CASES if case.id.startswith(fault.caught_by))
+    result = run_case(case, subject)
+    assert result.outcome is Outcome.FAIL, result
+    assert fault.says in result.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DEADLY, ids=lambda fault: fault.name)
+def test_deadly_programs_are_caught(fault: Fault, install: Callable[..., None]) -> None:
+    """A program that ends its process is a result, of the case that was running."""
+    install(fault.name)
+    query = Query(
+        name=fault.name, profile="program", formats=("nf4",), only=(fault.caught_by,), limits=Limits(case_seconds=60.0)
+    )
+    results = run_target(query).report.results
+    assert [result.outcome for result in results] == [fault.ends], results
+    assert fault.says in results[0].message
+
+
+def test_a_backend_s_programs_are_judged_by_their_own_profile() -> None:
+    """Unasked, a backend is judged by its products; programs must be asked for."""
+    assert find_target("dequant-fallback").profile == "kernel"
+    assert find_target("dequant-fallback", profile="program").profile == "program"
+    assert q4.default_registry().backends()["dequant-fallback"].capabilities.ops >= {"program"}
