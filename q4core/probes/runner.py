@@ -14,8 +14,9 @@ from q4core.diagnostics.events import emit
 from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
+from q4core.ops.plan import exported_weight
 from q4core.probes.export import probe_export
-from q4core.probes.linear import probe_path
+from q4core.probes.linear import probe_path, sampled
 from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts, warn_of_fault
 
 if TYPE_CHECKING:
@@ -143,6 +144,41 @@ class Trial:
                 is_right = False
                 warn_of_fault(name, path, request, known.fault)
         return is_right
+
+
+def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend, prepared: Prepared) -> bool:
+    """Probe what another process has prepared and proven, the first of its kind here; return whether it is right.
+
+    Its source is what the backend exports. Each path runs with the fewest rows that it serves, so that the next weight
+    of the kind that this process prepares itself is probed as if there had been none.
+    """
+    is_right = True
+    for request, segments in (
+        (selection.backend_request, selection.segments),
+        (selection.gradient_request, selection.gradients),
+    ):
+        # An input gradient sums over all out-features.
+        columns = None if request.op == "input_gradient" else sampled(request.out_features)
+        source: PackedWeight | None = None
+        for segment in segments:
+            path, rows = segment.path, row_counts(segment.path, segment.m)[:1]
+            known = results.result(backend.name, path, request, rows)
+            if known is None:
+                with torch.no_grad():
+                    if source is None:
+                        source = _exported(backend, prepared, request, columns)
+                    known = probe_path(backend, prepared, source, request, path, rows, columns)
+                results.record(backend.name, path, request, known, rows)
+            if known.fault is not None:
+                is_right = False
+                warn_of_fault(backend.name, path, request, known.fault)
+    return is_right
+
+
+def _exported(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:
+    index = None if rows is None else rows.to(request.device)
+    count = request.out_features if rows is None else rows.numel()
+    return exported_weight(backend, prepared, index, (count, request.in_features))
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:
