@@ -1,0 +1,140 @@
+"""Opening through the cache: a file that fits is mapped, any other is made anew, and nothing here can fail an opening."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from q4_nn.prepared.model import restore_decoder, tell_decoder
+from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
+
+if TYPE_CHECKING:
+    from q4_nn.models.transformer import TransformerDecoder
+    from q4_nn.prepared.container import Container
+    from q4_nn.prepared.store import Store
+
+__all__ = ["CacheWarning", "CachedModel"]
+
+_VERSION = 1
+_HEAD_BYTES = 1 << 18
+_WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
+_DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What a header that is not ours can raise; a digest stands before it, so it takes malice or another version."""
+
+
+class CacheWarning(q4.Q4Warning):
+    """A prepared file could not be used or written; the model was opened without it."""
+
+
+@attrs.define
+class CachedModel:
+    """One model's place in the cache, for one session.
+
+    Args:
+        store: The cache.
+        source: The model's file or folder.
+        session: What its layers are prepared under.
+    """
+
+    store: Store
+    source: Path
+    session: q4.Session
+    is_new: bool = attrs.field(init=False, default=False)
+    """Whether there was no file at all."""
+
+    @property
+    def path(self) -> Path:
+        """Where the model's file is, whether or not there is one."""
+        return self.store.path_of({"source": str(self.source.resolve()), **self._wishes()})
+
+    def _wishes(self) -> dict[str, str]:
+        config = q4.resolve_config(self.session.config)
+        return {name: str(getattr(config, name)) for name in _WISHES}
+
+    def _facts(self) -> dict[str, Any]:
+        """Return everything that makes a file stale when it changes."""
+        registry = self.session.registry
+        plugins = {record.name: record.source for record in registry.records() if record.state == "loaded"}
+        software = {"version": _VERSION, "q4core": q4.__version__, "torch": torch.__version__, "plugins": plugins}
+        return {
+            "source": _identity(self.source),
+            "wishes": self._wishes(),
+            "software": software,
+            "machine": [platform.machine(), *_instruction_sets()],
+        }
+
+    def open(self) -> tuple[TransformerDecoder, dict[str, Any]] | None:
+        """Return the decoder and what else was stored with it; None where there is no file that fits, which is told."""
+        path = self.path
+        try:
+            container = self.store.open(path)
+        except FileNotFoundError:
+            self.is_new = True
+            return None
+        except _DAMAGE as error:
+            self._tell(path, f"can't be used: {describe_exception(error)}")
+            return None
+        try:
+            return self._restored(container)
+        except _DAMAGE as error:
+            self._tell(path, f"can't be used: {describe_exception(error)}")
+            return None
+
+    def _restored(self, container: Container) -> tuple[TransformerDecoder, dict[str, Any]] | None:
+        facts, told = self._facts(), container.header
+        stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
+        if stale:
+            self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
+            return None
+        decoder = restore_decoder(told["decoder"], container, self.session)
+        emit("q4.cache", action="opened", path=str(container.path), source=str(self.source), bytes=container.nbytes)
+        return decoder, told["extra"]
+
+    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> bool:
+        """Write the model's file, and return whether it is there; why it is not is told.
+
+        Args:
+            decoder: The model, prepared.
+            extra: What else to store, as what JSON holds.
+        """
+        path = self.path
+        try:
+            header, tensors = tell_decoder(decoder)
+            self.store.write(path, {"facts": self._facts(), "decoder": header, "extra": extra}, tensors)
+        except q4.LifecycleError as error:  # a backend that keeps nothing on disk is no fault
+            emit("q4.cache", level=logging.INFO, action="not cached", source=str(self.source), reason=str(error))
+            return False
+        except OSError as error:
+            self._tell(path, f"can't be written: {error}")
+            return False
+        emit("q4.cache", level=logging.INFO, action="written", path=str(path), source=str(self.source))
+        return True
+
+    def _tell(self, path: Path, why: str) -> None:
+        emit("q4.cache", level=logging.WARNING, action="refused", path=str(path), source=str(self.source), reason=why)
+        warn_once(str(path), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+def _identity(source: Path) -> list[list[Any]]:
+    """Return path, size, time, inode and digest of the first 256 KiB of each file that a model is read from."""
+    files = [source]
+    if source.is_dir():
+        files = sorted(item for item in source.iterdir() if item.suffix in {".json", ".safetensors"})
+    found = []
+    for path in files:
+        facts = path.stat()
+        with open_regular(path) as file:
+            digest = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
+        found.append([str(path.resolve()), facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino, digest])
+    return found
+
+
+def _instruction_sets() -> list[str]:
+    return list(q4.machine_facts().cpu_features)
