@@ -17,7 +17,7 @@ import torch
 from q4core.backend import Prepared, Request
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import bound, emit, muted
-from q4core.errors import PLUGIN_FAULTS, LifecycleError, Q4Error
+from q4core.errors import PLUGIN_FAULTS, LifecycleError
 from q4core.formats import as_bytes
 from q4core.layers.preparation import tell_selection
 from q4core.layers.prepared_module import Content
@@ -88,26 +88,31 @@ def adopted_content(
 ) -> Content:
     """Return the layer's content; see ``q4core.adopt_prepared``."""
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
-    labels = {"name": header.get("name"), "dialect": header.get("dialect"), "notes": (*header.get("notes", ()),)}
+    labels: dict[str, Any] = {name: header.get(name) for name in ("name", "dialect")}
+    labels["notes"] = (*header.get("notes", ()),)
     text = json.dumps({key: value for key, value in header.items() if key not in labels}, sort_keys=True)
     with heard, without_casts("cpu"), without_casts("cuda"), outside_inference(), bound(layer=labels["name"]):
         try:
-            return _adopted(text, labels, tensors, config, registry)
+            return _adopted(header, text, labels, tensors, config, registry)
         except LifecycleError:
             raise
-        except (Q4Error, *PLUGIN_FAULTS) as error:
+        except PLUGIN_FAULTS as error:  # whatever the header holds
             raise _foreign(labels["name"], describe_exception(error)) from error
 
 
-def _adopted(
-    text: str, labels: dict[str, Any], tensors: Sequence[torch.Tensor], config: SessionConfig, registry: Registry
+def _adopted(  # noqa: PLR0913  # the facts of one layer
+    told: Mapping[str, Any],
+    text: str,
+    labels: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
+    config: SessionConfig,
+    registry: Registry,
 ) -> Content:
-    name, warm = labels["name"], registry.selections  # layers of one shape tell the same
+    name, warm = labels["name"], registry.selections  # layers of one shape tell the same ``text``
     asked = warm.get(("adopt", text))
     if asked is None:
         asked = warm["adopt", text] = _asked(text, registry)
     spec, request = asked
-    told = json.loads(text)
     if (config.unified_memory or _DISABLED) is not _DISABLED:
         raise _foreign(name, "unified memory is asked for, and what is adopted stays where it is")
     found = [{"dtype": _name_of(item.dtype), "shape": list(item.shape)} for item in tensors]

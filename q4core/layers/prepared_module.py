@@ -80,6 +80,7 @@ class WeightOwner(nn.Module):
 
     in_features: int
     out_features: int
+    bias: nn.Parameter | None
     _content: Content
     _fast: FastPath | None
     _plan_key: str
@@ -110,7 +111,6 @@ class WeightOwner(nn.Module):
         self._registry = registry
         self._m = m
         self._closed = False
-        self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
 
     @classmethod
@@ -122,9 +122,9 @@ class WeightOwner(nn.Module):
         nn.Module.__init__(layer)
         spec, live = content.spec, content.prepared
         m = (1, None) if live is None else live.selection.request.m
-        layer._begin((spec.out_features, spec.in_features), name or content.labels["name"], registry, m)
-        layer._take(content)
-        layer.bias = None if bias is None else layer._as_bias(bias)
+        layer._begin((spec.out_features, spec.in_features), name or content.labels["name"], registry, m)  # noqa: SLF001  # own class
+        layer._take(content)  # noqa: SLF001  # own class
+        layer.bias = None if bias is None else layer._as_bias(bias)  # noqa: SLF001  # own class
         return layer
 
     # -- preparing and letting go

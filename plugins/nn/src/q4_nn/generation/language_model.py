@@ -40,6 +40,7 @@ class LanguageModel:
         chat_template: Template of a conversation (jinja2), or None.
         special: Texts of the special tokens that a template may name.
         where: The file or folder, for messages.
+        cached: What became of its file in the cache; None without a cache.
     """
 
     decoder: TransformerDecoder
@@ -48,6 +49,7 @@ class LanguageModel:
     chat_template: str | None
     special: Mapping[str, str | None]
     where: str
+    cached: CachedModel | None = None
 
     @classmethod
     def open(
@@ -95,7 +97,7 @@ class LanguageModel:
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
         if found is None and cached is not None:
             cached.write(decoder, {})
-        return cls(decoder, tokenizer, session, template, special, str(folder))
+        return cls(decoder, tokenizer, session, template, special, str(folder), cached)
 
     @classmethod
     def _from_file(cls, path: str, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
@@ -103,7 +105,7 @@ class LanguageModel:
         if found is not None:
             decoder, extra = found
             tokenizer = Vocabulary(**extra["vocabulary"]).build()
-            return cls(decoder, tokenizer, session, extra["chat_template"], extra["special"], path)
+            return cls(decoder, tokenizer, session, extra["chat_template"], extra["special"], path, cached)
         with q4.open(path) as checkpoint:
             metadata = Metadata(checkpoint.metadata, path)
             architecture = find_architecture(metadata)  # before the seconds that a vocabulary takes
@@ -116,9 +118,13 @@ class LanguageModel:
         }
         template = metadata.text("tokenizer.chat_template", default=None)
         if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is told
-            extra = {"vocabulary": attrs.asdict(vocabulary), "chat_template": template, "special": special}
+            extra = {
+                "vocabulary": attrs.asdict(vocabulary, recurse=False),
+                "chat_template": template,
+                "special": special,
+            }
             cached.write(decoder, extra)
-        return cls(decoder, vocabulary.build(), session, template, special, path)
+        return cls(decoder, vocabulary.build(), session, template, special, path, cached)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token numbers of a conversation, up to where the assistant starts to speak.

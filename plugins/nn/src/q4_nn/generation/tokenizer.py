@@ -253,7 +253,7 @@ def _read_tokens(metadata: Metadata) -> tuple[dict[str, int], list[int]]:
 
 
 def _read_merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[int]:
-    merges = []
+    merges: list[int] = []
     for index, line in enumerate(metadata.items("tokenizer.ggml.merges", str)):
         left, _, right = line.partition(" ")
         if not (left and right and left in vocabulary and right in vocabulary and left + right in vocabulary):

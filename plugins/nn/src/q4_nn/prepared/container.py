@@ -44,7 +44,8 @@ TEMPORARY = ".tmp"
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    values: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 def _aligned(position: int) -> int:
@@ -81,7 +82,7 @@ def write_container(path: Path, header: dict[str, Any], tensors: Sequence[torch.
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with open(descriptor, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(head)
             for tensor, entry in zip(tensors, entries, strict=True):
                 file.seek(start + entry["at"])
@@ -117,7 +118,7 @@ class Container:
     def __init__(self, path: Path) -> None:
         self.path = path
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             facts = os.fstat(descriptor)
             if not stat.S_ISREG(facts.st_mode) or (hasattr(os, "geteuid") and facts.st_uid != os.geteuid()):
                 self._fail("file", "a regular one of this user", f"mode {facts.st_mode:o} of user {facts.st_uid}")

@@ -1,11 +1,12 @@
-"""Opening through the cache: a file that fits is mapped, any other is made anew, and nothing here can fail an opening."""
+"""Opening through the cache: a file that fits is mapped, any other is made anew; no opening fails for it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import logging
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,6 +17,8 @@ from q4_nn.prepared.model import restore_decoder, tell_decoder
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from q4_nn.models.transformer import TransformerDecoder
     from q4_nn.prepared.container import Container
     from q4_nn.prepared.store import Store
@@ -46,8 +49,8 @@ class CachedModel:
     store: Store
     source: Path
     session: q4.Session
-    is_new: bool = attrs.field(init=False, default=False)
-    """Whether there was no file at all."""
+    state: str = attrs.field(init=False, default="not asked")
+    """``opened`` or ``written``, or why neither."""
 
     @property
     def path(self) -> Path:
@@ -67,7 +70,7 @@ class CachedModel:
             "source": _identity(self.source),
             "wishes": self._wishes(),
             "software": software,
-            "machine": [platform.machine(), *_instruction_sets()],
+            "machine": [platform.machine(), *q4.machine_facts().cpu_features],
         }
 
     def open(self) -> tuple[TransformerDecoder, dict[str, Any]] | None:
@@ -75,17 +78,14 @@ class CachedModel:
         path = self.path
         try:
             container = self.store.open(path)
-        except FileNotFoundError:
-            self.is_new = True
-            return None
-        except _DAMAGE as error:
-            self._tell(path, f"can't be used: {describe_exception(error)}")
-            return None
-        try:
             return self._restored(container)
+        except FileNotFoundError:
+            return None
         except _DAMAGE as error:
             self._tell(path, f"can't be used: {describe_exception(error)}")
             return None
+        finally:
+            _give_memory_back()
 
     def _restored(self, container: Container) -> tuple[TransformerDecoder, dict[str, Any]] | None:
         facts, told = self._facts(), container.header
@@ -94,11 +94,11 @@ class CachedModel:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
         decoder = restore_decoder(told["decoder"], container, self.session)
-        emit("q4.cache", action="opened", path=str(container.path), source=str(self.source), bytes=container.nbytes)
+        self._emit("opened", bytes=container.nbytes)
         return decoder, told["extra"]
 
-    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> bool:
-        """Write the model's file, and return whether it is there; why it is not is told.
+    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> None:
+        """Write the model's file; why it can't be written is told.
 
         Args:
             decoder: The model, prepared.
@@ -109,17 +109,19 @@ class CachedModel:
             header, tensors = tell_decoder(decoder)
             self.store.write(path, {"facts": self._facts(), "decoder": header, "extra": extra}, tensors)
         except q4.LifecycleError as error:  # a backend that keeps nothing on disk is no fault
-            emit("q4.cache", level=logging.INFO, action="not cached", source=str(self.source), reason=str(error))
-            return False
+            self._emit(f"not cached: {error}")
         except OSError as error:
             self._tell(path, f"can't be written: {error}")
-            return False
-        emit("q4.cache", level=logging.INFO, action="written", path=str(path), source=str(self.source))
-        return True
+        else:
+            self._emit("written")
+
+    def _emit(self, state: str, *, level: int = logging.INFO, **facts: Any) -> None:
+        self.state = state
+        emit("q4.cache", level=level, state=state, path=str(self.path), source=str(self.source), **facts)
 
     def _tell(self, path: Path, why: str) -> None:
-        emit("q4.cache", level=logging.WARNING, action="refused", path=str(path), source=str(self.source), reason=why)
-        warn_once(str(path), CacheWarning, f"prepared file {path} of {self.source} {why}")
+        self._emit(f"not cached: the file {why}", level=logging.WARNING)
+        warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
 
 
 def _identity(source: Path) -> list[list[Any]]:
@@ -136,5 +138,7 @@ def _identity(source: Path) -> list[list[Any]]:
     return found
 
 
-def _instruction_sets() -> list[str]:
-    return list(q4.machine_facts().cpu_features)
+def _give_memory_back() -> None:
+    """Let glibc return what the header's JSON and the probes took and freed, 8 MB of SmolLM2's 25, to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Entry", "Store", "open_store"]
+__all__ = ["Entry", "Store", "open_store", "parse_size"]
 
 _SUFFIX = ".q4prep"
 _LIMIT_BYTES = 20 * 10**9
@@ -47,16 +47,20 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
         told = os.environ.get("Q4_CACHE") or "auto"
     if told == "off":
         return None
-    told_limit = os.environ.get("Q4_CACHE_LIMIT", "")
-    size = re.fullmatch(r"\s*(\d{1,12})\s*([kmgt]?)b?\s*", told_limit, re.IGNORECASE)
-    if told_limit and not size:
-        what, rule = "environment variable Q4_CACHE_LIMIT", "a size such as 20GB"
-        raise ConfigError(what, name="Q4_CACHE_LIMIT", rule=rule, value=told_limit)
-    limit = int(size[1]) * _UNITS[size[2].lower()] if size else _LIMIT_BYTES
+    told_limit = os.environ.get("Q4_CACHE_LIMIT")
+    limit = parse_size("Q4_CACHE_LIMIT", told_limit) if told_limit else _LIMIT_BYTES
     if told != "auto":
         return Store(Path(told).expanduser(), limit)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")  # noqa: PTH118  # expanded below
     return Store(Path(home).expanduser() / "q4core", limit)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Return a number of bytes from ``20GB``, ``500 MB`` or a plain number; a ``ConfigError`` names what is none."""
+    size = re.fullmatch(r"\s*(\d{1,12})\s*([kmgt]?)b?\s*", text, re.IGNORECASE)
+    if size is None:
+        raise ConfigError("cache", name=name, rule="a size such as 20GB", value=text)
+    return int(size[1]) * _UNITS[size[2].lower()]
 
 
 @attrs.frozen
@@ -92,7 +96,7 @@ class Store:
             for path in self.folder.glob(f"*{_SUFFIX}"):
                 with contextlib.suppress(OSError):  # removed meanwhile
                     facts = path.lstat()
-                    found.append(Entry(path, facts.st_size, facts.st_atime))
+                    found.append(Entry(path, facts.st_size, facts.st_mtime))
         return sorted(found, key=lambda entry: -entry.used)
 
     def open(self, path: Path) -> Container:
@@ -103,7 +107,7 @@ class Store:
         """
         container = Container(path)
         with contextlib.suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+            os.utime(path)  # whoever reads a file to verify it moves its time of access, not this one
         return container
 
     def write(self, path: Path, header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
