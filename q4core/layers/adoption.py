@@ -79,6 +79,7 @@ def export_prepared(layer: Q4Linear) -> tuple[dict[str, Any], tuple[torch.Tensor
         "m": list(request.m),
         "tensors": [{"dtype": _name_of(item.dtype), "shape": list(item.shape)} for item in tensors],
         **content.labels,
+        "name": layer.name,
     }
     return header, tensors
 
@@ -88,16 +89,16 @@ def adopted_content(
 ) -> Content:
     """Return the layer's content; see ``q4core.adopt_prepared``."""
     heard = muted() if config.diagnostics is False else contextlib.nullcontext()
-    labels: dict[str, Any] = {name: header.get(name) for name in ("name", "dialect")}
-    labels["notes"] = (*header.get("notes", ()),)
-    text = json.dumps({key: value for key, value in header.items() if key not in labels}, sort_keys=True)
-    with heard, without_casts("cpu"), without_casts("cuda"), outside_inference(), bound(layer=labels["name"]):
+    name = None if header.get("name") is None else str(header["name"])
+    with heard, without_casts("cpu"), without_casts("cuda"), outside_inference(), bound(layer=name):
         try:
+            labels = {"name": name, "dialect": header.get("dialect"), "notes": (*header.get("notes", ()),)}
+            text = json.dumps({key: value for key, value in header.items() if key not in labels}, sort_keys=True)
             return _adopted(header, text, labels, tensors, config, registry)
         except LifecycleError:
             raise
         except PLUGIN_FAULTS as error:  # whatever the header holds
-            raise _foreign(labels["name"], describe_exception(error)) from error
+            raise _foreign(name, describe_exception(error)) from error
 
 
 def _adopted(  # noqa: PLR0913  # the facts of one layer

@@ -86,7 +86,7 @@ def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors)
     header, prepared = export_prepared(layer)
     if layer.device.type != "cpu":
         raise LifecycleError(f"layer {layer.name!r} can't be stored: it is on {layer.device}")
-    own = {"name": layer.name, "label": header.pop("name"), "notes": list(header.pop("notes"))}
+    own = {"name": header.pop("name"), "notes": list(header.pop("notes"))}
     if header not in kinds:
         kinds.append(header)
     told = {"kind": kinds.index(header), "tensors": [tensors.add(item) for item in prepared], **own}
@@ -106,10 +106,10 @@ def restore_decoder(header: dict[str, Any], container: Container, session: Sessi
     decoder = _empty(TransformerConfig.from_dict(header["config"]))
     layers: list[nn.Module] = []
     for told in header["layers"]:
-        whole = {**header["kinds"][told["kind"]], "name": told["label"], "notes": told["notes"]}
+        whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
         bias = None if told["bias"] is None else parameters[told["bias"]]
         given = [tensors[index] for index in told["tensors"]]
-        layers.append(adopt_prepared(whole, given, session, bias=bias, name=told["name"]))
+        layers.append(adopt_prepared(whole, given, session, bias=bias))
     placed = {path: layers[number] for path, number in header["places"].items()}
     dense = {name: parameters[number] for name, number in header["dense"].items()}
     for path, parts in header["joined"].items():
