@@ -90,8 +90,8 @@ class LanguageModel:
     def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
         tokenizer = tokenizer_from_hf(folder)
         template, special = read_chat_template(folder)
-        found = None if cached is None else cached.open()
-        decoder = load_model(folder, session) if found is None else found[0]
+        found = None if cached is None else cached.open(lambda decoder, _: decoder)
+        decoder = load_model(folder, session) if found is None else found
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
@@ -101,11 +101,12 @@ class LanguageModel:
 
     @classmethod
     def _from_file(cls, path: str, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
-        found = None if cached is None else cached.open()
-        if found is not None:
-            decoder, extra = found
+        def restored(decoder: TransformerDecoder, extra: dict[str, Any]) -> LanguageModel:
             tokenizer = Vocabulary(**extra["vocabulary"]).build()
             return cls(decoder, tokenizer, session, extra["chat_template"], extra["special"], path, cached)
+
+        if cached is not None and (found := cached.open(restored)) is not None:
+            return found
         with q4.open(path) as checkpoint:
             metadata = Metadata(checkpoint.metadata, path)
             architecture = find_architecture(metadata)  # before the seconds that a vocabulary takes

@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import logging
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from q4_nn.prepared.model import restore_decoder, tell_decoder
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from q4_nn.models.transformer import TransformerDecoder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheWarning", "CachedModel"]
 
+_T = TypeVar("_T")
 _VERSION = 1
 _HEAD_BYTES = 1 << 18
 _WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
@@ -73,12 +75,12 @@ class CachedModel:
             "machine": [platform.machine(), *q4.machine_facts().cpu_features],
         }
 
-    def open(self) -> tuple[TransformerDecoder, dict[str, Any]] | None:
-        """Return the decoder and what else was stored with it; None where there is no file that fits, which is told."""
+    def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+        """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
         path = self.path
         try:
             container = self.store.open(path)
-            return self._restored(container)
+            return self._restored(container, use)
         except FileNotFoundError:
             return None
         except _DAMAGE as error:
@@ -87,15 +89,15 @@ class CachedModel:
         finally:
             _give_memory_back()
 
-    def _restored(self, container: Container) -> tuple[TransformerDecoder, dict[str, Any]] | None:
+    def _restored(self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
         facts, told = self._facts(), container.header
         stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
         if stale:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
-        decoder = restore_decoder(told["decoder"], container, self.session)
+        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"])
         self._emit("opened", bytes=container.nbytes)
-        return decoder, told["extra"]
+        return found
 
     def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> None:
         """Write the model's file; why it can't be written is told.
