@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_nn import LanguageModel
-from q4_nn.prepared import container as containers
 from q4_nn.prepared.command import add_cache
 from q4_nn.prepared.container import Container, write_container
 from q4_nn.prepared.opening import CacheWarning
@@ -310,7 +309,9 @@ def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, tol
     decoder = Container(only_file(cache)).header["decoder"]
     decoder["dense"].pop("norm.weight")
     edited(only_file(cache), decoder=decoder)
-    with pytest.warns(CacheWarning, match=r"norm\.weight"), LanguageModel.open(path, cache=cache) as model:
+    with pytest.warns(CacheWarning, match=r"norm\.weight"):
+        model = LanguageModel.open(path, cache=cache)
+    with model:
         count = len([module for module in model.decoder.modules() if isinstance(module, q4.Q4Linear)])
         assert len(model.session.layers()) == count, "what was taken up before the fault is gone"
     assert torch.equal(logits(path, cache), plain)
@@ -337,7 +338,7 @@ def test_a_full_disk_leaves_nothing_behind(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(containers.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(CacheWarning, match="No space left"):
         assert torch.equal(logits(tiny_llama, tmp_path / "cache"), plain)
     assert not any((tmp_path / "cache").iterdir())
@@ -419,11 +420,11 @@ def test_writers_and_readers_at_once_see_whole_files(tmp_path: Path) -> None:
 
 
 CHILDREN = """
-import contextlib, json, os, sys, pathlib
+import json, os, pathlib, signal, sys
 import torch
 import q4core as q4
 from q4_nn import LanguageModel
-from tests.support.footprint import anonymous
+signal.alarm(120)  # should a child fail
 torch.set_num_threads(1)
 source, cache, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -437,10 +438,9 @@ def mapped():
             rows[name] = rows.get(name, 0) + int(rest.split()[0]) * 1024
     return rows
 
-ready, go, back = os.pipe(), os.pipe(), os.pipe()
+ready, go, end, back = os.pipe(), os.pipe(), os.pipe(), os.pipe()
 for _ in range(count):
     if not os.fork():
-        before = anonymous()
         with LanguageModel.open(source, cache=cache) as model, torch.inference_mode():
             model.decoder(torch.tensor([list(range(40))]))
             for layer in model.session.layers():
@@ -449,7 +449,7 @@ for _ in range(count):
             os.write(ready[1], b"1")
             os.read(go[0], 1)
             os.write(back[1], (json.dumps({**mapped(), "state": model.cached.state}) + "\\n").encode())
-            os.read(go[0], 1)
+            os.read(end[0], 1)
         os._exit(0)
 for _ in range(count):
     os.read(ready[0], 1)
@@ -458,7 +458,7 @@ found = []
 with os.fdopen(back[0]) as lines:
     for _ in range(count):
         found.append(json.loads(lines.readline()))
-os.write(go[1], b"1" * count)
+os.write(end[1], b"1" * count)
 for _ in range(count):
     os.wait()
 print(json.dumps({"found": found}))
@@ -467,7 +467,7 @@ print(json.dumps({"found": found}))
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="memory is told by Linux's smaps")  # noqa: PTH110
 def test_ten_processes_have_one_copy(write_llama: Any, tmp_path: Path) -> None:
-    """Ten processes that use a model share the pages of its file: none has one of its own, and the shares add up to one.
+    """Ten processes that use a model share the pages of its file, and none has one of its own.
 
     The proportional share (Pss) of a page that ten processes have mapped is a tenth of it in each.
     """
