@@ -16,6 +16,7 @@ _OF_THE_USER = {"NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}
 for _name in [name for name in os.environ if name.startswith("Q4_") or name in _OF_THE_USER]:
     if _name != "Q4_PLUGIN_MODULES":
         del os.environ[_name]
+os.environ["Q4_CACHE"] = "off"  # a test that wants one names a folder of its own
 
 # Two threads are enough for tests' sizes; more would make a parallel run oversubscribe a small machine.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))

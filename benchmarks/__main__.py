@@ -1,6 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
-There are: ``python -m benchmarks [overhead] [cpu] [generate] [threads] [memory] [precision] [certify] [waiting]``.
+There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
+[waiting]``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import certify, cpu, generate, memory, overhead, precision, threads, waiting
+from benchmarks import certify, cpu, generate, memory, opening, overhead, precision, threads, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "overhead": overhead.main,
     "cpu": cpu.main,
     "generate": generate.main,
+    "opening": opening.main,
     "threads": threads.main,
     "memory": memory.main,
     "precision": precision.main,

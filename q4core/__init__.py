@@ -71,6 +71,7 @@ from q4core.formats import (
     resolve_levels,
     unpack_codes,
 )
+from q4core.layers.adoption import export_prepared
 from q4core.layers.diagnosis import Diagnostics, Report
 from q4core.layers.linear import Q4Linear, WeightInfo
 from q4core.machine import MachineFacts, machine_facts
@@ -110,7 +111,7 @@ from q4core.session.functions import (
     save_checkpoint,
 )
 from q4core.session.quantizer import quantize
-from q4core.session.session import Session, default_session, explain, linear, select
+from q4core.session.session import Session, adopt_prepared, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 
 __version__ = "0.1.0.dev0"
@@ -216,6 +217,7 @@ __all__ = [
     "WeightSpec",
     "WriteConflictError",
     "WrittenLayer",
+    "adopt_prepared",
     "cat",
     "default_registry",
     "default_session",
@@ -227,6 +229,7 @@ __all__ = [
     "error_bound",
     "errors",
     "explain",
+    "export_prepared",
     "find_format",
     "grid_activations",
     "hookimpl",

@@ -39,6 +39,8 @@ _FORMATS = {"json", "console"}
 _observers: tuple[Callable[[], Observer | None], ...] = ()
 _lock = threading.Lock()
 _muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
+_names: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("q4core_names", default={})  # noqa: B039  # never written to
+"""Beside structlog's own, which take 30 ms to import."""
 _warned: set[tuple[type[Warning], object]] = set()
 
 
@@ -74,10 +76,11 @@ def muted() -> Iterator[None]:
 @contextlib.contextmanager
 def bound(**names: str | None) -> Iterator[None]:
     """Name a session or a layer in every line logged from this context inside the ``with`` block; skip None."""
-    import structlog  # noqa: PLC0415  # slow to import, and needed by no one who only reads weights
-
-    with structlog.contextvars.bound_contextvars(**{key: name for key, name in names.items() if name is not None}):
+    token = _names.set({**_names.get(), **{key: name for key, name in names.items() if name is not None}})
+    try:
         yield
+    finally:
+        _names.reset(token)
 
 
 def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
@@ -94,7 +97,7 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     if logger.isEnabledFor(level):
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
 
-        told = structlog.contextvars.merge_contextvars(logger, "", dict(fields))
+        told = {**_names.get(), **structlog.contextvars.merge_contextvars(logger, "", dict(fields))}
         text = " ".join([event, *(f"{key}={value}" for key, value in told.items())])
         logger.log(level, text, extra={"q4_event": event, "q4_fields": told})
     # Last, when everybody has heard the event: where the application makes warnings errors, this raises.

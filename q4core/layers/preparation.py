@@ -125,7 +125,7 @@ def _prepare(
     plan = make_plan(selection, backend, prepared, kept)
     buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *sources)]
     buffers, decisions = _place(buffers, placer, config, weight.name)
-    _tell_selection(selection, weight)
+    tell_selection(selection, weight.name, weight.format.name)
     return LiveLayer(
         plan=plan,
         tensors=tuple(buffers),
@@ -144,9 +144,9 @@ def _refuse_inside_trace(weight: PackedWeight) -> None:
         )
 
 
-def _tell_selection(selection: Selection, weight: PackedWeight) -> None:
+def tell_selection(selection: Selection, name: str | None, format_: str) -> None:
     """Send what serves a weight as events, and warn once of a fallback."""
-    name, format_, reason = weight.name, weight.format.name, selection.fallback_reason
+    reason = selection.fallback_reason
     emit(
         "q4.select",
         level=logging.INFO,

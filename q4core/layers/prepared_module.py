@@ -80,6 +80,7 @@ class WeightOwner(nn.Module):
 
     in_features: int
     out_features: int
+    bias: nn.Parameter | None
     _content: Content
     _fast: FastPath | None
     _plan_key: str
@@ -98,15 +99,33 @@ class WeightOwner(nn.Module):
     ) -> None:
         super().__init__()
         require_weight(type(self).__name__, weight)
-        self.out_features, self.in_features = weight.shape
-        self.name = name or weight.name or "linear"
+        self._begin(weight.shape, name or weight.name, registry, m)
+        self._take(self._prepare(weight, None, resolve_config(config)))
+        self.bias = None if bias is None else self._as_bias(bias)
+
+    def _begin(
+        self, shape: tuple[int, int], name: str | None, registry: Registry | None, m: tuple[int, int | None]
+    ) -> None:
+        self.out_features, self.in_features = shape
+        self.name = name or "linear"
         self._registry = registry
         self._m = m
         self._closed = False
-        self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
-        self._take(self._prepare(weight, None, resolve_config(config)))
-        self.bias = None if bias is None else self._as_bias(bias)
+
+    @classmethod
+    def of_content(
+        cls, content: Content, bias: torch.Tensor | None, *, registry: Registry | None, name: str | None
+    ) -> Self:
+        """Return a layer over what was prepared in another process."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        spec, live = content.spec, content.prepared
+        m = (1, None) if live is None else live.selection.request.m
+        layer._begin((spec.out_features, spec.in_features), name or content.labels["name"], registry, m)  # noqa: SLF001  # own class
+        layer._take(content)  # noqa: SLF001  # own class
+        layer.bias = None if bias is None else layer._as_bias(bias)  # noqa: SLF001  # own class
+        return layer
 
     # -- preparing and letting go
 

@@ -16,7 +16,7 @@ from q4core.checkpoint.files import (
 from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import emit
+from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name
 from q4core.formats import FLOATS
 from q4core.plugins.discovery import plugin_of_command
@@ -44,4 +44,5 @@ __all__ = [
     "require_regular",
     "resolve_device",
     "unreadable",
+    "warn_once",
 ]

@@ -143,10 +143,12 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     request: Request,
     path: KernelPath,
     counts: Sequence[int],
+    columns: torch.Tensor | None = None,
 ) -> ProbeResult:
     """Run one path with some numbers of rows and compare every element of the (sampled) columns with float64.
 
     The request's ``op`` says whether y or an input gradient is computed; the result's ``fault`` what was wrong first.
+    ``columns`` are the out-features that are the source's rows, where it has not all of them.
     """
     started = time.perf_counter()
     computes: Any = backend  # ``input_gradient`` is declared by its op
@@ -157,7 +159,8 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     else:
         what, call, given, result = f"path {path.name}", functools.partial(computes.linear, bias=None), "x", "y"
         width, dtype = request.out_features, request.out_dtype
-    columns = sampled(width)
+    rows_of = sampled(width) if columns is None else torch.arange(columns.numel())
+    columns = rows_of if columns is None else columns
     runs: list[_Run] = []
     message = None
     for draw, count in enumerate(counts):
@@ -187,7 +190,7 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
         runs.append(_Run(different.to(torch.float64), compared, *zeros))
     if path.codebook is not None and not is_gradient:
         source = attrs.evolve(source, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=source.device))
-    _add_up(runs, source, columns, is_gradient=is_gradient)
+    _add_up(runs, source, rows_of, is_gradient=is_gradient)
     worst = 0.0
     for run in runs:
         bound = error_bound(run.reference, run.magnitude, run.given.shape[1], dtype)

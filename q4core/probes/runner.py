@@ -14,6 +14,7 @@ from q4core.diagnostics.events import emit
 from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
+from q4core.ops.plan import exported_weight
 from q4core.probes.export import probe_export
 from q4core.probes.linear import probe_path
 from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts, warn_of_fault
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, PrepareContext, Request
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
+
+
+_FEW_ROWS = 128
 
 
 def can_export(backend: Backend) -> bool:
@@ -143,6 +147,41 @@ class Trial:
                 is_right = False
                 warn_of_fault(name, path, request, known.fault)
         return is_right
+
+
+def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend, prepared: Prepared) -> bool:
+    """Probe what another process has prepared and proven, the first of its kind here; return whether it is right.
+
+    Its source is what the backend exports, of at most 128 out-features. Each path runs with the fewest rows that it
+    serves, so that the next weight of the kind that this process prepares itself is probed as if there had been none.
+    """
+    asked, is_right = selection.backend_request, True
+    parts = [(asked, segment) for segment in selection.segments]
+    parts += [(selection.gradient_request, segment) for segment in selection.gradients]
+    for request, segment in parts:
+        path, rows = segment.path, row_counts(segment.path, segment.m)[:1]
+        known = results.result(backend.name, path, request, rows)
+        if known is None:
+            # An input gradient sums over all out-features.
+            columns = _few(request.out_features) if request is asked else None
+            with torch.no_grad():
+                source = _exported(backend, prepared, request, columns)
+                known = probe_path(backend, prepared, source, request, path, rows, columns)
+            results.record(backend.name, path, request, known, rows)
+        if known.fault is not None:
+            is_right = False
+            warn_of_fault(backend.name, path, request, known.fault)
+    return is_right
+
+
+def _few(total: int) -> torch.Tensor:
+    return torch.linspace(0, total - 1, min(total, _FEW_ROWS), dtype=torch.float64).round().to(torch.int64)
+
+
+def _exported(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:
+    index = None if rows is None else rows.to(request.device)
+    count = request.out_features if rows is None else rows.numel()
+    return exported_weight(backend, prepared, index, (count, request.in_features))
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:

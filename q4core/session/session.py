@@ -13,6 +13,7 @@ import torch
 from q4core.backend import Request
 from q4core.diagnostics.events import bound
 from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.layers.adoption import adopted_content
 from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear
 from q4core.layers.prepared_module import require_weight
@@ -22,6 +23,8 @@ from q4core.programs.records import records_of
 from q4core.selection.cache import apply_config, select_for
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from typing_extensions import Self
 
     from q4core.selection.result import Selection
@@ -94,9 +97,13 @@ class Session:
         return self._layer(weight, bias, config=self.config, name=name, m=m)
 
     def _layer(self, weight: PackedWeight, bias: torch.Tensor | None = None, **options: Any) -> Q4Linear:
-        """Return a new layer; one that is done after the session was closed is closed, too."""
+        """Return a new layer."""
         with bound(session=self.name):
             layer = Q4Linear(weight, bias, registry=self._registry, **options)
+        return self._own(layer)
+
+    def _own(self, layer: Q4Linear) -> Q4Linear:
+        """Return the layer as the session's; one that is done after the session was closed is closed, too."""
         with self._lock:  # close() takes the layers under the same lock: none slips in behind it
             if not self._closed:
                 self._layers[id(layer)] = layer
@@ -217,6 +224,43 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
         )
     resolved = resolve_config(config)
     return select_for(apply_config(request, resolved), resolved, registry or default_registry())
+
+
+def adopt_prepared(
+    header: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    session: Session | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    name: str | None = None,
+) -> Q4Linear:
+    """Return a layer over tensors that another process prepared, as they are: nothing is copied or prepared.
+
+    It is selected as any weight is, and taken up only where the same backend serves it by the same paths and layout.
+    The first of its kind in this process is probed on its own values. Their meaning is the caller's to vouch for:
+    tensors that hold other bytes than were exported give other numbers.
+
+    Args:
+        header: From ``export_prepared``, possibly by way of JSON.
+        tensors: The tensors, of the same dtypes and shapes, contiguous and aligned to 64 bytes; never written to, so
+            they may be a mapped file or shared memory. On another device than the session's they are copied there.
+        session: Whose layer it becomes; the default session unless told.
+        bias: [N] or None.
+        name: For messages and reports; the header's unless told.
+
+    Raises:
+        LifecycleError: The session is closed, or asks for something else than was prepared; the header is malformed, of
+            another version, or of a backend, layout or instruction set that does not serve here; or the numbers are
+            wrong. Prepare the layer from its weight then.
+        InputError: The bias does not fit.
+    """
+    owner = default_session() if session is None else session
+    owner._require_open()  # noqa: SLF001  # same module
+    config = resolve_config(owner.config)
+    with bound(session=owner.name):
+        content = adopted_content(header, tensors, config, owner.registry)
+        layer = Q4Linear.of_content(content, bias, registry=owner._registry, name=name)  # noqa: SLF001  # same module
+    return owner._own(layer)  # noqa: SLF001  # same module
 
 
 def explain(what: torch.nn.Module | Session) -> Report:

@@ -23,6 +23,8 @@ __all__ = ["environment_facts", "representative_request", "survey_backends", "un
 
 VARIABLES = (
     "Q4_BACKEND",
+    "Q4_CACHE",
+    "Q4_CACHE_LIMIT",
     "Q4_COMPUTE_PATH",
     "Q4_DEBUG",
     "Q4_DEVICE",

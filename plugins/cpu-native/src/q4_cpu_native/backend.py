@@ -172,6 +172,14 @@ class CpuNative:
             raise PrepareError([Reason(self._chosen.code, self._chosen.told)])
         return NativeRunner(program, buffers, layers, self._families, self._isa)
 
+    def describe(self, meta: TileMeta) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        return meta.to_dict()
+
+    def meta_from(self, facts: dict[str, Any]) -> TileMeta:
+        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` tells what is not of one."""
+        return TileMeta.from_dict(facts)
+
     def linear(
         self,
         prepared: Prepared,

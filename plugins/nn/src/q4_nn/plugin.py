@@ -33,7 +33,9 @@ def q4_layers() -> list[LayerType]:
 
 @hookimpl
 def q4_commands(app: typer.Typer) -> None:
-    """Add ``generate`` to the ``q4`` command."""
+    """Add ``generate``, ``chat``, ``perplexity``, ``prepare`` and ``cache`` to the ``q4`` command."""
     from q4_nn.generation.command import add_generate  # noqa: PLC0415  # typer and rich are the command's alone
+    from q4_nn.prepared.command import add_cache  # noqa: PLC0415  # as above
 
     add_generate(app)
+    add_cache(app)

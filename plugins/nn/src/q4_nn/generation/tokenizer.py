@@ -19,11 +19,11 @@ from tokenizers import Tokenizer as Engine
 from q4core import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from q4_nn.models.metadata import Metadata
 
-__all__ = ["Tokenizer", "build_tokenizer"]
+__all__ = ["Tokenizer", "Vocabulary", "build_tokenizer", "read_vocabulary"]
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _TYPES = range(1, 7)
@@ -146,8 +146,61 @@ def _byte_of_character() -> dict[str, int]:
     return visible | dict(zip(letters[len(visible) :], hidden, strict=True))
 
 
+@attrs.frozen
+class Vocabulary:
+    """A checked byte-level BPE vocabulary: plain values, from which the tokenizer is built at once.
+
+    Args:
+        pre: Name of the pre-tokeniser.
+        tokens: Texts by number.
+        merges: Numbers of the two tokens of each merge, one after another: [left, right, left, right, …].
+        added: Numbers of the tokens that stand for their own text.
+        control: Those of them that are no part of a text.
+        bos: Number of the token that starts a text, or None.
+        add_bos: Whether ``encode`` puts it first.
+        stops: Numbers of the tokens that end a text.
+    """
+
+    pre: str
+    tokens: Sequence[str]
+    merges: Sequence[int]
+    added: Sequence[int]
+    control: Sequence[int]
+    bos: int | None
+    add_bos: bool
+    stops: Sequence[int]
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer."""
+        recipe, tokens = _RECIPES[self.pre], self.tokens
+        vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
+        texts = map(tokens.__getitem__, self.merges)
+        merges = list(zip(texts, texts, strict=True))
+        engine = Engine(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=recipe.ignore_merges))
+        if recipe.nfc:
+            engine.normalizer = normalizers.NFC()
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if recipe.single_digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if recipe.words is not None:
+            steps.append(pre_tokenizers.Split(Regex(recipe.words), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.words is None))
+        engine.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        engine.decoder = decoders.ByteLevel()
+        special = frozenset(self.control)
+        engine.add_tokens(
+            [AddedToken(tokens[number], special=number in special, normalized=False) for number in self.added]
+        )
+        return Tokenizer(engine, bos=self.bos, add_bos=self.add_bos, stops=frozenset(self.stops))
+
+
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """Build the tokenizer that a model file's metadata describes.
+    """Build the tokenizer that a model file's metadata describes; errors as in ``read_vocabulary``."""
+    return read_vocabulary(metadata).build()
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary:
+    """Return the vocabulary that a model file's metadata describes.
 
     Raises:
         CheckpointError: The kind of vocabulary or the pre-tokeniser is not served, a key is missing, or the tokens,
@@ -159,38 +212,23 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     pre = metadata.text("tokenizer.ggml.pre", default="gpt-2")
     if pre not in _RECIPES:
         metadata.fail("tokenizer.ggml.pre", f"one of {', '.join(sorted(_RECIPES))}", pre)
-    recipe = _RECIPES[pre]
-    vocabulary, types = _read_tokens(metadata)
-    merges = _read_merges(metadata, vocabulary)
-    engine = Engine(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=recipe.ignore_merges))
-    if recipe.nfc:
-        engine.normalizer = normalizers.NFC()
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if recipe.single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if recipe.words is not None:
-        steps.append(pre_tokenizers.Split(Regex(recipe.words), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=recipe.words is None))
-    engine.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    engine.decoder = decoders.ByteLevel()
-    kinds = zip(vocabulary, types, strict=True)
-    engine.add_tokens(
-        [
-            AddedToken(text, special=kind == _CONTROL, normalized=False)
-            for text, kind in kinds
-            if text and kind in {_CONTROL, _USER_DEFINED}
-        ]
-    )
-    ends = {vocabulary[text] for text in _END_TEXTS & vocabulary.keys() if types[vocabulary[text]] == _CONTROL}
+    numbers, types = _read_tokens(metadata)
+    tokens = [*numbers]
+    added = [number for number, kind in enumerate(types) if kind in {_CONTROL, _USER_DEFINED} and tokens[number]]
+    ends = {numbers[text] for text in _END_TEXTS & numbers.keys() if types[numbers[text]] == _CONTROL}
     bos, eos, eot = (
         metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0, high=len(types) - 1, default=None)
         for name in ("bos", "eos", "eot")
     )
-    return Tokenizer(
-        engine,
+    return Vocabulary(
+        pre=pre,
+        tokens=tokens,
+        merges=_read_merges(metadata, numbers),
+        added=added,
+        control=[number for number in added if types[number] == _CONTROL],
         bos=bos,
-        add_bos=metadata.flag("tokenizer.ggml.add_bos_token", default=recipe.add_bos),
-        stops=frozenset(ends | ({eos, eot} - {None})),
+        add_bos=metadata.flag("tokenizer.ggml.add_bos_token", default=_RECIPES[pre].add_bos),
+        stops=sorted(ends | ({eos, eot} - {None})),
     )
 
 
@@ -214,12 +252,12 @@ def _read_tokens(metadata: Metadata) -> tuple[dict[str, int], list[int]]:
     return vocabulary, types
 
 
-def _read_merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    merges = []
+def _read_merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[int]:
+    merges: list[int] = []
     for index, line in enumerate(metadata.items("tokenizer.ggml.merges", str)):
         left, _, right = line.partition(" ")
         if not (left and right and left in vocabulary and right in vocabulary and left + right in vocabulary):
             rule = "two tokens with a space between them that join to a token"
             metadata.fail(f"tokenizer.ggml.merges[{index}]", rule, line)
-        merges.append((left, right))
+        merges += (vocabulary[left], vocabulary[right])
     return merges

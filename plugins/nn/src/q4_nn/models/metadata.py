@@ -107,7 +107,7 @@ class Metadata:
         value = self._get(key, _MISSING)
         if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
             self.fail(key, f"an array of {kind.__name__}", value)
-        found = list(value)
+        found: list[Any] = value.tolist() if hasattr(value, "tolist") else list(value)
         for index, item in enumerate(found):
             if type(item) is not kind:
                 self.fail(f"{key}[{index}]", f"of type {kind.__name__}", item)

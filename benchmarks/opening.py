@@ -1,0 +1,246 @@
+"""How long a model takes to open, and how much memory of its own: the first time, from the cache, and in llama.cpp.
+
+Each opening is a process of its own, measured beyond its imports: seconds, seconds of CPU, and anonymous memory (which
+no file backs). The ways take turns. Files are in the page cache: what is measured is what is computed and copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from benchmarks import record, verdict
+from q4_nn import Generation, LanguageModel
+from q4_nn.generation.command import find_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROCESSES = 10
+LIMIT_S = 600
+SECONDS, BYTES, LARGE_SECONDS = 0.15, 20e6, 0.5
+"""Targets of a cached SmolLM2-135M, and of a cached file of 2 GB."""
+_LARGE = {"layers": 24, "hidden": 2560, "feed_forward": 8192}
+_SMALL = {"layers": 2, "hidden": 256, "feed_forward": 512}
+_BLOCK, _BLOCK_BYTES = 32, 20
+_FIELDS = ("seconds", "cpu_seconds", "anonymous_bytes", "first_token_seconds")
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def _mapped() -> dict[str, int]:
+    """Return what this process has mapped of prepared files, by kind of page, in bytes."""
+    found, inside = dict.fromkeys(("Rss", "Pss", "Private_Dirty", "Anonymous"), 0), False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name.split(" ", maxsplit=1)[0]:
+            inside = line.endswith(".q4prep")
+        elif inside and name in found:
+            found[name] += int(rest.split()[0]) * 1024
+    return found
+
+
+def _open_here(path: str, cache: str) -> dict[str, Any]:
+    """Open a model in this process, and let it say one token."""
+    q4.default_registry().items("q4_architectures")  # plugins are imports
+    q4.default_registry().backends()
+    before, started, cpu = _anonymous(), time.perf_counter(), time.process_time()
+    with LanguageModel.open(path, cache=cache) as model:
+        told: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        told |= {
+            "anonymous_bytes": _anonymous() - before,
+            "state": "off" if model.cached is None else model.cached.state,
+        }
+        for _ in Generation(model.decoder, model.tokenizer.encode("the capital"), max_tokens=1):
+            told["first_token_seconds"] = time.perf_counter() - started
+        return told
+
+
+def _open_llama(path: str) -> dict[str, Any]:
+    library: Any = importlib.import_module("llama_cpp")
+    library.llama_backend_init()
+    before, started, cpu = _anonymous(), time.perf_counter(), time.process_time()
+    if not library.llama_model_load_from_file(path.encode(), library.llama_model_default_params()):
+        raise SystemExit("llama.cpp could not open the file")
+    told = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+    return {**told, "anonymous_bytes": _anonymous() - before}
+
+
+def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
+    """Let processes open a cached model and read all of it, and return what each has mapped while all of them live."""
+    torch.set_num_threads(1)  # a process that has started threads can't be forked
+    ready, go, end, back = os.pipe(), os.pipe(), os.pipe(), os.pipe()
+    for _ in range(count):
+        if os.fork():
+            continue
+        try:
+            with LanguageModel.open(path, cache=cache) as model:
+                for layer in model.session.layers():
+                    for buffer in layer.buffers():
+                        buffer.sum()
+                os.write(ready[1], b"1")
+                os.read(go[0], 1)
+                os.write(back[1], (json.dumps(_mapped()) + "\n").encode())
+                os.read(end[0], 1)
+        finally:
+            os._exit(0)
+    for pipe in (ready, back):
+        os.close(pipe[1])  # so that a process that fails ends the reading
+    opened = b""
+    while len(opened) < count and (part := os.read(ready[0], count)):
+        opened += part
+    if len(opened) < count:
+        raise SystemExit("a process could not open the model")
+    os.write(go[1], b"1" * count)
+    with os.fdopen(back[0], encoding="utf-8") as lines:
+        found = [json.loads(lines.readline()) for _ in range(count)]
+    os.write(end[1], b"1" * count)
+    return {"processes": found, "pss_bytes": sum(item["Pss"] for item in found)}
+
+
+def _child(*words: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.opening", "--child", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)  # noqa: S603  # no input
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _write_large(path: Path, sizes: dict[str, int]) -> Path:
+    """Write a Llama of random Q4_1 blocks."""
+    import gguf  # noqa: PLC0415  # a package of the tests
+    import numpy as np  # noqa: PLC0415  # as above
+
+    hidden, wide, heads = sizes["hidden"], sizes["feed_forward"], sizes["hidden"] // 64
+    writer = gguf.GGUFWriter(path, "llama")
+    tokens = [*(chr(ord("!") + number) for number in range(1000)), "th"]
+    writer.add_block_count(sizes["layers"])
+    writer.add_context_length(2048)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(wide)
+    writer.add_head_count(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.add_array("tokenizer.ggml.merges", ["t h"])
+    rng = np.random.default_rng(0)
+    made: dict[tuple[int, int], Any] = {}
+
+    def blocks(rows: int, columns: int) -> Any:
+        if (rows, columns) not in made:
+            found = rng.integers(0, 256, (rows, columns // _BLOCK, _BLOCK_BYTES), dtype=np.uint8)
+            found[..., :4] = np.array([0.01, -0.075], dtype=np.float16).view(np.uint8)
+            made[rows, columns] = found.reshape(rows, -1)
+        return made[rows, columns]
+
+    kind = gguf.GGMLQuantizationType.Q4_1
+    writer.add_tensor("token_embd.weight", blocks(len(tokens), hidden), raw_dtype=kind)
+    for layer in range(sizes["layers"]):
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(hidden, dtype=np.float32))
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", blocks(hidden, hidden), raw_dtype=kind)
+        for name, shape in (("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))):
+            writer.add_tensor(f"blk.{layer}.ffn_{name}.weight", blocks(*shape), raw_dtype=kind)
+    writer.add_tensor("output_norm.weight", np.ones(hidden, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def measure(rounds: int, large: dict[str, int]) -> dict[str, Any]:
+    """Return the openings of SmolLM2 and of a large file by way, and what ten processes share."""
+    path = find_model("smollm2")
+    peer: dict[str, Any] = {"distribution": "llama-cpp-python", "installed": False, "why": "not installed"}
+    ways = ["without a cache", "first", "cached"]
+    if importlib.util.find_spec("llama_cpp") is not None:
+        peer = {"distribution": "llama-cpp-python", "installed": True}
+        peer["version"] = importlib.metadata.version("llama-cpp-python")
+        ways.append("llama.cpp")
+    result: dict[str, Any] = {"file": path.name, "file_bytes": path.stat().st_size, "peers": {"llama.cpp": peer}}
+    with tempfile.TemporaryDirectory() as folder:
+        kept, big = Path(folder, "kept"), _write_large(Path(folder, "large.gguf"), large)
+        _child("open", path, kept)
+        _child("open", big, kept)
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        cached_large = []
+        for number in range(rounds):
+            for way in ways:
+                caches = {"without a cache": "off", "first": Path(folder, str(number)), "cached": kept}
+                found[way].append(_child("llama", path) if way == "llama.cpp" else _child("open", path, caches[way]))
+            cached_large.append(_child("open", big, kept))
+        for item in (*found["cached"], *cached_large):
+            if item["state"] != "opened":
+                raise SystemExit(f"the cached model was not opened from the cache: {item['state']}")
+        prepared = max(kept.iterdir(), key=lambda file: file.stat().st_size).stat().st_size
+        result |= {
+            "ways": {way: _summaries(items) for way, items in found.items()},
+            "large": {"file_bytes": big.stat().st_size, "prepared_bytes": prepared, "cached": _summaries(cached_large)},
+            "shared": _child("share", path, kept, PROCESSES),
+        }
+    return result
+
+
+def _summaries(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {field: record.summary([item[field] for item in items]) for field in _FIELDS if field in items[0]}
+
+
+def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
+    """Return which targets are met: seconds and anonymous bytes of a cached opening, and the seconds of a large one."""
+    cached, large = result["ways"]["cached"], result["large"]["cached"]
+    found = [
+        ("cached SmolLM2: seconds", cached["seconds"]["median"], SECONDS),
+        ("cached SmolLM2: anonymous bytes", cached["anonymous_bytes"]["median"], BYTES),
+        ("cached large file: seconds", large["seconds"]["median"], LARGE_SECONDS),
+    ]
+    return [verdict.Verdict(what, result["file"], value, limit, is_most=True) for what, value, limit in found]
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure, write ``opening.json``, and print medians and verdicts."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks opening", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two rounds and a small large file, for development")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        kind, path, *rest = options.child
+        told = {"open": lambda: _open_here(path, *rest), "llama": lambda: _open_llama(path)}
+        shared = {"share": lambda: _open_shared(path, rest[0], int(rest[1]))}
+        print(json.dumps({**told, **shared}[kind]()))
+        return
+    result = measure(2 if options.quick else 9, _SMALL if options.quick else _LARGE)
+    judged = judge(result)
+    result["verdicts"] = [one.to_json() for one in judged]
+    written = record.write("opening", result, folder=record.BUILD if options.quick else record.RESULTS)
+    for way, own in (*result["ways"].items(), ("cached, large", result["large"]["cached"])):
+        seconds, cpu, size = (own[field]["median"] for field in _FIELDS[:3])
+        print(f"{way:<16} {seconds * 1e3:8.0f} ms ({cpu * 1e3:.0f} ms of CPU), {size / 1e6:7.1f} MB anonymous")
+    shared = result["shared"]
+    dirty = max(item["Private_Dirty"] for item in shared["processes"])
+    print(f"{PROCESSES} processes  {shared['pss_bytes'] / 1e6:8.1f} MB of prepared weights together, {dirty} B private")
+    for line in verdict.lines(judged):
+        print(line)
+    print(f"written: {written}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,155 @@
+"""A decoder's file: its modules and prepared layers as JSON, and all of its tensors in one container."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from q4_nn.blocks.joined import JoinedLinear
+from q4_nn.blocks.rotary import RotaryEmbedding
+from q4_nn.models.config import TransformerConfig
+from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
+from q4core import CheckpointError, LifecycleError, Q4Linear, adopt_prepared, export_prepared
+
+if TYPE_CHECKING:
+    from q4_nn.prepared.container import Container
+    from q4core import Session
+
+__all__ = ["restore_decoder", "tell_decoder"]
+
+
+@attrs.define(eq=False)
+class _Tensors:
+    """The tensors of a file; one that is met again is kept once."""
+
+    kept: list[torch.Tensor] = attrs.field(factory=list)
+    numbers: dict[Any, int] = attrs.field(factory=dict)
+
+    def add(self, tensor: torch.Tensor) -> int:
+        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()) if tensor.numel() else id(tensor)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.kept)
+            self.kept.append(tensor.detach().contiguous())
+        return self.numbers[key]
+
+
+def tell_decoder(decoder: TransformerDecoder) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Tell a decoder as what JSON holds, with tensors that ``restore_decoder`` makes the same one from.
+
+    Raises:
+        LifecycleError: A part of it can't be told: a layer whose backend does not describe its layout or that is not on
+            the CPU, or a module that no loader of ours places.
+    """
+    tensors = _Tensors()
+    numbers: dict[int, int] = {}
+    kinds: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    joined: dict[str, Any] = {}
+    embeddings: dict[str, str] = {}
+    dense: dict[str, int] = {}
+    plain = dict(_empty(decoder.config).named_modules(remove_duplicate=False))
+    for path, module in decoder.named_modules(remove_duplicate=False):
+        if type(module) is Q4Linear:
+            if id(module) not in numbers:
+                numbers[id(module)] = len(layers)
+                layers.append(_tell_layer(module, kinds, tensors))
+            places[path] = numbers[id(module)]
+            continue
+        if type(module) is JoinedLinear:
+            joined[path] = [list(sizes) for sizes in module.parts]
+        elif type(module) is PackedEmbedding:
+            embeddings[path] = str(module.dtype).removeprefix("torch.")
+        elif type(module) not in {type(plain.get(path)), nn.Linear, nn.ModuleList}:
+            raise LifecycleError(f"module {path!r} can't be stored: it is a {type(module).__name__}")
+        for name, parameter in module.named_parameters(path, recurse=False):
+            dense[name] = tensors.add(parameter)
+    factors = next((module.factors for module in decoder.modules() if isinstance(module, RotaryEmbedding)), None)
+    header = {
+        "config": decoder.config.to_dict(),
+        "kinds": kinds,
+        "layers": layers,
+        "places": places,
+        "joined": joined,
+        "embeddings": embeddings,
+        "dense": dense,
+        "factors": None if factors is None else tensors.add(factors),
+    }
+    return header, tensors.kept
+
+
+def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors) -> dict[str, Any]:
+    """Tell one layer; what layers of one shape share stands once among the kinds."""
+    header, prepared = export_prepared(layer)
+    if layer.device.type != "cpu":
+        raise LifecycleError(f"layer {layer.name!r} can't be stored: it is on {layer.device}")
+    own = {"name": header.pop("name"), "notes": list(header.pop("notes"))}
+    if header not in kinds:
+        kinds.append(header)
+    told = {"kind": kinds.index(header), "tensors": [tensors.add(item) for item in prepared], **own}
+    return told | {"bias": None if layer.bias is None else tensors.add(layer.bias)}
+
+
+def restore_decoder(header: dict[str, Any], container: Container, session: Session) -> TransformerDecoder:
+    """Return the decoder that ``tell_decoder`` told, over the container's mapped tensors, in evaluation mode.
+
+    Raises:
+        LifecycleError: A layer was prepared for something else than what serves the session here.
+        CheckpointError, ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError: The header is not one
+            that ``tell_decoder`` gave.
+    """
+    tensors = [container.tensor(index) for index in range(len(container))]
+    parameters = [nn.Parameter(item, requires_grad=False) if item.is_floating_point() else None for item in tensors]
+    decoder = _empty(TransformerConfig.from_dict(header["config"]))
+    layers: list[nn.Module] = []
+    for told in header["layers"]:
+        whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
+        bias = None if told["bias"] is None else parameters[told["bias"]]
+        given = [tensors[index] for index in told["tensors"]]
+        layers.append(adopt_prepared(whole, given, session, bias=bias))
+    placed = {path: layers[number] for path, number in header["places"].items()}
+    dense = {name: parameters[number] for name, number in header["dense"].items()}
+    for path, parts in header["joined"].items():
+        owner, name = _owner(decoder, path)
+        inner = [
+            placed.pop(f"{path}.layers.{index}", None) or _linear(dense, f"{path}.layers.{index}")
+            for index in range(len(parts))
+        ]
+        for part in owner.joins[name]:
+            setattr(owner, part, None)
+        setattr(owner, name, JoinedLinear(inner, [tuple(sizes) for sizes in parts]))
+    for path, dtype in header["embeddings"].items():
+        owner, name = _owner(decoder, path)
+        setattr(owner, name, PackedEmbedding(placed.pop(f"{path}.layer"), getattr(torch, dtype)))
+    for path, layer in placed.items():
+        owner, name = _owner(decoder, path)
+        setattr(owner, name, layer)
+    for path, parameter in dense.items():
+        owner, name = _owner(decoder, path)
+        setattr(owner, name, parameter)
+    if header["factors"] is not None:
+        decoder.divide_frequencies(tensors[header["factors"]])
+    for name, parameter in decoder.named_parameters():
+        if parameter.is_meta:
+            raise CheckpointError("prepared file", name=name, rule="present", where=str(container.path))
+    return decoder.eval()
+
+
+def _empty(config: TransformerConfig) -> TransformerDecoder:
+    with torch.device("meta"):
+        return TransformerDecoder(config)
+
+
+def _owner(decoder: nn.Module, path: str) -> tuple[Any, str]:
+    parent, _, name = path.rpartition(".")
+    return decoder.get_submodule(parent), name
+
+
+def _linear(dense: dict[str, nn.Parameter], path: str) -> nn.Linear:
+    """Return a dense layer among joined ones; its parameters are set with all others."""
+    rows, columns = dense[f"{path}.weight"].shape
+    with torch.device("meta"):
+        return nn.Linear(columns, rows, bias=f"{path}.bias" in dense)

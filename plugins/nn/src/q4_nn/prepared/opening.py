@@ -1,0 +1,146 @@
+"""Opening through the cache: a file that fits is mapped, any other is made anew; no opening fails for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import platform
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import torch
+
+import q4core as q4
+from q4_nn.prepared.model import restore_decoder, tell_decoder
+from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from q4_nn.models.transformer import TransformerDecoder
+    from q4_nn.prepared.container import Container
+    from q4_nn.prepared.store import Store
+
+__all__ = ["CacheWarning", "CachedModel"]
+
+_T = TypeVar("_T")
+_VERSION = 1
+_HEAD_BYTES = 1 << 18
+_WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
+_DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What a header that is not ours can raise; a digest stands before it, so it takes malice or another version."""
+
+
+class CacheWarning(q4.Q4Warning):
+    """A prepared file could not be used or written; the model was opened without it."""
+
+
+@attrs.define
+class CachedModel:
+    """One model's place in the cache, for one session.
+
+    Args:
+        store: The cache.
+        source: The model's file or folder.
+        session: What its layers are prepared under.
+    """
+
+    store: Store
+    source: Path
+    session: q4.Session
+    state: str = attrs.field(init=False, default="not asked")
+    """``opened`` or ``written``, or why neither."""
+
+    @property
+    def path(self) -> Path:
+        """Where the model's file is, whether or not there is one."""
+        return self.store.path_of({"source": str(self.source.resolve()), **self._wishes()})
+
+    def _wishes(self) -> dict[str, str]:
+        config = q4.resolve_config(self.session.config)
+        return {name: str(getattr(config, name)) for name in _WISHES}
+
+    def _facts(self) -> dict[str, Any]:
+        """Return everything that makes a file stale when it changes."""
+        registry = self.session.registry
+        plugins = {record.name: record.source for record in registry.records() if record.state == "loaded"}
+        software = {"version": _VERSION, "q4core": q4.__version__, "torch": torch.__version__, "plugins": plugins}
+        return {
+            "source": _identity(self.source),
+            "wishes": self._wishes(),
+            "software": software,
+            "machine": [platform.machine(), *q4.machine_facts().cpu_features],
+        }
+
+    def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+        """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
+        path = self.path
+        try:
+            container = self.store.open(path)
+            return self._restored(container, use)
+        except FileNotFoundError:
+            return None
+        except _DAMAGE as error:
+            self._tell(path, f"can't be used: {describe_exception(error)}")
+            return None
+        finally:
+            _give_memory_back()
+
+    def _restored(self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+        facts, told = self._facts(), container.header
+        stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
+        if stale:
+            self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
+            return None
+        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"])
+        self._emit("opened", bytes=container.nbytes)
+        return found
+
+    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> None:
+        """Write the model's file; why it can't be written is told.
+
+        Args:
+            decoder: The model, prepared.
+            extra: What else to store, as what JSON holds.
+        """
+        path = self.path
+        try:
+            header, tensors = tell_decoder(decoder)
+            self.store.write(path, {"facts": self._facts(), "decoder": header, "extra": extra}, tensors)
+        except q4.LifecycleError as error:  # a backend that keeps nothing on disk is no fault
+            self._emit(f"not cached: {error}")
+        except OSError as error:
+            self._tell(path, f"can't be written: {error}")
+        else:
+            self._emit("written")
+
+    def _emit(self, state: str, *, level: int = logging.INFO, **facts: Any) -> None:
+        self.state = state
+        emit("q4.cache", level=level, state=state, path=str(self.path), source=str(self.source), **facts)
+
+    def _tell(self, path: Path, why: str) -> None:
+        self._emit(f"not cached: the file {why}", level=logging.WARNING)
+        warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+def _identity(source: Path) -> list[list[Any]]:
+    """Return path, size, time, inode and digest of the first 256 KiB of each file that a model is read from."""
+    files = [source]
+    if source.is_dir():
+        files = sorted(item for item in source.iterdir() if item.suffix in {".json", ".safetensors"})
+    found = []
+    for path in files:
+        facts = path.stat()
+        with open_regular(path) as file:
+            digest = hashlib.sha256(file.read(_HEAD_BYTES)).hexdigest()
+        found.append([str(path.resolve()), facts.st_size, facts.st_mtime_ns, facts.st_dev, facts.st_ino, digest])
+    return found
+
+
+def _give_memory_back() -> None:
+    """Let glibc return what the header's JSON and the probes took and freed, 8 MB of SmolLM2's 25, to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
