@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 _OPS = ("linear", "quantize", "input_gradient")
 _OF_WEIGHT = ("format", "scale_kind", "packing", "block_size", "features", "out_features", "in_features")
 
+_ROUNDED = {
+    ActivationPrecision.INT16: Precision.W4I16,
+    ActivationPrecision.INT8: Precision.W4A8,
+    ActivationPrecision.FP4: Precision.W4A4,
+}
+
 Features = frozenset[Feature]
 
 
@@ -122,13 +128,13 @@ class Request:
         return self.features | {Feature.GRADIENTS} if self.gradients else self.features
 
     def allows(self, precision: Precision) -> bool:
-        """Return whether a path of some precision may serve; AUTO means int8 activations on CPUs, unless training."""
+        """Return whether a path of some precision may serve; AUTO means exact, or int16 on CPUs, unless training."""
         if self.op == "quantize":  # which has no activations
             return True
         wish = self.precision
         if wish is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"
-            return precision.is_exact or (precision is Precision.W4A8 and not exact_only)
+            return precision.is_exact or (precision is Precision.W4I16 and not exact_only)
         if wish is ActivationPrecision.EXACT:
             return precision.is_exact
-        return precision is (Precision.W4A8 if wish is ActivationPrecision.INT8 else Precision.W4A4)
+        return precision is _ROUNDED[wish]

@@ -99,6 +99,8 @@ class Precision(enum.Enum):
     W4A16 = "w4a16"
     W4A8 = "w4a8"
     W4A4 = "w4a4"
+    W4I16 = "w4i16"
+    """Activations rounded to whole numbers up to 16383 at least, each 32 in-features with a scale of their own."""
 
     @property
     def is_exact(self) -> bool:
@@ -140,9 +142,10 @@ class KernelPath:
         kind: What it does with the weight.
         precision: Weights by activations.
         tier: How good it claims to be; see ``Tier``.
-        codebook: The values that a w4a8 or w4a4 path really uses, where it approximates the format's codebook by a
-            table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
-            the format: at most 1/126 of the largest value away, half a step of a table of ±63.
+        codebook: The values that a w4i16, w4a8 or w4a4 path really uses, where it approximates the format's codebook by
+            a table (NF4 in int8, say). The probe and the kit judge the path against it, and the core judges it against
+            the format: at most 1/126 of the largest value away, half a step of a table of ±63; w4i16 1/16382, half a
+            step of one of ±8191.
         interpreted: Whether an interpreter computes in the hardware's place, which says nothing about the hardware.
         probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
             ends of the range: one for each launch configuration, because each is other code.
@@ -174,8 +177,7 @@ class KernelPath:
         require(is_finite, what, "tier", "a number", self.tier)
         require(isinstance(self.interpreted, bool), what, "interpreted", "True or False", self.interpreted)
         if self.codebook is not None:
-            rounded = self.precision in {Precision.W4A8, Precision.W4A4}
-            require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
+            require(not self.precision.is_exact, what, "codebook", "None for a path of exact weights", self.precision.value)
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
             require(numbers, what, "codebook", "of finite numbers", self.codebook)
         rows: object = self.probe_rows

@@ -53,9 +53,11 @@ class ActivationPrecision(enum.Enum):
     """To what precision a path may round the activations."""
 
     AUTO = "auto"
-    """int8 on CPU, 16 bits on GPU; exact where gradients are asked for."""
+    """int16 or exact on CPU, whichever is faster; exact on GPU, and where gradients are asked for."""
     EXACT = "exact"
     """Activations as they come, float32 accumulation."""
+    INT16 = "int16"
+    """Quantised per block to int16 on the fly (w4i16)."""
     INT8 = "int8"
     """Quantised per block to int8 on the fly (w4a8)."""
     FP4 = "fp4"

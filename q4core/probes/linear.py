@@ -72,6 +72,8 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
     |---|---|---|
     | W4A4 | E2M1 values / 64; under a static scale that can't reach these, the nearest power of two it can | ±6 in 16 |
     | W4A8 | integers up to 127, / 64 | ±127 in 32 |
+    | W4I16 | integers up to 16383, / 256, where ``dtype`` is float32 | ±16383 in 32 |
+    | W4I16 | integers up to 129, of which 16383 is a multiple and 127 isn't, / 256, where it is not | ±129 in 32 |
     | W4A16 | integers up to 255, / 256: exact in bfloat16 and float16 | ±255 in 32 |
     | W4A32 | integers up to 65535, / 256, where ``dtype`` is float32; else as W4A16 | ±65535 in 32 |
 
@@ -96,8 +98,13 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
         values = levels[torch.randint(0, 8, (rows, columns), generator=generator)]
         block, peak, unit = 16, 6.0, _fp4_unit(activation_scale)
     else:
-        is_wide = precision is Precision.W4A32 and dtype is torch.float32
-        peak = 127.0 if precision is Precision.W4A8 else 65535.0 if is_wide else 255.0
+        is_wide = dtype is torch.float32
+        if precision is Precision.W4I16:
+            peak = 16383.0 if is_wide else 129.0
+        elif precision is Precision.W4A8:
+            peak = 127.0
+        else:
+            peak = 65535.0 if is_wide and precision is Precision.W4A32 else 255.0
         block, unit = 32, 2.0**-6 if precision is Precision.W4A8 else 2.0**-8
         values = torch.randint(0, int(peak) + 1, (rows, columns), generator=generator).to(torch.float32)
     starts = torch.arange(0, columns, block)

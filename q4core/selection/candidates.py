@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4core.backend import KernelPath, PathKind, Reason, ReasonCode, Request, Segment, Support
+from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Support
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from q4core.selection.probe_results import ProbeResults
 
 _INFINITY = 1 << 62
-_TABLE_STEPS = 126
-"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5."""
+_TABLE_STEPS, _WORD_STEPS = 126, 16382
+"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5; beside
+int16 activations, of one of ±8191, which leaves it below 4e-9."""
 
 
 @attrs.frozen
@@ -102,10 +103,11 @@ def _fault_of_table(path: KernelPath, request: Request) -> Reason | None:
         return Reason(ReasonCode.PROBE_FAILED, message)
     distance = max(abs(own - value) for own, value in zip(path.codebook, wanted, strict=True))
     peak = max(map(abs, wanted))
-    if distance <= peak / _TABLE_STEPS:
+    steps = _WORD_STEPS if path.precision is Precision.W4I16 else _TABLE_STEPS
+    if distance <= peak / steps:
         return None
     message = f"path {path.name} declares a codebook up to {distance / peak:.3g} of its peak from the format's"
-    return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / _TABLE_STEPS:.3g} is allowed")
+    return Reason(ReasonCode.PROBE_FAILED, f"{message}; at most {1 / steps:.3g} is allowed")
 
 
 def _cover(paths: Sequence[KernelPath], wanted: tuple[int, int | None]) -> tuple[tuple[Segment, ...], str | None]:

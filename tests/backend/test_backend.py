@@ -131,10 +131,11 @@ def test_a_request_knows_what_its_weight_needs() -> None:
 _P, _W = q4.ActivationPrecision, q4.Precision
 EXACT = {_W.W4A32, _W.W4A16}
 ALLOWED = [
-    (_P.AUTO, "cpu", False, {*EXACT, _W.W4A8}),
+    (_P.AUTO, "cpu", False, {*EXACT, _W.W4I16}),
     (_P.AUTO, "cpu", True, EXACT),
     (_P.AUTO, "cuda:0", False, EXACT),
     (_P.EXACT, "cpu", False, EXACT),
+    (_P.INT16, "cpu", False, {_W.W4I16}),
     (_P.INT8, "cuda:0", True, {_W.W4A8}),
     (_P.FP4, "cpu", False, {_W.W4A4}),
 ]
@@ -144,7 +145,7 @@ ALLOWED = [
 def test_a_request_says_which_precisions_it_allows(
     wish: q4.ActivationPrecision, device: str, gradients: bool, allowed: set[q4.Precision]
 ) -> None:
-    """What AUTO means is the core's answer, the same for every backend: int8 activations on CPUs, unless training."""
+    """What AUTO means is the core's answer, the same for every backend: int16 activations on CPUs, unless training."""
     weight = q4.quantize(torch.randn(4, 64), "nf4")
     request = q4.Request.for_weight(weight, device=device, precision=wish, gradients=gradients)
     assert {precision for precision in q4.Precision if request.allows(precision)} == allowed

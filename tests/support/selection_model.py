@@ -34,9 +34,9 @@ __all__ = [
 HORIZON = 12
 """Stands for every larger M: no path drawn here begins or ends beyond it."""
 
-AUTO, EXACT, INT8, FP4 = q4.ActivationPrecision
+AUTO, EXACT, INT16, INT8, FP4 = q4.ActivationPrecision
 KERNEL, DEQUANT, REFERENCE = q4.PathKind.KERNEL, q4.PathKind.DEQUANT, q4.PathKind.REFERENCE
-W4A32, W4A16, W4A8, W4A4 = q4.Precision
+W4A32, W4A16, W4A8, W4A4, W4I16 = q4.Precision
 
 _KINDS = {
     q4.ComputePath.AUTO: {KERNEL, DEQUANT, REFERENCE},
@@ -109,7 +109,8 @@ class Wish:
 
     def allows_precision(self, precision: q4.Precision) -> bool:
         """Return whether the activations may be rounded so."""
-        rounded = {AUTO: set() if self.gradients else {W4A8}, EXACT: set(), INT8: {W4A8}, FP4: {W4A4}}
+        own = {INT16: {W4I16}, INT8: {W4A8}, FP4: {W4A4}}
+        rounded = own | {AUTO: set() if self.gradients else {W4I16}, EXACT: set()}
         exact = {W4A32, W4A16} if self.precision in {AUTO, EXACT} else set()
         return precision in exact | rounded[self.precision]
 

@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SWEEP = (1, 2, 7, 16, 17, 33, 50, 65, 82, 100, 127, 128, 129, 200, 257, 400, 515, 0)
 """Both sides of usual tiles, each number of 16 rows that kernels have code for, and rows that no tile divides."""
 _P = ActivationPrecision
-_COARSE = (_P.INT8, _P.FP4)
+_COARSE = (_P.INT16, _P.INT8, _P.FP4)
 _USUAL_KINDS = (ScaleKind.E4M3_MUL, ScaleKind.PLAIN)
 _ACTIVATION_SCALES = (2.0**-20, 0.0173, 37.5)
 """Static scales of activations: an ordinary one, and one on either side that usual activations are far from."""

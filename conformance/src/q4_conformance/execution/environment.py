@@ -16,7 +16,8 @@ import torch
 
 from q4_conformance.contract.cases import weight_recipes
 from q4_conformance.overrides import declared_by, judged_in
-from q4core import ActivationPrecision, Capabilities, default_registry, find_format, machine_facts
+from q4_conformance.subjects.backend import WISHES
+from q4core import Capabilities, default_registry, find_format, machine_facts
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name in formats:
         weight = weight_recipes(find_format(name))[0].build()
         for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
-            for wish in (ActivationPrecision.EXACT, ActivationPrecision.INT8, ActivationPrecision.FP4):
+            for wish in WISHES:
                 request = subject.request(weight, dtype=dtype, precision=wish)
                 if subject.backend.capabilities.refusals(request):
                     continue

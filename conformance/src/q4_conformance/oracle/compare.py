@@ -25,8 +25,8 @@ they are subnormal; Σ |x| of that, the *slack*, is added to the bound, with its
 verdict names such *blind* elements, and whoever runs a case draws again until each element has been seen.
 
 **Statistical tier.** Free-range activations meet the path's quantiser. Its noise is modelled as uniform: variance δ²/12
-for a step δ, the coarsest that the precision allows (int8 per row: max |x| / 127; E2M1 per block of 32: a third
-of max |x|). The normalised mean square error may be four times what that predicts.
+for a step δ, the coarsest that the precision allows (int8 per row: max |x| / 127; int16 per block of 32: max |x| / 16383;
+E2M1 per block of 32: a third of max |x|). The normalised mean square error may be four times what that predicts.
 
 Reference:
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 3.1.
@@ -57,7 +57,9 @@ if TYPE_CHECKING:
 _UNIT_ROUNDOFF = 2.0**-24
 _UNDERFLOW = 2.0**-149
 _NOISE_ALLOWANCE = 4.0
-_FP4_BLOCK = 32
+_BLOCK = 32
+_BLOCK_STEPS = {Precision.W4I16: 16383.0, Precision.W4A4: 3.0}
+"""How often the coarsest step goes into the largest of a block."""
 _PRECISION_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 _LOWEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -14}
 
@@ -210,10 +212,10 @@ def _steps(x: NDArray[np.float64], precision: Precision) -> NDArray[np.float64]:
     sizes = np.abs(x)
     if precision is Precision.W4A8:
         return np.broadcast_to(sizes.max(axis=-1, keepdims=True) / 127.0, x.shape)
-    if precision is Precision.W4A4:
-        starts = np.arange(0, x.shape[-1], _FP4_BLOCK)
+    if precision in _BLOCK_STEPS:
+        starts = np.arange(0, x.shape[-1], _BLOCK)
         peaks = np.maximum.reduceat(sizes, starts, axis=-1)
-        return np.repeat(peaks, _FP4_BLOCK, axis=-1)[..., : x.shape[-1]] / 3.0
+        return np.repeat(peaks, _BLOCK, axis=-1)[..., : x.shape[-1]] / _BLOCK_STEPS[precision]
     return np.zeros_like(x)
 
 

@@ -9,6 +9,7 @@ blocks, so that quantisers of int8 per block and per row are both without loss, 
 | w4a4 | E2M1 values, one power of two for all rows (a per-tensor global must not move a block's scale) | ±6 in 16 |
 |      | which, where the weight has a static activation scale, lies within reach of block scales over it | |
 | w4a8 | integers up to 127 | ±127 in 32 |
+| w4i16 | integers up to 16383 where x is float32; else up to 129, which divides 16383, and not 127 | ±16383, ±129 in 32 |
 | w4a16 | integers up to 255, exact in bfloat16 and float16, not in int8 | ±255 in 32 |
 | w4a32 | integers up to 65535 where x is float32, exact in neither 16-bit dtype | ±65535 in 32 |
 """
@@ -83,7 +84,9 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
         low = high = _fp4_exponent(weight, high + shift) - shift
         block, peak = 16, 6.0
     else:
-        if precision is Precision.W4A16 or (precision is Precision.W4A32 and dtype != torch.float32):
+        if precision is Precision.W4I16:
+            peak, (low, high) = (16383.0, _WIDE_EXPONENTS) if dtype == torch.float32 else (129.0, _EXPONENTS)
+        elif precision is Precision.W4A16 or (precision is Precision.W4A32 and dtype != torch.float32):
             peak = 255.0
         elif precision is Precision.W4A32:
             peak, (low, high) = 65535.0, _WIDE_EXPONENTS
@@ -95,7 +98,7 @@ def draw_on_grid(  # noqa: PLR0913  # the facts of one draw
     values *= np.ldexp(1.0, random.integers(low, high + 1, size=(rows, 1)) + shift)
     if weight is not None and weight.input_channel_scale is not None:
         scale = weight.input_channel_scale.to("cpu", torch.float64).numpy()
-        if not np.all(np.frexp(np.abs(scale))[0] == 0.5) and precision in {Precision.W4A8, Precision.W4A4}:  # noqa: PLR2004  # a power of two
+        if not np.all(np.frexp(np.abs(scale))[0] == 0.5) and not precision.is_exact:  # noqa: PLR2004  # a power of two
             raise ArithmeticError("input_channel_scale must be powers of two for an exact draw")
         if np.all(np.frexp(np.abs(scale))[0] == 0.5):  # noqa: PLR2004  # a power of two
             values /= scale

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 WISHES = {
     ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
+    ActivationPrecision.INT16: frozenset({Precision.W4I16}),
     ActivationPrecision.INT8: frozenset({Precision.W4A8}),
     ActivationPrecision.FP4: frozenset({Precision.W4A4}),
 }

@@ -21,14 +21,15 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 3
+#define Q4_CPU_ABI_VERSION 4
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
 typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 } q4_type;
 typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
-typedef enum { Q4_EXACT, Q4_A8 } q4_family;
+/* Activations as they come, or rounded to int8 or int16 with a scale for each 32 in-features. */
+typedef enum { Q4_EXACT, Q4_A8, Q4_A16 } q4_family;
 /* Where a machine has several, the later one is preferred. */
 typedef enum {
     Q4_ISA_NONE,
@@ -56,6 +57,10 @@ typedef struct {
     uint8_t level[16];
     float center;
     float step;
+    /* int16 activations: value of code q is word_step * word[q], |word[q]| <= 8191, where a level is above 24, bits are 4
+     * and there is no second number; elsewhere it is as for w4a8, and these are not read. */
+    int16_t word[16];
+    float word_step;
 } q4_matrix;
 
 /* Where codes and numbers of an unprepared weight lie; strides in bytes. */

@@ -17,13 +17,11 @@ template <class V, int Kind, int Second, int ScaleType, bool Bytes> struct A8Cod
     }
 };
 
-template <class V> struct A8Panel {
+// Scales and second numbers of a panel's chunk.
+template <class V> struct PanelNumbers {
     const Panel& panel;
     int64_t chunk;
     int sets;
-    Q4_INLINE typename V::Ints levels(int step, int part) const {
-        return V::line(panel.codes + (chunk * 8 + step) * 64 + part * V::kLanes * 4);
-    }
     Q4_INLINE typename V::Floats number(const float* from, int set, int part) const {
         return V::load(from + (chunk * sets + set) * kTileRows + part * V::kLanes);
     }
@@ -31,11 +29,35 @@ template <class V> struct A8Panel {
     Q4_INLINE typename V::Floats second(int set, int part) const { return number(panel.second, set, part); }
 };
 
+template <class V> struct A8Panel : PanelNumbers<V> {
+    Q4_INLINE typename V::Ints levels(int step, int part) const {
+        return V::line(this->panel.codes + (this->chunk * 8 + step) * 64 + part * V::kLanes * 4);
+    }
+};
+
+// Add one set's dot products of whole numbers to the sums: floats(r) is row r's.
+template <class V, int Rows, int Second, class Source, class Dots>
+Q4_INLINE void add_set(const Source& source, int set, int part, const float* scale, const float* side, const Dots& floats,
+                       typename V::Floats (&sum)[Rows]) {
+    using F = typename V::Floats;
+    const F s = source.scale(set, part);
+    F z = V::zero();
+    if constexpr (Second != Q4_NONE) z = source.second(set, part);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+        F whole = floats(r);
+        const F beside = V::splat(side[2 * r + set]);
+        // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
+        if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);
+        sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
+        if constexpr (Second == Q4_OFFSET) sum[r] = V::fma(z, beside, sum[r]);
+    }
+}
+
 // One chunk's share of the sums of one part of the lanes.
 template <class V, int Rows, int Kind, int Second, bool Halves, class Source>
 Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chunk, int part,
                         typename V::Floats (&sum)[Rows]) {
-    using F = typename V::Floats;
     const int8_t* levels = x.levels + chunk * Rows * kChunk;
     const float* scale = x.scale + chunk * Rows;
     const int32_t* start = x.start + chunk * Rows * 2;
@@ -51,19 +73,8 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
             dots.half();
             continue;
         }
-        const int set = Halves ? half : 0;
-        const F s = source.scale(set, part);
-        F z = V::zero();
-        if constexpr (Second != Q4_NONE) z = source.second(set, part);
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) {
-            F whole = dots.floats(r);
-            const F beside = V::splat(side[2 * r + set]);
-            // Whole numbers below 2^24 as long as the zero is one: nothing is rounded before the scale.
-            if constexpr (Second == Q4_ZERO) whole = V::fnma(z, beside, whole);
-            sum[r] = V::fma(s, V::mul(whole, V::splat(scale[r])), sum[r]);
-            if constexpr (Second == Q4_OFFSET) sum[r] = V::fma(z, beside, sum[r]);
-        }
+        add_set<V, Rows, Second>(source, Halves ? half : 0, part, scale, side,
+                                 [&](int r) __attribute__((always_inline)) { return dots.floats(r); }, sum);
     }
 }
 
@@ -86,6 +97,17 @@ void a8_direct(const Tile& t, const Activations& x, float* y) {
         for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[part][r]);
 }
 
+// Write a chunk's scales and second numbers to a panel.
+template <class V, int Second, bool Halves, class Source>
+Q4_INLINE void decode_numbers(const Source& source, float* scale, float* second) {
+    for (int set = 0; set < (Halves ? 2 : 1); ++set)
+        for (int part = 0; part < kTileRows / V::kLanes; ++part) {
+            const int lane = set * kTileRows + part * V::kLanes;
+            V::store(scale + lane, source.scale(set, part));
+            if (Second != Q4_NONE) V::store(second + lane, source.second(set, part));
+        }
+}
+
 template <class V, int Kind, int Second, bool Bytes, bool Halves>
 void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     constexpr int kParts = kTileRows / V::kLanes, kSets = Halves ? 2 : 1;
@@ -98,11 +120,8 @@ void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
         const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
         for (int step = 0; step < 8; ++step, to += 64)
             for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
-        for (int set = 0; set < kSets; ++set, scale += kTileRows, second += kTileRows)
-            for (int part = 0; part < kParts; ++part) {
-                V::store(scale + part * V::kLanes, source.scale(set, part));
-                if (Second != Q4_NONE) V::store(second + part * V::kLanes, source.second(set, part));
-            }
+        decode_numbers<V, Second, Halves>(source, scale, second);
+        scale += kSets * kTileRows, second += kSets * kTileRows;
     }
 }
 
@@ -112,7 +131,7 @@ void a8_panel(const Panel& panel, const Activations& x, int64_t chunks, float* y
         typename V::Floats sum[Rows];
         for (int r = 0; r < Rows; ++r) sum[r] = V::load(y + r * kTileRows + part * V::kLanes);
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            a8_chunk<V, Rows, Kind, Second, Halves>(A8Panel<V>{panel, chunk, Halves ? 2 : 1}, x, chunk, part, sum);
+            a8_chunk<V, Rows, Kind, Second, Halves>(A8Panel<V>{{panel, chunk, Halves ? 2 : 1}}, x, chunk, part, sum);
         for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[r]);
     }
 }

@@ -36,7 +36,10 @@ constexpr float kShrink = 18446744073709551616.0f;  // 2^64
 void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
              const int64_t* index, const Rows& to, uint8_t* odd) {
     const int size = size_of(c.x_type);
-    const bool is_signed = kernels.is_wide_signed && has_wide_levels(m);  // a signed level's zero is the code's own
+    const bool is_a16 = c.family == Q4_A16;
+    // A signed level's zero is the code's own.
+    const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
+    const float peak = word_peak(m);
     const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
     alignas(64) float buffer[kChunk];
     alignas(64) uint8_t tail[kChunk * 4];
@@ -59,7 +62,9 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
                 continue;
             }
             int32_t sums[2];
-            const float scale = kernels.quantize(values, most, to.levels + place * kChunk, sums);
+            int8_t* levels = to.levels + place * to.chunk_bytes;
+            const float scale = is_a16 ? kernels.quantize_words(values, most, peak, levels, sums)
+                                       : kernels.quantize(values, most, levels, sums);
             to.scale[place] = scale;
             is_odd |= std::isnan(scale);
             if (at.sets == 1) sums[0] += sums[1], sums[1] = 0;
@@ -76,7 +81,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
         }
         odd[pass.first + r] = is_odd;
     }
-    if (!to.levels || !kernels.pair_rows || pass.rows == 1) return;
+    if (c.family != Q4_A8 || !kernels.pair_rows || pass.rows == 1) return;
     for (int64_t chunk = 0; chunk < at.chunks; ++chunk)
         kernels.pair_rows(to.levels + (pass.first * at.chunks + chunk * pass.rows) * kChunk, pass.rows);
 }
@@ -84,7 +89,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
 Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row, bool is_odd) {
     const int64_t first = tile * kTileRows, size = size_of(c.y_type);
     Finish f{};
-    f.step = c.family == Q4_A8 ? m.step : 1.0f;
+    f.step = c.family == Q4_EXACT ? 1.0f : c.family == Q4_A16 && has_words(m) ? m.word_step : m.step;
     f.growth = c.family == Q4_EXACT && is_odd ? kShrink : 1.0f;
     f.is_global_per_row = c.global_count > 1;
     f.global = c.global_scale && f.is_global_per_row ? c.global_scale + first : c.global_scale;
@@ -119,7 +124,8 @@ void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) cons
         }
     };
     const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
-    const int64_t stretch = c.family == Q4_A8 ? kA8PanelChunks : kExactPanelChunks;
+    constexpr int64_t kStretches[] = {kExactPanelChunks, kA8PanelChunks, kA16PanelChunks};
+    const int64_t stretch = kStretches[c.family];
     const auto panelled = [&](const Tile& tile, int64_t t) {
         std::fill(sums, sums + count * kTileRows, 0.0f);
         for (int64_t chunk = 0; chunk < at.chunks; chunk += stretch) {
@@ -175,7 +181,7 @@ void run_all(const q4_matrix& m, const q4_call& c, const Kernels& kernels) {
         std::iota(rows.begin(), rows.end(), first);
         run(m, at, c, kernels, rows, odd);
         if (c.family == Q4_EXACT) continue;
-        // Rows that int8 can't hold (not finite, huge, or below the normal numbers) are computed again, exactly.
+        // Rows that int8 or int16 can't hold (not finite, huge, or below the normal numbers) are computed again, exactly.
         again.clear();
         for (size_t i = 0; i < rows.size(); ++i)
             if (odd[i]) again.push_back(rows[i]);

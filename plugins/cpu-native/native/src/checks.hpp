@@ -21,8 +21,11 @@ inline bool is_aligned(const void* address, int32_t type) {
     return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(size_of(type)) == 0;
 }
 
+inline bool is_family(int32_t family) { return family >= Q4_EXACT && family <= Q4_A16; }
+
 inline bool has_sound_levels(const q4_matrix& m) {
     if (m.bits == 8) return true;
+    if (has_words(m) && !std::all_of(m.word, m.word + 16, is_sound_word)) return false;
     if (has_wide_levels(m)) return m.center == 128.0f && *std::min_element(m.level, m.level + 16) > 0;
     return m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
 }
@@ -67,7 +70,7 @@ inline bool is_sound(const q4_matrix& m, const q4_call* call) {
     const q4_call& c = *call;
     if (!c.tiles || !c.x || !c.y || c.threads < 1 || !is_size(c.x_rows)) return false;
     if (!is_activation_type(c.x_type) || !is_activation_type(c.y_type)) return false;
-    if (c.family != Q4_EXACT && c.family != Q4_A8) return false;
+    if (!is_family(c.family)) return false;
     if (c.global_scale && ((c.global_count != 1 && c.global_count != m.rows) || !is_aligned(c.global_scale, Q4_F32))) return false;
     if (!is_aligned(c.x, c.x_type) || !is_aligned(c.y, c.y_type) || !is_aligned(c.bias, c.y_type)) return false;
     return c.x_rows == 1 || c.y_stride >= m.rows || c.y_stride <= -m.rows;

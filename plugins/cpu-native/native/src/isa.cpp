@@ -1,4 +1,5 @@
 // Which instruction sets there are, which of them were compiled in, and which this machine has.
+#include "checks.hpp"
 #include "kernel.hpp"
 
 #if defined(__x86_64__)
@@ -73,7 +74,7 @@ extern "C" int32_t q4_cpu_isa_was_run(int32_t isa) { return q4::is_one(isa) && q
 
 extern "C" int64_t q4_cpu_panel_from(int32_t isa, int32_t family) {
     const q4::Kernels* kernels = q4::kernels_of(isa);
-    if (!kernels || (family != Q4_EXACT && family != Q4_A8) || kernels->panel_from[family] == INT64_MAX) return 0;
+    if (!kernels || !q4::is_family(family) || kernels->panel_from[family] == INT64_MAX) return 0;
     return kernels->panel_from[family];
 }
 

@@ -4,6 +4,7 @@
 //
 // exact   float32 activations, codes decoded exactly; each half chunk (16 in-features) is summed, then scaled.
 // a8      activations in int8 with a scale for each 32 in-features, int32 dot products, scaled in float32.
+// a16     the same in int16.
 //
 // Each family has two paths with the same arithmetic in the same order, so that a row's bits don't depend on how many
 // rows stand beside it. Few rows of x: codes are decoded as they are read, once for all rows of the pass (direct). Many:
@@ -19,10 +20,10 @@ namespace q4 {
 // Rows of x of one pass, chunk by chunk, rows side by side, so that one pointer walks through them.
 struct Activations {
     const float* values;   // exact: [chunks][rows][32]
-    const int8_t* levels;  // a8:    [chunks][rows][32]
-    const float* scale;    // a8:    [chunks][rows]
-    const int32_t* start;  // a8:    [chunks][rows][2], -center * the sum of a half chunk's levels
-    const float* side;     // a8:    [chunks][rows][2], that sum (ZERO), or that times the scale (OFFSET)
+    const int8_t* levels;  // a8:    [chunks][rows][32]; a16: of int16, see a16.hpp
+    const float* scale;    // both:  [chunks][rows]
+    const int32_t* start;  // both:  [chunks][rows][2], -center * the sum of a half chunk's levels
+    const float* side;     // both:  [chunks][rows][2], that sum (ZERO), or that times the scale (OFFSET)
     // Where a chunk has one scale, start[0] and side[0] stand for both halves.
 };
 
@@ -32,14 +33,15 @@ struct Tile {
     const uint8_t* data;
 };
 
-// A decoded stretch of a tile: a weight is 1 byte (a8) or 4 (exact), so it holds 32 chunks or 8.
+// A decoded stretch of a tile: a weight is 1 byte (a8), 2 (a16) or 4 (exact), so it holds 32 chunks, 16 or 8.
 constexpr int64_t kPanelBytes = 16384;
 constexpr int64_t kExactPanelChunks = kPanelBytes / (kTileRows * kChunk * 4);
 constexpr int64_t kA8PanelChunks = kPanelBytes / (kTileRows * kChunk);
+constexpr int64_t kA16PanelChunks = kPanelBytes / (kTileRows * kChunk * 2);
 struct Panel {
-    alignas(64) uint8_t codes[kPanelBytes];             // a8: levels as lines of 64 bytes; exact: float [k][16]
+    alignas(64) uint8_t codes[kPanelBytes];  // a8, a16: levels as lines of 64 bytes; exact: float [k][16]
     alignas(64) float scale[kA8PanelChunks * 2 * kTileRows];   // [chunk][set][16]
-    alignas(64) float second[kA8PanelChunks * 2 * kTileRows];  // a8 only; exact weights hold it already
+    alignas(64) float second[kA8PanelChunks * 2 * kTileRows];  // a8, a16; exact weights hold it already
 };
 
 using DirectKernel = void (*)(const Tile&, const Activations&, float* y);  // y: [rows][16], written
@@ -88,13 +90,15 @@ struct Kernels {
     PanelDecoder (*decoder)(const q4_matrix&, int32_t family);
     PanelKernel (*panel)(const q4_matrix&, int32_t family, int rows);  // rows: panel_rows, or as above
     int direct_rows;
-    int64_t panel_from[2];  // rows of x from which a family's panels pay
-    int panel_rows[2];      // of each family
+    int64_t panel_from[3];  // rows of x from which a family's panels pay
+    int panel_rows[3];      // of each family
     bool is_wide_signed;  // levels above 24 (and bytes) are multiplied as signed numbers, without a centre
     // 32 numbers to float32: returns the bits of the largest magnitude among them.
     int32_t (*widen)(const uint8_t* from, int32_t type, float* to);
     // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.
     float (*quantize)(const float* x, int32_t most, int8_t* levels, int32_t* sums);
+    // The same to int16, of which `peak` is the largest.
+    float (*quantize_words)(const float* x, int32_t most, float peak, int8_t* levels, int32_t* sums);
     void (*finish)(const Finish&, const float* sums);
     // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;

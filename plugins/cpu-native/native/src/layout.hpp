@@ -67,4 +67,17 @@ static inline bool has_wide_levels(const q4_matrix& m) {
     return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
 
+// Whether int16 activations meet the words of a table of their own; elsewhere they meet levels, less a centre.
+static inline bool has_words(const q4_matrix& m) { return m.bits == 4 && m.second == Q4_NONE && has_wide_levels(m); }
+
+// The largest level of int16 activations. 16 in-features of 8191 * 16383 fit 31 bits, as do 32 of 255 * 32766; both levels
+// are multiples of 16383 = 127 * 129, so that what int8 holds without loss, int16 does.
+constexpr int kMostWord = 8191, kShortWord = 4095;
+static inline bool is_sound_word(int word) { return word >= -kMostWord && word <= kMostWord; }
+static inline float word_peak(const q4_matrix& m) {
+    if (!has_words(m)) return 32766.0f;
+    const auto [least, most] = std::minmax_element(m.word, m.word + 16);
+    return std::max(-*least, +*most) > kShortWord ? 16383.0f : 32766.0f;
+}
+
 }  // namespace q4

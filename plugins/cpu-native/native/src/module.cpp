@@ -37,16 +37,18 @@ template <class Call> void run(bool is_long, const Call& call) {
 class Matrix {
   public:
     Matrix(int64_t rows, int64_t columns, int64_t block, int bits, int scale_type, int second, int second_type,
-           const std::vector<float>& codebook, const std::vector<int>& level, float center, float step) {
+           const std::vector<float>& codebook, const std::vector<int>& level, float center, float step,
+           const std::vector<int>& word, float word_step) {
         matrix_ = q4_matrix{};
         matrix_.rows = rows, matrix_.columns = columns, matrix_.block = block, matrix_.bits = bits;
         matrix_.scale_type = scale_type, matrix_.second = second, matrix_.second_type = second_type;
-        if (codebook.size() != 16 || level.size() != 16) throw std::invalid_argument("tables must be 16 long");
+        if (codebook.size() != 16 || level.size() != 16 || word.size() != 16) throw std::invalid_argument("tables must be 16 long");
         for (int i = 0; i < 16; ++i) {
             matrix_.codebook[i] = codebook[static_cast<size_t>(i)];
             matrix_.level[i] = static_cast<uint8_t>(level[static_cast<size_t>(i)]);
+            matrix_.word[i] = static_cast<int16_t>(word[static_cast<size_t>(i)]);
         }
-        matrix_.center = center, matrix_.step = step;
+        matrix_.center = center, matrix_.step = step, matrix_.word_step = word_step;
         bytes_ = q4_cpu_prepared_bytes(&matrix_);
         if (bytes_ < 0) throw std::invalid_argument("the matrix makes no sense");
     }
@@ -164,7 +166,7 @@ NB_MODULE(_native, module) {
     module.def("isa_name", &q4_cpu_isa_name, "Its name, or None where there is no such number.");
     nb::class_<Matrix>(module, "Matrix")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int, const std::vector<float>&, const std::vector<int>&,
-                      float, float>())
+                      float, float, const std::vector<int>&, float>())
         .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
         .def("pack", &Matrix::pack)
         .def("unpack", &Matrix::unpack)

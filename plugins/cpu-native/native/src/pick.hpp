@@ -1,6 +1,7 @@
 // Which instantiation of a kernel serves a matrix; included by the one file of each instruction set.
 #pragma once
 
+#include "a16.hpp"
 #include "a8.hpp"
 #include "exact.hpp"
 #include "finish.hpp"
@@ -28,6 +29,21 @@ template <class V, class Pick> auto with_levels(const q4_matrix& m, const Pick& 
     return with_halves(std::integral_constant<int, V::kNarrow>{});
 }
 
+// The same for pairs of levels, of a matrix with this form.
+template <class V, int Second, bool Bytes, class Pick> auto with_pairs(const q4_matrix& m, const Pick& pick) {
+    const auto with_halves = [&](auto kind) {
+        return m.block == 16 ? pick(kind, std::true_type{}) : pick(kind, std::false_type{});
+    };
+    if constexpr (!Bytes) {
+        if constexpr (Second == Q4_NONE)
+            if (has_words(m)) return with_halves(std::integral_constant<int, V::kWordPairs>{});
+        bool is_plain = true;
+        for (int q = 0; q < 16; ++q) is_plain = is_plain && m.level[q] == q;
+        if (Second == Q4_ZERO || is_plain) return with_halves(std::integral_constant<int, V::kPlainPairs>{});
+    }
+    return with_halves(std::integral_constant<int, V::kLevelPairs>{});
+}
+
 // The same with the type of the scales, for those formats that have no second number.
 template <int Second, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
     if constexpr (Second == Q4_NONE) switch (m.scale_type) {
@@ -52,6 +68,13 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
                                      decltype(halves)::value>;
                 });
             });
+        if (family == Q4_A16)
+            return with_pairs<V, kSecond, kBytes>(m, [&](auto kind, auto halves) {
+                return with_scale<decltype(second)::value>(m, [](auto scale) -> DirectKernel {
+                    return a16_direct<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(scale)::value,
+                                      decltype(bytes)::value, decltype(halves)::value>;
+                });
+            });
         if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBytes, typename V::WholeBook>;
         return exact_direct<V, Rows, kSecond, kBytes, typename V::Codebook>;
     });
@@ -68,6 +91,10 @@ template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
             return with_levels<V>(m, [](auto kind, auto halves) -> PanelDecoder {
                 return a8_decode<V, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
             });
+        if (family == Q4_A16)
+            return with_pairs<V, kSecond, kBytes>(m, [](auto kind, auto halves) -> PanelDecoder {
+                return a16_decode<V, decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            });
         if constexpr (has_exact_panels<V>()) {
             if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBytes, typename V::WholeBook>;
             return exact_decode<V, kSecond, kBytes, typename V::Codebook>;
@@ -79,7 +106,11 @@ template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
 template <class V, int Rows> PanelKernel panel_kernel(const q4_matrix& m, int32_t family) {
     if constexpr (has_exact_panels<V>())
         if (family == Q4_EXACT) return exact_panel<V, Rows>;
-    return with_form(m, [&](auto second, auto) {
+    return with_form(m, [&](auto second, auto bytes) {
+        if (family == Q4_A16)
+            return with_pairs<V, decltype(second)::value, decltype(bytes)::value>(m, [](auto kind, auto halves) -> PanelKernel {
+                return a16_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
+            });
         return with_levels<V>(m, [](auto kind, auto halves) -> PanelKernel {
             return a8_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
         });
@@ -98,6 +129,7 @@ template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int
     if constexpr (has_exact_panels<V>())
         if (family == Q4_EXACT && rows == V::kExactPanelRows) return exact_panel<V, V::kExactPanelRows>;
     if (family == Q4_A8 && rows == V::kA8PanelRows) return panel_kernel<V, V::kA8PanelRows>(m, family);
+    if (family == Q4_A16 && rows == V::kA16PanelRows) return panel_kernel<V, V::kA16PanelRows>(m, family);
     if constexpr (V::kDirectRows >= 8)
         if (rows == 8) return panel_kernel<V, 8>(m, family);
     if (rows == 4) return panel_kernel<V, 4>(m, family);
@@ -106,8 +138,19 @@ template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int
 }
 
 template <class V> Kernels make_kernels() {
-    return {direct_for<V>, decoder<V>, panel_for<V>, V::kDirectRows, {V::kExactPanelFrom, V::kA8PanelFrom}, {V::kExactPanelRows, V::kA8PanelRows},
-            V::kIsWideSigned, widen_chunk<V>, quantize_chunk<V>, finish<V>, nullptr, &operations_of<V>};
+    return {direct_for<V>,
+            decoder<V>,
+            panel_for<V>,
+            V::kDirectRows,
+            {V::kExactPanelFrom, V::kA8PanelFrom, V::kA16PanelFrom},
+            {V::kExactPanelRows, V::kA8PanelRows, V::kA16PanelRows},
+            V::kIsWideSigned,
+            widen_chunk<V>,
+            quantize_chunk<V>,
+            quantize_word_chunk<V>,
+            finish<V>,
+            nullptr,
+            &operations_of<V>};
 }
 
 }  // namespace q4

@@ -27,6 +27,7 @@ struct Rows {
     float* scale = nullptr;
     int32_t* start = nullptr;
     float* side = nullptr;
+    int64_t chunk_bytes = kChunk;  // of levels
 
     Rows() = default;
     // In memory of that many bytes, from a multiple of 64 on.
@@ -37,7 +38,7 @@ struct Rows {
     Activations from(const Layout& at, const Pass& pass, int64_t chunk) const {
         const int64_t place = pass.first * at.chunks + chunk * pass.rows;
         if (values) return {values + place * kChunk, nullptr, nullptr, nullptr, nullptr};
-        return {nullptr, levels + place * kChunk, scale + place, start + place * 2, side + place * 2};
+        return {nullptr, levels + place * chunk_bytes, scale + place, start + place * 2, side + place * 2};
     }
 
   private:
@@ -53,7 +54,8 @@ struct Rows {
             take(values, places * kChunk);
             return static_cast<int64_t>(address - begin);
         }
-        take(levels, places * kChunk);
+        if (family == Q4_A16) chunk_bytes *= 2;
+        take(levels, places * chunk_bytes);
         take(scale, places);
         take(start, places * 2);
         take(side, places * 2);
@@ -89,7 +91,7 @@ struct Product {
     bool has_panels;
     const int64_t* index;  // which rows of x and y: [count]
     Rows rows;
-    uint8_t* odd;          // [count], written by lay_out: whether int8 can't hold the row, or it is shrunk (exact)
+    uint8_t* odd;          // [count], written by lay_out: whether int8 or int16 can't hold the row, or it is shrunk (exact)
 
     void lay_out(int64_t first_pass, int64_t last_pass) const;
     // After all passes are laid out. Where it has panels, with one and with sums [count][16] of the thread's own.

@@ -1,4 +1,5 @@
-// int8 activations: 32 in-features share a scale, amax / 127; rounded to nearest, ties to even. Compiled per ISA.
+// int8 and int16 activations: 32 in-features share a scale, amax / the largest level; rounded to nearest, ties to even.
+// Compiled per ISA.
 #pragma once
 
 #include <cmath>
@@ -19,23 +20,39 @@ template <class V> int32_t widen_chunk(const uint8_t* from, int32_t type, float*
     return most;
 }
 
-// Returns the scale; levels, and the sum of each half's. NaN, with levels of 0, where int8 can't hold the numbers: one is
-// not finite, or amax / 127 is below the normal numbers, by which levels would overflow. The caller computes such a row
-// exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep any one.
-template <class V> float quantize_chunk(const float* x, int32_t most, int8_t* levels, int32_t* sums) {
+// Returns the scale; whole levels up to `peak`, and the sum of each half's. NaN, with levels of 0, where integers can't hold
+// the numbers: one is not finite, or amax / peak is below the normal numbers, by which levels would overflow. The caller
+// computes such a row exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep
+// any one.
+template <class V> Q4_INLINE float whole_levels(const float* x, int32_t most, float peak, int32_t* whole, int32_t* sums) {
     float amax;
     std::memcpy(&amax, &most, 4);
-    const float scale = amax / 127.0f;
+    const float scale = amax / peak;
     sums[0] = sums[1] = 0;
     if (most == 0 || most >= 0x7f800000 || !(scale >= 1.1754944e-38f)) {
-        std::memset(levels, 0, kChunk);
+        std::memset(whole, 0, kChunk * 4);
         return most == 0 ? 0.0f : __builtin_nanf("");
     }
-    int32_t whole[kChunk];
     for (int j = 0; j < kChunk; ++j) whole[j] = static_cast<int32_t>(std::nearbyintf(x[j] / scale));
-    for (int j = 0; j < kChunk; ++j) levels[j] = static_cast<int8_t>(whole[j]);
     for (int j = 0; j < 16; ++j) sums[0] += whole[j];
     for (int j = 16; j < 32; ++j) sums[1] += whole[j];
+    return scale;
+}
+
+template <class V> float quantize_chunk(const float* x, int32_t most, int8_t* levels, int32_t* sums) {
+    int32_t whole[kChunk];
+    const float scale = whole_levels<V>(x, most, 127.0f, whole, sums);
+    for (int j = 0; j < kChunk; ++j) levels[j] = static_cast<int8_t>(whole[j]);
+    return scale;
+}
+
+// Of each eight in-features 0, 2, 4, 6, 1, 3, 5, 7: the order in which a16.hpp's pairs of levels want them.
+template <class V> float quantize_word_chunk(const float* x, int32_t most, float peak, int8_t* levels, int32_t* sums) {
+    int32_t whole[kChunk];
+    const float scale = whole_levels<V>(x, most, peak, whole, sums);
+    int16_t words[kChunk];
+    for (int j = 0; j < kChunk; ++j) words[j / 8 * 8 + j % 2 * 4 + j % 8 / 2] = static_cast<int16_t>(whole[j]);
+    std::memcpy(levels, words, sizeof words);
     return scale;
 }
 

@@ -11,8 +11,8 @@ namespace {  // AVX-VNNI builds on this type: neither file's copy of a function 
 struct Avx2 {
     static constexpr int kLanes = 8;
     static constexpr int kDirectRows = 4;  // 16 registers: more rows of x would spill
-    static constexpr int kExactPanelRows = 6, kA8PanelRows = 4;
-    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12;
+    static constexpr int kExactPanelRows = 6, kA8PanelRows = 4, kA16PanelRows = 4;
+    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12, kA16PanelFrom = 12;
     static constexpr int kKinds = 2, kNarrow = 0, kWide = 1;
     static constexpr bool kIsWideSigned = true;
     using Floats = __m256;
@@ -169,6 +169,68 @@ struct Avx2 {
         }
     };
     template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+
+    // -- dot products of levels with int16 activations, a pair of in-features of each row at once
+    static constexpr int kPlainPairs = 0, kLevelPairs = 1, kWordPairs = 2;
+    template <int Kind> struct Pairs {
+        __m256i low, high;  // bytes of the table
+        explicit Pairs(const q4_matrix& m) {
+            alignas(16) uint8_t bytes[2][16];
+            for (int i = 0; i < 16; ++i) {
+                const int level = Kind == kWordPairs ? m.word[i] : m.level[i];
+                bytes[0][i] = static_cast<uint8_t>(level), bytes[1][i] = static_cast<uint8_t>(level >> 8);
+            }
+            low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
+            high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
+        }
+        template <bool IsLater> void pairs(Ints line, Ints (&to)[4]) const {
+            if constexpr (Kind == kPlainPairs) {
+                const __m256i mask = _mm256_set1_epi32(0x000f000f);
+                if constexpr (IsLater) {
+                    const __m256i others = _mm256_srli_epi32(line, 8), upper = _mm256_set1_epi32(0x00f000f0);
+                    to[0] = _mm256_and_si256(line, mask), to[1] = _mm256_and_si256(line, upper);
+                    to[2] = _mm256_and_si256(others, mask), to[3] = _mm256_and_si256(others, upper);
+                } else {
+                    to[0] = _mm256_and_si256(line, mask), to[1] = _mm256_and_si256(_mm256_srli_epi32(line, 4), mask);
+                    to[2] = _mm256_and_si256(_mm256_srli_epi32(line, 8), mask);
+                    to[3] = _mm256_and_si256(_mm256_srli_epi32(line, 12), mask);
+                }
+            } else {
+                const __m256i mask = _mm256_set1_epi8(15);
+                four(_mm256_and_si256(line, mask), to[0], to[2]);
+                four(_mm256_and_si256(_mm256_srli_epi16(line, 4), mask), to[1], to[3]);
+            }
+        }
+        void four(Ints codes, Ints& even, Ints& odd) const {
+            const __m256i bytes = _mm256_shuffle_epi8(low, codes);
+            if constexpr (Kind == kLevelPairs) {
+                split(bytes, even, odd);
+            } else {
+                const __m256i upper = _mm256_shuffle_epi8(high, codes), is_upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
+                even = _mm256_blendv_epi8(bytes, _mm256_slli_epi16(upper, 8), is_upper);
+                odd = _mm256_blendv_epi8(_mm256_srli_epi16(bytes, 8), upper, is_upper);
+            }
+        }
+    };
+    static void split(Ints bytes, Ints& even, Ints& odd) {
+        even = _mm256_and_si256(bytes, _mm256_set1_epi32(0x00ff00ff)), odd = _mm256_srli_epi16(bytes, 8);
+    }
+    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
+        const __m256i center = _mm256_set1_epi8(-128);
+        split(_mm256_xor_si256(first, center), to[0], to[2]), split(_mm256_xor_si256(others, center), to[1], to[3]);
+    }
+    using Sums = Ints;
+    static Sums sums(int32_t value) { return _mm256_set1_epi32(value); }
+    static Ints two_levels(const int8_t* x) {
+        int32_t two;
+        __builtin_memcpy(&two, x, 4);
+        return _mm256_set1_epi32(two);
+    }
+    static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pair, two_levels(x)));
+    }
+    static Sums add_sixteenth(Sums sum, Sums other) { return _mm256_add_epi32(sum, _mm256_srai_epi32(other, 4)); }
+    static Floats floats(Sums sum) { return _mm256_cvtepi32_ps(sum); }
 };
 
 }  // namespace

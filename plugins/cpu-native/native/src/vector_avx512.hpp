@@ -11,9 +11,9 @@ namespace {
 struct Avx512 {
     static constexpr int kLanes = 16;
     static constexpr int kDirectRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
-    static constexpr int kExactPanelRows = 12, kA8PanelRows = 12;
+    static constexpr int kExactPanelRows = 12, kA8PanelRows = 12, kA16PanelRows = 12;
     // One operation decodes, so that the exact path gains nothing from a panel.
-    static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48;
+    static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48, kA16PanelFrom = 48;
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
     static constexpr bool kIsWideSigned = false;
     using Floats = __m512;
@@ -113,6 +113,51 @@ struct Avx512 {
         Floats floats() { return _mm512_cvtepi32_ps(sum); }
     };
     template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+
+    // -- dot products of levels with int16 activations, a pair of in-features of each row at once
+    static constexpr int kPlainPairs = 0, kLevelPairs = 1, kWordPairs = 2;
+    template <int Kind> struct Pairs {
+        __m512i table;
+        explicit Pairs(const q4_matrix& m) {
+            alignas(64) int16_t words[32];  // twice, for the permutation looks at five bits of a code and the next one
+            for (int i = 0; i < 32; ++i) words[i] = Kind == kWordPairs ? m.word[i % 16] : m.level[i % 16];
+            table = _mm512_load_si512(words);
+        }
+        template <bool IsLater> void pairs(Ints line, Ints (&to)[4]) const {
+            if constexpr (Kind == kPlainPairs) {
+                const __m512i mask = _mm512_set1_epi32(0x000f000f);
+                if constexpr (IsLater) {
+                    const __m512i others = _mm512_srli_epi32(line, 8), upper = _mm512_set1_epi32(0x00f000f0);
+                    to[0] = _mm512_and_si512(line, mask), to[1] = _mm512_and_si512(line, upper);
+                    to[2] = _mm512_and_si512(others, mask), to[3] = _mm512_and_si512(others, upper);
+                } else {
+                    to[0] = _mm512_and_si512(line, mask), to[1] = _mm512_and_si512(_mm512_srli_epi32(line, 4), mask);
+                    to[2] = _mm512_and_si512(_mm512_srli_epi32(line, 8), mask);
+                    to[3] = _mm512_and_si512(_mm512_srli_epi32(line, 12), mask);
+                }
+            } else {
+                to[0] = _mm512_permutexvar_epi16(line, table);
+                to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
+                to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 8), table);
+                to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table);
+            }
+        }
+    };
+    static void split(Ints bytes, Ints& even, Ints& odd) {
+        even = _mm512_and_si512(bytes, _mm512_set1_epi32(0x00ff00ff)), odd = _mm512_srli_epi16(bytes, 8);
+    }
+    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
+        split(byte_levels(first), to[0], to[2]), split(byte_levels(others), to[1], to[3]);
+    }
+    using Sums = Ints;
+    static Sums sums(int32_t value) { return _mm512_set1_epi32(value); }
+    static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) {
+        int32_t two;
+        __builtin_memcpy(&two, x, 4);
+        return _mm512_dpwssd_epi32(sum, pair, _mm512_set1_epi32(two));
+    }
+    static Sums add_sixteenth(Sums sum, Sums other) { return _mm512_add_epi32(sum, _mm512_srai_epi32(other, 4)); }
+    static Floats floats(Sums sum) { return _mm512_cvtepi32_ps(sum); }
 };
 
 }  // namespace

@@ -26,6 +26,7 @@ struct AvxVnni : Avx2 {
         Floats floats() { return _mm256_cvtepi32_ps(sum); }
     };
     template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+    static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) { return _mm256_dpwssd_avx_epi32(sum, pair, two_levels(x)); }
 };
 
 }  // namespace

@@ -14,8 +14,8 @@ struct NeonDotprod {
     static constexpr int kLanes = 4;
     // By llvm-mca's model of Neoverse N2, not measured yet: 8 rows of x would spill, and panels pay early.
     static constexpr int kDirectRows = 4;
-    static constexpr int kExactPanelRows = 6, kA8PanelRows = 8;
-    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 8;
+    static constexpr int kExactPanelRows = 6, kA8PanelRows = 8, kA16PanelRows = 8;
+    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 8, kA16PanelFrom = 8;
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;
     static constexpr bool kIsWideSigned = true;  // sdot takes signed levels, and not every machine has usdot
     using Floats = float32x4_t;
@@ -163,6 +163,47 @@ struct NeonDotprod {
         Q4_INLINE void half() {}
         Q4_INLINE Floats floats(int row) const { return vcvtq_f32_s32(sum[row]); }
     };
+
+    // -- dot products of levels with int16 activations, of two in-features of each row, one in either half of a vector
+    static constexpr int kPlainPairs = 0, kLevelPairs = 0, kWordPairs = 1;
+    static Ints by_pair(Ints codes) {  // in-features 0, 2, 1, 3 of all rows
+        static constexpr uint8_t kPlaces[16] = {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15};
+        return vqtbl1q_u8(codes, vld1q_u8(kPlaces));
+    }
+    template <int Kind> struct Pairs {
+        uint8x16_t low, high;  // bytes of the table
+        explicit Pairs(const q4_matrix& m) {
+            uint8_t bytes[2][16];
+            for (int i = 0; i < 16; ++i) {
+                const int level = Kind == kWordPairs ? m.word[i] : m.level[i];
+                bytes[0][i] = static_cast<uint8_t>(level), bytes[1][i] = static_cast<uint8_t>(level >> 8);
+            }
+            low = vld1q_u8(bytes[0]), high = vld1q_u8(bytes[1]);
+        }
+        template <bool IsLater> Q4_INLINE void pairs(Ints line, Ints (&to)[4]) const {
+            const Ints ordered = by_pair(line);
+            four(low_codes(ordered), to[0], to[2]), four(high_codes(ordered), to[1], to[3]);
+        }
+        Q4_INLINE void four(Ints codes, Ints& even, Ints& odd) const {
+            const Ints lower = vqtbl1q_u8(low, codes), upper = vqtbl1q_u8(high, codes);
+            even = vzip1q_u8(lower, upper), odd = vzip2q_u8(lower, upper);
+        }
+    };
+    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
+        const Ints center = vdupq_n_u8(128), none = vdupq_n_u8(0);
+        const Ints a = veorq_u8(by_pair(first), center), b = veorq_u8(by_pair(others), center);
+        to[0] = vzip1q_u8(a, none), to[2] = vzip2q_u8(a, none), to[1] = vzip1q_u8(b, none), to[3] = vzip2q_u8(b, none);
+    }
+    using Sums = int32x4_t;
+    static Sums sums(int32_t value) { return vdupq_n_s32(value); }
+    static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) {
+        int32_t two;
+        __builtin_memcpy(&two, x, 4);
+        const int16x4_t both = vreinterpret_s16_s32(vdup_n_s32(two));
+        const int16x8_t levels = vreinterpretq_s16_u8(pair);
+        return vmlal_high_lane_s16(vmlal_lane_s16(sum, vget_low_s16(levels), both, 0), levels, both, 1);
+    }
+    static Floats floats(Sums sum) { return vcvtq_f32_s32(sum); }
 };
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)

@@ -110,6 +110,8 @@ const Spoilt kSpoilt[] = {
     {"a center that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
     {"another center for wide levels", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.level[0] = 1; }},
     {"level 0 among wide ones", ALL, [](Everything& e) { e.matrix.level[15] = 25, e.matrix.center = 128.0f; }},
+    {"a word beyond 14 bits", ALL,
+     [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.level[15] = 25, e.matrix.level[0] = 1, e.matrix.center = 128.0f, e.matrix.word[7] = -8192; }},
     {"an offset to values that levels don't stand for", ALL, [](Everything& e) { e.matrix.codebook[3] = 3.5f; }},
     {"an offset with a step", ALL, [](Everything& e) { e.matrix.step = 0.5f; }},
     {"8 bits with a step", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.source.order = Q4_BYTES, e.matrix.step = 0; }},
@@ -155,7 +157,7 @@ const Spoilt kSpoilt[] = {
     {"rows of y that overlap backwards", LINEAR, [](Everything& e) { e.call.y_stride = 1 - kRows; }},
     {"two global scales", LINEAR, [](Everything& e) { e.call.global_count = 2; }},
     {"no global scales", LINEAR, [](Everything& e) { e.call.global_count = 0; }},
-    {"family 2", LINEAR, [](Everything& e) { e.call.family = Q4_A8 + 1; }},
+    {"family 3", LINEAR, [](Everything& e) { e.call.family = Q4_A16 + 1; }},
     {"family -1", LINEAR, [](Everything& e) { e.call.family = -1; }},
     {"a call without threads", LINEAR, [](Everything& e) { e.call.threads = 0; }},
     {"a call with negative threads", LINEAR, [](Everything& e) { e.call.threads = -2; }},
@@ -214,7 +216,7 @@ int judge_memory(int32_t isa) {
     };
     check("pack", [&] { return e.pack(); });
     std::thread([&] { check("linear", [&] { return e.linear(); }); }).join();  // on a thread that has kept nothing yet
-    for (const int32_t family : {Q4_EXACT, Q4_A8})
+    for (const int32_t family : {Q4_EXACT, Q4_A8, Q4_A16})
         for (const int64_t x_rows : {1, 5, 80}) {
             std::vector<float> x(static_cast<size_t>(x_rows * kColumns), 1.0f), y(static_cast<size_t>(x_rows * kRows));
             e.call.family = family, e.call.x = x.data(), e.call.x_rows = x_rows, e.call.y = y.data();

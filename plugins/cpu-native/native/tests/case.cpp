@@ -30,8 +30,9 @@ constexpr float kE2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Levels as a caller makes them: exact where the values are small multiples of 1 or 0.5, else rounded to ±124.
-void set_levels(q4_matrix& m) {
+// Levels as a caller makes them: exact where the values are small multiples of 1 or 0.5, else rounded to ±124, and to words
+// of up to 14 bits.
+void set_levels(q4_matrix& m, int most_word) {
     const float low = *std::min_element(m.codebook, m.codebook + 16);
     float peak = 0.0f;
     for (const float value : m.codebook) peak = std::max(peak, std::fabs(value));
@@ -46,6 +47,8 @@ void set_levels(q4_matrix& m) {
         m.center = -low / step, m.step = step;
         return;
     }
+    m.word_step = std::max(peak, 0.001f) / static_cast<float>(most_word);
+    for (int q = 0; q < 16; ++q) m.word[q] = static_cast<int16_t>(std::lround(m.codebook[q] / m.word_step));
     m.step = peak / 124.0f, m.center = 128.0f;
     for (int q = 0; q < 16; ++q) m.level[q] = static_cast<uint8_t>(std::lround(m.codebook[q] / m.step) + 128);
 }
@@ -72,11 +75,15 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
         default: m.codebook[q] = 0.5f * static_cast<float>(r.between(-300, 300));
         }
     }
-    set_levels(m);
+    const auto most_word = static_cast<int>(r.of<int64_t>({192, 4095, 4096, 8190, 8191}));
+    set_levels(m, most_word);
     if (is_extreme || (kind >= 6 && r.chance(0.5))) {  // levels that have nothing to do with the codebook
         const int64_t most = r.of<int64_t>({24, 25, 32, 33, 40, 128, 255});
         for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.between(most > 24, most));
         m.level[r.between(0, 15)] = static_cast<uint8_t>(most);
+        for (int16_t& word : m.word) word = static_cast<int16_t>(r.between(-most_word, most_word));
+        if (is_extreme) m.word[std::max_element(m.level, m.level + 16) - m.level] = static_cast<int16_t>(r.chance(0.5) ? most_word : -most_word);
+        m.word_step = static_cast<float>(std::fabs(r.bell()) + 0.01);
         m.center = most > 24 ? 128.0f : static_cast<float>(r.between(0, 255));
         m.step = static_cast<float>(std::fabs(r.bell()) + 0.01);
     }
@@ -207,21 +214,22 @@ void fill_row(Random& r, const Case& c, double* x) {
     const int64_t columns = c.matrix.columns;
     const auto type = c.call.x_type;
     const bool is_grid = c.is_whole || r.chance(0.4);
-    // Whole numbers times a power of two, ±127 in every 32: int8 holds them as they are. All of them at an end, sums are
-    // the largest there can be; halves are ties.
+    // Whole numbers times a power of two, ±127 in every 32 (int16: ±16383): integers hold them as they are. All of them at an
+    // end, sums are the largest there can be; halves are ties.
+    const int64_t top = c.call.family == Q4_A16 && type == Q4_F32 ? 16383 : 127;
     const bool is_end = is_grid && r.chance(c.is_extreme ? 0.7 : 0.1), has_ties = is_grid && !c.is_whole && r.chance(0.3);
     const int exponent = static_cast<int>(r.between(-9, 3));
     for (int64_t first = 0; first < columns; first += 32) {
         const int64_t last = std::min(columns, first + 32), peak = r.between(first, last - 1);
-        const int64_t most = r.of<int64_t>({1, 127});
+        const int64_t most = r.of<int64_t>({1, top});
         const double size = std::ldexp(1.0, static_cast<int>(r.between(-4, 4)));
         for (int64_t k = first; k < last; ++k) {
             if (is_end)
-                x[k] = std::ldexp(first % 64 ? -127.0 : 127.0, exponent);
+                x[k] = std::ldexp(static_cast<double>(first % 64 ? -top : top), exponent);
             else if (has_ties && k != peak)
-                x[k] = std::ldexp(static_cast<double>(r.between(-252, 252)), exponent - 1);
+                x[k] = std::ldexp(static_cast<double>(r.between(2 - 2 * top, 2 * top - 2)), exponent - 1);
             else if (is_grid)
-                x[k] = std::ldexp(static_cast<double>(k == peak ? r.of<int64_t>({-127, 127}) : r.between(-most, most)), exponent);
+                x[k] = std::ldexp(static_cast<double>(k == peak ? r.of<int64_t>({-top, top}) : r.between(-most, most)), exponent);
             else
                 x[k] = r.chance(0.05) ? 0.0 : r.bell() * size;
         }
@@ -252,7 +260,7 @@ void choose_call(Random& r, Memory& memory, Case& c, const Sizes& sizes) {
     call.x_rows = rows;
     call.x_type = r.of<int32_t>({Q4_F32, Q4_F32, Q4_BF16, Q4_F16});
     call.y_type = r.chance(0.7) ? call.x_type : r.of<int32_t>({Q4_F32, Q4_BF16, Q4_F16});
-    call.family = r.of<int32_t>({Q4_EXACT, Q4_A8, Q4_A8});
+    call.family = r.of<int32_t>({Q4_EXACT, Q4_A8, Q4_A8, Q4_A16, Q4_A16});
     call.threads = r.of<int32_t>({1, 1, 2, 2, 2, 2, 2, 3});
     call.global_divides = r.chance(0.5);
 
@@ -357,6 +365,7 @@ void Case::read_call() {
 
 std::string Case::told() const {
     char text[512];
+    const char* const families[] = {"exact", "a8", "a16"};
     const char* const seconds[] = {"none", "offset", "zero"};
     const char* const orders[] = {"low_first", "high_first", "half_split", "bytes"};
     std::snprintf(text, sizeof text,
@@ -368,7 +377,7 @@ std::string Case::told() const {
                   type_name(matrix.second_type), orders[source.order], source.half, static_cast<long>(source.group_bytes),
                   static_cast<long>(source.code_row), static_cast<long>(source.code_group),
                   static_cast<long>(source.code_byte), matrix.level[0], static_cast<double>(matrix.center),
-                  static_cast<double>(matrix.step), call.family == Q4_A8 ? "a8" : "exact", type_name(call.x_type),
+                  static_cast<double>(matrix.step), families[call.family], type_name(call.x_type),
                   static_cast<long>(call.x_stride), type_name(call.y_type), static_cast<long>(call.y_stride), call.threads,
                   static_cast<long>(call.global_scale ? call.global_count : 0), call.global_divides ? " divides" : "",
                   call.bias != nullptr, is_whole);

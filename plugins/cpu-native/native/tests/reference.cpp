@@ -5,6 +5,7 @@
 //          |w| is the weight's own size: it is rounded once as a whole, however much scale * value and offset cancel.
 //   a8     n = 4 chunks + 16: whatever is below a chunk of 32 is whole numbers, which are not rounded. Here scale * value
 //          and offset are summed apart, so |w| is the sum of their sizes.
+//   a16    the same: a half chunk's sum may be rounded once, as it becomes a float32.
 //
 // Each operation may also underflow by 2^-149, which later factors enlarge, the 2^64 of a shrunk row among them. The global
 // scale, the bias and y's type round once each; y's rounding is monotone, so the ends of the interval are rounded as y is.
@@ -12,9 +13,10 @@
 // Where all terms are multiples of one unit and their sizes add up to less than 2^24 of it, no order of summation rounds
 // anything: then the bound is zero, and one wrong bit shows.
 //
-// int8 activations are x = level * scale with scale = amax / 127 of 32 in-features and level = x / scale to nearest, ties
-// to even. Both are single float32 operations; where x / scale lies so near a tie that multiplying by 1 / scale may
-// fall on the other side (never where scale is a power of two), one level is allowed for that in-feature. Rows with a
+// Rounded activations are x = level * scale with scale = amax / peak of 32 in-features and level = x / scale to nearest, ties
+// to even; peak is 127, or for int16 32766, or 16383 where a word is above 4095. Both are single float32 operations; where
+// x / scale lies so near a tie that multiplying by 1 / scale may fall on the other side (never where scale is a power of
+// two), one level is allowed for that in-feature. Rows with a
 // value that is not finite or above 2^90, or a scale below the normal numbers, are computed exactly.
 #include "reference.hpp"
 
@@ -24,7 +26,7 @@
 namespace q4test {
 namespace {
 
-constexpr double kUnit = 0x1p-24, kTiny = 0x1p-149, kTie = 0x1p-15;
+constexpr double kUnit = 0x1p-24, kTiny = 0x1p-149, kTie = 0x1p-22;  // of a level
 
 double gamma(double n) { return n * kUnit / (1.0 - n * kUnit); }
 
@@ -45,10 +47,22 @@ bool is_power_of_two(double value) {
     return std::frexp(std::fabs(value), &exponent) == 0.5;
 }
 
-Weights weights_of(const Case& c, bool is_a8) {
+bool has_words(const q4_matrix& m) {
+    return m.bits == 4 && m.second == Q4_NONE && *std::max_element(m.level, m.level + 16) > 24;
+}
+
+double peak_of(const Case& c) {
+    if (c.call.family == Q4_A8) return 127.0;
+    int most = 0;
+    for (const int16_t word : c.matrix.word) most = std::max<int>(most, std::abs(word));
+    return has_words(c.matrix) && most > 4095 ? 16383.0 : 32766.0;
+}
+
+Weights weights_of(const Case& c, bool is_rounded) {
     const q4_matrix& m = c.matrix;
     Weights w;
-    w.step = is_a8 ? static_cast<double>(m.step) : 1.0;
+    const bool is_word = is_rounded && c.call.family == Q4_A16 && has_words(m);
+    w.step = is_word ? static_cast<double>(m.word_step) : is_rounded ? static_cast<double>(m.step) : 1.0;
     const auto count = static_cast<size_t>(m.rows * m.columns);
     w.value.resize(count), w.size.resize(count), w.unit.resize(c.is_whole ? count : 0);
     size_t i = 0;
@@ -62,13 +76,15 @@ Weights weights_of(const Case& c, bool is_a8) {
                 plain = static_cast<int8_t>(code);
             else if (m.second == Q4_ZERO)
                 plain = code, away = second;
-            else if (is_a8)
+            else if (is_word)
+                plain = m.word[code];
+            else if (is_rounded)
                 plain = m.level[code], away = static_cast<double>(m.center);
             else
                 plain = static_cast<double>(m.codebook[code]);
             const double offset = m.second == Q4_OFFSET ? second : 0.0;
             w.value[i] = scale * (plain - away) + offset;
-            w.size[i] = is_a8 ? std::fabs(scale * (plain - away)) + std::fabs(offset) : std::fabs(w.value[i]);
+            w.size[i] = is_rounded ? std::fabs(scale * (plain - away)) + std::fabs(offset) : std::fabs(w.value[i]);
             if (c.is_whole) {
                 w.unit[i] = std::min({lowest_bit(scale * plain), lowest_bit(scale * away), lowest_bit(offset)});
                 w.size[i] = std::fabs(scale) * (std::fabs(plain) + std::fabs(away)) + std::fabs(offset);
@@ -79,7 +95,7 @@ Weights weights_of(const Case& c, bool is_a8) {
 
 struct Row {
     std::vector<double> x, slack;  // slack: what one level more or less would make
-    bool is_a8;
+    bool is_rounded;
 };
 
 constexpr double kHuge = 0x1p90;
@@ -87,8 +103,9 @@ constexpr double kHuge = 0x1p90;
 Row row_of(const Case& c, int64_t i) {
     const int64_t columns = c.matrix.columns;
     const double* x = c.x.data() + i * columns;
-    Row row{{x, x + columns}, std::vector<double>(static_cast<size_t>(columns)), c.call.family == Q4_A8};
-    if (!row.is_a8) return row;
+    Row row{{x, x + columns}, std::vector<double>(static_cast<size_t>(columns)), c.call.family != Q4_EXACT};
+    if (!row.is_rounded) return row;
+    const double most = peak_of(c);
     for (int64_t first = 0; first < columns; first += 32) {
         const int64_t last = std::min(columns, first + 32);
         double peak = 0.0;
@@ -97,9 +114,9 @@ Row row_of(const Case& c, int64_t i) {
             peak = std::max(peak, std::fabs(x[k]));
         }
         if (peak == 0.0) continue;
-        const auto scale = static_cast<double>(static_cast<float>(peak) / 127.0f);
+        const auto scale = static_cast<double>(static_cast<float>(peak) / static_cast<float>(most));
         if (!(scale >= 0x1p-126 && peak <= kHuge)) {
-            row.x.assign(x, x + columns), row.is_a8 = false;
+            row.x.assign(x, x + columns), row.is_rounded = false;
             std::fill(row.slack.begin(), row.slack.end(), 0.0);
             return row;
         }
@@ -107,7 +124,7 @@ Row row_of(const Case& c, int64_t i) {
             const auto at = static_cast<size_t>(k);
             const double level = static_cast<double>(static_cast<float>(x[k]) / static_cast<float>(scale));
             row.x[at] = scale * std::nearbyint(level);
-            const bool is_near_tie = std::fabs(level - std::floor(level) - 0.5) < kTie;
+            const bool is_near_tie = std::fabs(level - std::floor(level) - 0.5) < kTie * most;
             if (is_near_tie && !is_power_of_two(scale)) row.slack[at] = scale;
         }
     }
@@ -130,11 +147,13 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
     const int32_t type = c.call.y_type;
     if (std::isnan(sum)) return {Interval::NOT_A_NUMBER, 0.0, 0.0};
     // Sums of levels before their scale, and of scaled ones before step and global scale, may pass float32's end: a level
-    // and what it is taken from are below 512, and int8 sums are scaled chunk by chunk, by x's scale or the weight's first.
+    // and what it is taken from are below 512, words below 2^13, and whole sums are scaled chunk by chunk, by x's scale or the
+    // weight's first.
     const double growth = peak > kHuge ? 0x1p64 : 1.0;  // such rows are shrunk before they are multiplied
     const double held = peak / growth;
-    const double unscaled = held * 512.0 * (row.is_a8 ? 32.0 : static_cast<double>(filled));
-    const double levels = row.is_a8 ? largest_scale * 512.0 * 127.0 * 32.0 : 0.0;
+    const double largest_level = c.call.family == Q4_A16 && has_words(c.matrix) ? 8192.0 : 512.0;
+    const double unscaled = held * largest_level * (row.is_rounded ? 32.0 : static_cast<double>(filled));
+    const double levels = row.is_rounded ? largest_scale * largest_level * peak_of(c) * 32.0 : 0.0;
     if (std::max({sizes, sizes * w.step, unscaled, levels}) > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
     bool is_exact = c.is_whole && slack == 0.0;
     if (is_exact) {
@@ -144,7 +163,7 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
                 unit = std::min(unit, lowest_bit(row.x[static_cast<size_t>(k)]) * w.unit[static_cast<size_t>(n * columns + k)]);
         is_exact = sizes <= 0x1p24 * unit;
     }
-    const double terms = row.is_a8 ? 4.0 * static_cast<double>(filled / 32) + 16.0 : static_cast<double>(filled) + 16.0;
+    const double terms = row.is_rounded ? 4.0 * static_cast<double>(filled / 32) + 16.0 : static_cast<double>(filled) + 16.0;
     double y = sum * w.step;
     double error = 0.0;
     if (!is_exact && std::isfinite(sum))
@@ -178,8 +197,8 @@ std::vector<Interval> expected(const Case& c) {
     Weights weights[2];
     for (int64_t i = 0; i < c.call.x_rows; ++i) {
         const Row row = row_of(c, i);
-        Weights& w = weights[row.is_a8];
-        if (w.value.empty()) w = weights_of(c, row.is_a8);
+        Weights& w = weights[row.is_rounded];
+        if (w.value.empty()) w = weights_of(c, row.is_rounded);
         for (int64_t n = 0; n < m.rows; ++n) {
             double largest = 0.0;
             for (int64_t b = 0; b < c.blocks; ++b) largest = std::max(largest, std::fabs(c.scale[static_cast<size_t>(n * c.blocks + b)]));

@@ -38,7 +38,8 @@ int threads(const Arguments& a) {
     int failures = 0;
     for (const Isa& isa : a.isas) {
         // Callers that share a matrix would share y: each has its own, of another size.
-        Load loads[] = {{1, Q4_A8, isa.number, 512, 512, 4}, {2, Q4_EXACT, isa.number, 384, 640, 5}, {3, Q4_A8, isa.number, 1040, 256, 33}};
+        Load loads[] = {{1, Q4_A8, isa.number, 512, 512, 4}, {2, Q4_EXACT, isa.number, 384, 640, 5}, {3, Q4_A8, isa.number, 1040, 256, 33},
+                        {4, Q4_A16, isa.number, 512, 512, 4}, {5, Q4_A16, isa.number, 1040, 256, 50}};
         for (Load& load : loads) load.settle();
         std::atomic<int> wrong{0};
         std::vector<std::thread> callers;

@@ -19,6 +19,8 @@ class Matrix:
         level: list[int],
         center: float,
         step: float,
+        word: list[int],
+        word_step: float,
         /,
     ) -> None: ...
     @property

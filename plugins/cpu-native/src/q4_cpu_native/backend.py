@@ -1,4 +1,4 @@
-"""``CpuNative``: exact and w4a8 kernels over tiles of 16 rows."""
+"""``CpuNative``: exact, w4a8 and w4i16 kernels over tiles of 16 rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from q4_cpu_native.isa import choose
 from q4_cpu_native.layout import TileMeta, matrix_of, source_arguments
 from q4_cpu_native.program import NativeRunner
-from q4_cpu_native.tables import table_of
+from q4_cpu_native.tables import table_of, words_of
 from q4core import (
     Capabilities,
     Feature,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["CpuNative"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_EXACT, _A8 = 0, 1
-_NAMES = {_EXACT: "exact", _A8: "w4a8"}
+_EXACT, _A8, _A16 = 0, 1, 2
+_NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
 _SMALL_BLOCK, _CHUNK = 16, 32
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
@@ -64,7 +64,7 @@ class CpuNative:
         devices={"cpu"},
         dtypes=_TYPES,
         ops={"linear", "program"},
-        precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8},
+        precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8, Precision.W4I16},
         features={
             Feature.OFFSET,
             Feature.ZERO_POINT,
@@ -79,7 +79,7 @@ class CpuNative:
         wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
         self._chosen = choose(wish.strip().lower())
         self._isa = self._chosen.number
-        self._families = {name: family for family in (_EXACT, _A8) for name in self._ranges(family)}
+        self._families = {name: family for family in _NAMES for name in self._ranges(family)}
 
     @property
     def isa(self) -> str | None:
@@ -95,7 +95,7 @@ class CpuNative:
         return {name: (1, many - 1), f"{name}_panel": (many, None)} if many else {name: (1, None)}
 
     def check(self, request: Request) -> Support:
-        """Offer the exact path and the w4a8 one, or say what is missing."""
+        """Offer the exact path and those of rounded activations, or say what is missing."""
         told = self._chosen.told
         if not self._isa:
             return Support.no([Reason(self._chosen.code, told)], native_state="not usable")
@@ -112,12 +112,14 @@ class CpuNative:
         paths = [
             KernelPath(name, rows, PathKind.KERNEL, wide, Tier.GENERIC) for name, rows in self._ranges(_EXACT).items()
         ]
-        values = None
+        values: dict[int, tuple[float, ...] | None] = {}
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
-            values = table_of(request.format.codebook).values
+            words = words_of(request.format.codebook)
+            values = {_A8: table_of(request.format.codebook).values, _A16: words and words.values}
         paths += [
-            KernelPath(name, rows, PathKind.KERNEL, Precision.W4A8, Tier.TUNED, values)
-            for name, rows in self._ranges(_A8).items()
+            KernelPath(name, rows, PathKind.KERNEL, precision, Tier.TUNED, values.get(family))
+            for family, precision in ((_A8, Precision.W4A8), (_A16, Precision.W4I16))
+            for name, rows in self._ranges(family).items()
         ]
         return Support.yes(paths, native_state=state)
 

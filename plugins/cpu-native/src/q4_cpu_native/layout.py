@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_cpu_native.tables import table_of
+from q4_cpu_native.tables import table_of, words_of
 from q4core import ConfigError, Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     spec = meta.spec
     is_nibble = spec.format.bits == 4  # noqa: PLR2004  # or 8
     values = meta.values if is_nibble else tuple([0.0] * 16)
-    table = table_of(values) if is_nibble else table_of((0.0,) * 16)
+    table, words = (table_of(values), words_of(values)) if is_nibble else (table_of((0.0,) * 16), None)
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
@@ -149,6 +149,8 @@ def matrix_of(meta: TileMeta) -> Matrix:
         list(table.level),
         table.center,
         table.step if is_nibble else 1.0,
+        list(words.word) if words else [0] * 16,
+        words.step if words else 1.0,
     )
 
 
