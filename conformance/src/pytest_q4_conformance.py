@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 MARK = "q4_conformance"
 FIXTURE = "q4_case"
 _RUNS = pytest.StashKey["dict[ConformanceTarget, _Run]"]()
-_RESULT = pytest.StashKey["CaseResult"]()
 _WRITTEN = pytest.StashKey["dict[ConformanceTarget, list[str]]"]()
 _UNJUDGED = {"not_declared": ("not declared", "-"), "not_testable": ("not testable", "?")}
 """Outcome → what pytest calls it, in words and as one sign."""
-
-
 _DISTRIBUTED = (
     "{what} can't be distributed: each worker would judge the whole target, and none would know all results. Its cases "
     "run in processes of their own anyway: run these tests with -n 0."
@@ -46,16 +43,15 @@ class CaseFailed(Exception):  # noqa: N818  # not an error of the program: a ver
 
 
 class _Unjudged(Exception):  # noqa: N818  # as above
-    """A case ended as NOT_DECLARED or NOT_TESTABLE."""
+    """A case ended as NOT_DECLARED or NOT_TESTABLE: arguments outcome and message."""
 
 
 class CaseOfTarget:
     """One case of one target; the value of the fixture ``q4_case``."""
 
-    def __init__(self, run: _Run, case: str, item: pytest.Item) -> None:
+    def __init__(self, run: _Run, case: str) -> None:
         self.id = case
         self._run = run
-        self._item = item
 
     def check(self) -> None:
         """Wait for the case's result.
@@ -64,9 +60,8 @@ class CaseOfTarget:
             CaseFailed: What must hold does not; the message has the reason.
         """
         result = self._run.result(self.id)
-        self._item.stash[_RESULT] = result
         if result.outcome.value in _UNJUDGED:
-            raise _Unjudged(result.message)
+            raise _Unjudged(result.outcome.value, result.message)
         if result.outcome.value != "pass":
             raise CaseFailed(str(result))
 
@@ -177,8 +172,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def q4_case(request: pytest.FixtureRequest) -> CaseOfTarget:
     """One case of the target that the test's mark names."""
-    run, case = request.param
-    return CaseOfTarget(run, case, request.node)
+    return CaseOfTarget(*request.param)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -208,8 +202,9 @@ def pytest_runtest_makereport(
     elif isinstance(call.excinfo.value, _Unjudged):
         report.outcome = "skipped"  # of pytest's three the only one that says neither right nor wrong, in JUnit too
         path, line, _ = item.location
-        report.longrepr = (path, (line or 0) + 1, f"{item.stash[_RESULT].outcome.value}: {call.excinfo.value}")
-        report.user_properties.append((FIXTURE, item.stash[_RESULT].outcome.value))
+        outcome, message = call.excinfo.value.args
+        report.longrepr = (path, (line or 0) + 1, f"{outcome}: {message}")
+        report.user_properties.append((FIXTURE, outcome))
     return report
 
 

@@ -11,7 +11,7 @@ from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
-from q4_conformance.subjects.manifest import narrowed, undeclared
+from q4_conformance.subjects.manifest import narrowed
 from q4_conformance.subjects.profiles import (
     PROFILES,
     ConformanceTarget,
@@ -92,17 +92,6 @@ def test_a_refused_profile_lists_those_of_the_name(name: str, profile: str, rule
     with pytest.raises(q4.ConfigError) as caught:
         find_target(name, profile=profile)
     assert caught.value.rule == rule
-
-
-def test_what_is_not_declared_is_told_in_words() -> None:
-    """A format or a device that the manifest lacks is named, beside what it has; what it declares needs no word."""
-    manifest = {"capabilities": {"formats": ["nf4", "nf5"], "devices": ["cpu"]}}
-    assert undeclared({"formats": ["nf4"], "device": "cpu"}, manifest) == []
-    assert undeclared({"formats": ["nf4", "nvfp4"], "device": "cuda:1"}, manifest) == [
-        "the manifest does not declare format nvfp4; it declares nf4, nf5",
-        "the manifest does not declare device cuda; it declares cpu",
-    ]
-    assert undeclared({"formats": ["nf4"], "device": "cuda"}, {}) == []
 
 
 def test_a_factory_is_not_imported_to_be_found() -> None:

@@ -19,7 +19,6 @@ EXTRAS = {
     "command/conform.py": {"rich", "typer"},
     "report/terminal.py": {"rich"},
     "command/plugin.py": {"typer"},
-    "__main__.py": {"typer"},
     PYTEST_SIDE.name: {"pytest"},
 }
 """What the extra ``cli`` brings, or pytest's side needs, and who may use it."""

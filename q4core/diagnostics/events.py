@@ -125,12 +125,6 @@ def _depth_of_caller() -> int:
     return depth
 
 
-def forget_warnings() -> None:
-    """Let every warning be given again (for tests)."""
-    with _lock:
-        _warned.clear()
-
-
 def set_up_logging(wish: str) -> None:
     """Send q4core's events to stderr as ``Q4_LOG`` asks: ``json`` or ``console``, and a level, in any order.
 

@@ -16,6 +16,7 @@ import torch
 
 import q4core as q4
 from q4core.diagnostics import events
+from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
 CODE = """
@@ -168,7 +169,7 @@ def test_observers_come_and_go() -> None:
 
 def test_a_warning_comes_once_per_key_at_the_users_line() -> None:
     """The same warning is not repeated, and it points outside q4core."""
-    events.forget_warnings()
+    forget_warnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for key in ("a", "a", "b"):

@@ -15,8 +15,9 @@ import torch
 
 import q4core as q4
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.diagnostics.events import observe, unobserve
 from q4core.session import quantizer
+from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:

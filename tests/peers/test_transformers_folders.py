@@ -232,7 +232,7 @@ def test_pooling_that_is_not_served(tmp_path: Path) -> None:
     ("name", "text", "rule"),
     [
         ("config.json", None, "present"),
-        ("config.json", "[1]", "a JSON object"),
+        ("config.json", "[1]", "an object, as config.json"),
         ("config.json", '{"model_type": "lama"}', "Did you mean 'llama'"),
         ("tokenizer.json", None, "Only fast tokenizers"),
         ("tokenizer.json", "{}", "a file that the package tokenizers reads"),

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from q4core.diagnostics import events as core
+from q4core.diagnostics.events import observe, unobserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["forget_warnings", "heard"]
+
+
+def forget_warnings() -> None:
+    """Let every warning that is given once be given again."""
+    core._warned.clear()
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ class Outcome(enum.Enum):
 
 BAD = (Outcome.FAIL, Outcome.CRASH, Outcome.TIMEOUT)
 """The outcomes of a case that ended badly."""
+BAD_VALUES = frozenset(outcome.value for outcome in BAD)
 
 
 class FailureError(Exception):

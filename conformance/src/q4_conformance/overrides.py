@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -60,10 +60,6 @@ class Override:
         _require(isinstance(self.is_known_failure, bool), "is_known_failure", "True or False", self.is_known_failure)
         does = self.bound > 1.0 or self.is_known_failure
         _require(does, "override", "a wider bound or a known failure", self.case)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return attrs.asdict(self)
 
 
 def overrides_of(subject: object) -> tuple[Override, ...]:

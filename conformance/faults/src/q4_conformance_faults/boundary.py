@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.subjects.backend import make_registry
-from q4_conformance_faults.fault import NF4, backend_fault, numeric_fault
+from q4_conformance_faults.fault import NF4, TAIL, backend_fault, numeric_fault
 from q4_conformance_faults.numbers import Spoils, SwappedNibbles
 from q4_conformance_faults.toy import Floats, ToyKernel
 from q4core import (
@@ -21,6 +22,9 @@ from q4core import (
     PathKind,
     Precision,
     Prepared,
+    PrepareError,
+    Reason,
+    ReasonCode,
     Session,
     SessionConfig,
     Support,
@@ -36,11 +40,14 @@ if TYPE_CHECKING:
 
 @backend_fault("wrong-export", "EX-16/export", format="q4_0")
 class WrongExport(ToyKernel):
-    """Exports other scales than it was given."""
+    """Exports other scales than it was given, once it has exported some right ones."""
+
+    right, factor = 0, 0.5
 
     def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
-        return attrs.evolve(weight, scale=weight.scale * 0.5)
+        self.right -= 1
+        return weight if self.right >= 0 else attrs.evolve(weight, scale=weight.scale * self.factor)
 
 
 @backend_fault("sends-other-scales", "EX-15/elsewhere", "in the other process the weight differs in its scales")
@@ -48,15 +55,17 @@ class WrongExport(ToyKernel):
 @backend_fault(
     "wrong-gradient", "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact", "gradient: ", format="q4_0"
 )
-class WrongExportLater(ToyKernel):
-    """Exports other scales than it was given, once the self-probe has seen two right exports."""
+class WrongExportLater(WrongExport):
+    """The same, once the self-probe has seen two right exports."""
 
-    _exports = 0
+    right = 2
 
-    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
-        weight = super().export(prepared, rows)
-        self._exports += 1
-        return weight if self._exports <= 2 else attrs.evolve(weight, scale=weight.scale * 0.5)  # noqa: PLR2004  # as it says
+
+@backend_fault("drops-gradients", f"EX-05/gradient/{TAIL}/float32", "all_zero")
+class DropsGradients(WrongExportLater):
+    """Exports zero scales in place of the others, so that no gradient comes through."""
+
+    factor = 0.0
 
 
 class Differentiates(ToyKernel):
@@ -78,11 +87,15 @@ class Differentiates(ToyKernel):
 
 @backend_fault("wrong-own-gradient", "EX-05/gradient", format="q4_0")
 class WrongOwnGradient(Differentiates):
-    """Computes input gradients of which the last column is zero."""
+    """Computes input gradients of which the last column is zero, once it has computed some right ones."""
+
+    right = 0
 
     def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
         super().input_gradient(prepared, grad, out, path=path)
-        out[:, -1] = 0
+        self.right -= 1
+        if self.right < 0:
+            out[:, -1] = 0
 
 
 @backend_fault(
@@ -91,16 +104,10 @@ class WrongOwnGradient(Differentiates):
     "gradient: ",
     format="q4_0",
 )
-class WrongOwnGradientLater(Differentiates):
-    """Computes the same, once the self-probe has seen three right ones."""
+class WrongOwnGradientLater(WrongOwnGradient):
+    """The same, once the self-probe has seen three right ones."""
 
-    _gradients = 0
-
-    def input_gradient(self, prepared: Prepared, grad: Tensor, out: Tensor, *, path: str) -> None:
-        super().input_gradient(prepared, grad, out, path=path)
-        self._gradients += 1
-        if self._gradients > 3:  # noqa: PLR2004  # as it says
-            out[:, -1] = 0
+    right = 3
 
 
 @backend_fault("exports-sorted-rows", "EX-16/export", format="q4_0")
@@ -188,20 +195,32 @@ def namesake(name: str) -> ToyKernel:
     return SwappedNibbles(name)
 
 
-@backend_fault("leaves-in-check", f"TC-09/values/{NF4}/", "check raised SystemExit")
-class LeavesInCheck(ToyKernel):
-    """Exits when it is asked."""
+class Raises(ToyKernel):
+    """Raises an error when it is asked, or when it prepares."""
+
+    def __init__(self, name: str, *, in_check: bool, error: BaseException) -> None:
+        super().__init__(name)
+        self._in_check, self._error = in_check, error
 
     def check(self, request: Request) -> Support:
-        raise SystemExit(f"no licence for {request.format.name}")
-
-
-@backend_fault("leaves-in-prepare", f"TC-09/values/{NF4}/", "prepare raised SystemExit")
-class LeavesInPrepare(ToyKernel):
-    """Exits when it prepares."""
+        if self._in_check:
+            raise self._error
+        return super().check(request)
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        raise SystemExit("no compiler")
+        raise self._error
+
+
+_TOOLCHAIN = Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")
+for _name, _case, _says, _error in (
+    ("leaves-in-check", f"TC-09/values/{NF4}/", "check raised SystemExit", SystemExit("no licence")),
+    ("leaves-in-prepare", f"TC-09/values/{NF4}/", "prepare raised SystemExit", SystemExit("no compiler")),
+    ("raises-in-check", "TC-04/override", "check raised", ZeroDivisionError("no idea")),
+    ("raises-in-prepare", "TC-04/override", "prepare raised", MemoryError("a pretended lack of memory")),
+    ("refuses-in-prepare", "TC-04/override", f"toolchain: {_TOOLCHAIN.message}", PrepareError([_TOOLCHAIN])),
+    ("refuses-without-reason", "TC-04/override", "plugin_error: prepare refused without a Reason", PrepareError([])),
+):
+    backend_fault(_name, _case, _says)(functools.partial(Raises, in_check=_name.endswith("check"), error=_error))
 
 
 @numeric_fault("leaves-in-linear", f"TC-09/values/{NF4}/", "raised SystemExit: no device", passes_probe=False)

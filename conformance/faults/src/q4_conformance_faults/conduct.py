@@ -18,7 +18,7 @@ from q4_conformance.outcome import Outcome
 from q4_conformance_faults.fault import NF4, backend_fault, numeric_fault
 from q4_conformance_faults.numbers import Spoils
 from q4_conformance_faults.toy import Floats, ToyKernel
-from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, PrepareError, Reason, ReasonCode, Support
+from q4core import KernelPath, PackedWeight, PathKind, Precision, Prepared, Reason, ReasonCode, Support
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,22 +116,6 @@ class SharedPlace(ToyKernel):
         super().linear(self._place, x, out, bias=bias, path=path)
 
 
-@backend_fault("raises-in-check", "TC-04/override", "check raised")
-class RaisesInCheck(ToyKernel):
-    """Raises when it is asked."""
-
-    def check(self, request: Request) -> Support:
-        raise ZeroDivisionError(f"no idea what to do with {request.format}")
-
-
-@backend_fault("raises-in-prepare", "TC-04/override", "prepare raised")
-class RaisesInPrepare(ToyKernel):
-    """Raises when it prepares."""
-
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        raise MemoryError("a pretended lack of memory")
-
-
 @backend_fault("prepares-the-first-range", "EX-19/ranges", "no code for 2 rows", passes_probe=False)
 class PreparesFirstRange(ToyKernel):
     """Compiles, once for each path, for the rows that the first layer asked for, and fails with others."""
@@ -146,22 +130,6 @@ class PreparesFirstRange(ToyKernel):
         if x.shape[0] < segment.low or (segment.high is not None and x.shape[0] > segment.high):
             raise LookupError(f"no code for {x.shape[0]} rows")
         super().linear(prepared, x, out, bias=bias, path=path)
-
-
-@backend_fault("refuses-in-prepare", "TC-04/override", "toolchain: a pretended lack of compilers")
-class RefusesInPrepare(ToyKernel):
-    """Offers a path for what its manifest declares, and finds only when it prepares that it has no compiler."""
-
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        raise PrepareError([Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")])
-
-
-@backend_fault("refuses-without-reason", "TC-04/override", "plugin_error: prepare refused without a Reason")
-class RefusesWithoutReason(ToyKernel):
-    """Refuses to prepare, and does not say why."""
-
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        raise PrepareError([])
 
 
 @numeric_fault("raises-in-linear", "EX-01/rows", "tile out of range")

@@ -1,8 +1,9 @@
 """Backends that say KERNEL and make a dense weight all the same: in each call, or in some."""
-# ruff: noqa: ARG002, D102 - each looks at some of what it is given; ToyKernel documents what is overridden
+# ruff: noqa: ARG002, ARG005, D102 - each looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from q4_conformance_faults.fault import backend_fault
 from q4_conformance_faults.toy import Floats, ToyKernel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -48,9 +49,12 @@ class LevelsPython(ToyKernel):
         return y
 
 
-@backend_fault("hidden-dense-native", "EX-14/kind", "memory peaked")
 class DenseNative(ToyKernel):
-    """Dequantises the whole weight in each call where torch does not see it; others do so in some calls alone."""
+    """Dequantises the whole weight where torch does not see it: in each call, or in those that ``when`` chooses."""
+
+    def __init__(self, name: str, when: Callable[[Tensor, str], bool] = lambda x, path: True) -> None:
+        super().__init__(name)
+        self._when = when
 
     def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         if not self.is_dense(scales, x, path):
@@ -59,7 +63,7 @@ class DenseNative(ToyKernel):
 
     def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
         """Say whether a call is one of those."""
-        return True
+        return self._when(x, path)
 
     def dense(self, weight: PackedWeight, scales: Floats) -> Floats:
         """Return the weight, float32 [N, K]."""
@@ -90,56 +94,31 @@ class DenseHalves(ToyKernel):
 
 
 @backend_fault("hidden-dense-levels", "EX-14/kind", "memory peaked")
-class DenseLevels(ToyKernel):
-    """Makes a byte of each code of the whole weight in each call where torch does not see it."""
+class DenseLevels(DenseNative):
+    """Makes a byte of each code of the whole weight in those calls where torch does not see it."""
 
     def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
-        area = np.empty(weight.shape, np.uint8)
-        for start, stop in slices(weight):
-            area[start:stop] = self.codes(weight, start, stop)
-        return super().product(weight, scales, x, path)
-
-
-@backend_fault("hidden-dense-for-int8", "EX-14/kind", "dot_w4a8, M = 1: memory peaked")
-class DenseForInt8(DenseNative):
-    """Dequantises the whole weight where it multiplies int8 activations alone."""
-
-    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
-        return path == "dot_w4a8"
-
-
-@backend_fault("hidden-dense-for-bfloat16", "EX-14/kind", "gemv_w4a16, M = 1: memory peaked")
-class DenseForBfloat16(DenseNative):
-    """Dequantises the whole weight where x is bfloat16 alone."""
-
-    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
-        return x.dtype is torch.bfloat16
-
-
-@backend_fault("hidden-dense-for-many-rows", "EX-14/kind", "M = 64: memory peaked")
-class DenseForMany(DenseNative):
-    """Dequantises the whole weight where x has many rows alone."""
-
-    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
-        return len(x) >= _MANY
-
-
-@backend_fault("hidden-dense-for-very-many-rows", "EX-14/kind", "M = 257: memory peaked")
-class DenseForVeryMany(DenseNative):
-    """Dequantises the whole weight where x has more rows than most look at."""
-
-    def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
-        return len(x) >= _VERY_MANY
-
-
-@backend_fault("hidden-levels-for-many-rows", "EX-14/kind", "memory peaked")
-class LevelsForMany(DenseLevels):
-    """Makes a byte of each code where x is so large that its copies would be larger."""
-
-    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
-        if len(x) >= 2 * _MANY and path != "dot_w4a8":
-            return super().product(weight, scales, x, path)
+        if self.is_dense(scales, x, path):
+            area = np.empty(weight.shape, np.uint8)
+            for start, stop in slices(weight):
+                area[start:stop] = self.codes(weight, start, stop)
         return ToyKernel.product(self, weight, scales, x, path)
+
+
+_CHOSEN: dict[tuple[str, str], Callable[[Tensor, str], bool]] = {
+    ("native", "memory peaked"): lambda x, path: True,
+    ("for-int8", "dot_w4a8, M = 1: memory peaked"): lambda x, path: path == "dot_w4a8",
+    ("for-bfloat16", "gemv_w4a16, M = 1: memory peaked"): lambda x, path: x.dtype is torch.bfloat16,
+    ("for-many-rows", "M = 64: memory peaked"): lambda x, path: len(x) >= _MANY,
+    ("for-very-many-rows", "M = 257: memory peaked"): lambda x, path: len(x) >= _VERY_MANY,
+}
+for (_name, _says), _when in _CHOSEN.items():
+    backend_fault(f"hidden-dense-{_name}", "EX-14/kind", _says)(functools.partial(DenseNative, when=_when))
+
+
+backend_fault("hidden-levels-for-many-rows", "EX-14/kind", "memory peaked")(
+    functools.partial(DenseLevels, when=lambda x, path: len(x) >= 2 * _MANY and path != "dot_w4a8")
+)
 
 
 class Counts(ToyKernel):

@@ -50,8 +50,8 @@ class KeepsHalves(ToyKernel):
         """Return what is kept."""
         return torch.from_numpy(self.rows(weight, scales, 0, weight.out_features)).to(torch.bfloat16)
 
-    def weight(self, prepared: Prepared) -> PackedWeight:
-        return super().weight(Prepared(prepared.tensors[1:], prepared.meta))
+    def own(self, prepared: Prepared) -> Prepared:
+        return Prepared(prepared.tensors[1:], prepared.meta)
 
 
 @backend_fault("keeps-dense-levels", "EX-14/kind", "prepared tensors")
@@ -77,8 +77,16 @@ class HidesDense(DenseNative):
         return super().dense(weight, scales) if known is None else known
 
 
+class KnowsLevels(ToyKernel):
+    """Reads codes where it has kept them, a byte each, by the place of the packed ones."""
+
+    def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
+        known = self.kept.get(weight.qdata.data_ptr())
+        return super().codes(weight, start, stop) if known is None else known[start:stop]
+
+
 @backend_fault("hides-dense-levels", "EX-14/kind", "stay beside")
-class HidesLevels(ToyKernel):
+class HidesLevels(KnowsLevels):
     """Makes a byte of each code when it prepares, and keeps them where only it knows."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
@@ -90,10 +98,6 @@ class HidesLevels(ToyKernel):
     def moved(self, levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the same levels where they are kept, such as where no memory allocator looks."""
         return levels
-
-    def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
-        known = self.kept.get(weight.qdata.data_ptr())
-        return super().codes(weight, start, stop) if known is None else known[start:stop]
 
 
 @backend_fault("hides-levels-in-file", "EX-14/kind", "stay beside")
@@ -140,7 +144,7 @@ class HidesBehindDescriptor(ToyKernel):
 
 
 @backend_fault("keeps-levels-when-hot", "EX-14/kind", "stay beside")
-class KeepsLevelsWhenHot(Counts):
+class KeepsLevelsWhenHot(KnowsLevels, Counts):
     """Makes a byte of each code in the tenth call, and keeps them where only it knows."""
 
     def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
@@ -148,7 +152,3 @@ class KeepsLevelsWhenHot(Counts):
         if self.is_hot(scales, x.shape[0], path) and place not in self.kept:
             self.kept[place] = super().codes(weight, 0, weight.out_features)
         return super().product(weight, scales, x, path)
-
-    def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
-        known = self.kept.get(weight.qdata.data_ptr())
-        return super().codes(weight, start, stop) if known is None else known[start:stop]

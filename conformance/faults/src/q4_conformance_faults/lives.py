@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
 import numpy as np
 import torch
 
@@ -72,11 +71,8 @@ class NumbersItsLayers(ToyKernel):
         self._count += 1
         return Prepared((*prepared.tensors, torch.zeros(1)), (prepared.meta, self._count))
 
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(Prepared(prepared.tensors[:-1], prepared.meta[0]), x, out, bias=bias, path=path)
-
-    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
-        return super().export(Prepared(prepared.tensors[:-1], prepared.meta[0]), rows)
+    def own(self, prepared: Prepared) -> Prepared:
+        return Prepared(prepared.tensors[:-1], prepared.meta[0])
 
 
 @backend_fault("knows-by-address", "EX-15/copies", "deeply copied layer")
@@ -126,18 +122,6 @@ class RoundsToInputDtype(ToyKernel):
 
     def write(self, y: Tensor, out: Tensor) -> None:
         out.copy_(y.to(self._dtype))
-
-
-@backend_fault("drops-gradients", f"EX-05/gradient/{TAIL}/float32", "all_zero")
-class DropsGradients(ToyKernel):
-    """Exports zero scales once the self-probe has seen two right exports, so that no gradient comes through."""
-
-    _exports = 0
-
-    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
-        weight = super().export(prepared, rows)
-        self._exports += 1
-        return weight if self._exports <= 2 else attrs.evolve(weight, scale=torch.zeros_like(weight.scale))  # noqa: PLR2004  # as it says
 
 
 @backend_fault(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -99,42 +100,25 @@ class IgnoresOffset(ToyKernel):
         return dense
 
 
-@numeric_fault("ignores-zero-point", "TC-09/values/int4-plain-low_first-48x256b128-zero_point-s0/", format="int4")
-class IgnoresZeroPoint(ToyKernel):
-    """Takes every zero point for 8."""
+class Ignores(ToyKernel):
+    """Leaves out a field of the weight, as if the weight had none or the format's own."""
+
+    def __init__(self, name: str, field: str) -> None:
+        super().__init__(name)
+        self._without: dict[str, Any] = {field: None}
 
     def weight(self, prepared: Prepared) -> PackedWeight:
-        return attrs.evolve(super().weight(prepared), zero=None)
+        return attrs.evolve(super().weight(prepared), **self._without)
 
 
-@numeric_fault(
-    "ignores-permutation",
-    "TC-09/values/int4-plain-low_first-48x256b128-input_permutation-zero_point-s0/",
-    format="int4",
-)
-class IgnoresPermutation(ToyKernel):
-    """Leaves the permutation of the in-features out."""
-
-    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
-        return super().inputs(attrs.evolve(weight, input_permutation=None), x, path)
-
-
-@numeric_fault(
-    "ignores-channel-scale", "TC-09/values/int4-plain-low_first-48x256b128-input_channel_scale-s0/", format="int4"
-)
-class IgnoresChannelScale(ToyKernel):
-    """Leaves the scale of the input channels out."""
-
-    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
-        return super().inputs(attrs.evolve(weight, input_channel_scale=None), x, path)
-
-
-@numeric_fault("ignores-codebook", "TC-09/values/nf4-plain-high_first-48x256b64-custom_codebook-s0/")
-class IgnoresCodebook(ToyKernel):
-    """Takes the format's codebook for the weight's own."""
-
-    def weight(self, prepared: Prepared) -> PackedWeight:
-        return attrs.evolve(super().weight(prepared), codebook=None)
+for _name, _field, _recipe in (
+    ("zero-point", "zero", "int4-plain-low_first-48x256b128-zero_point-s0"),
+    ("permutation", "input_permutation", "int4-plain-low_first-48x256b128-input_permutation-zero_point-s0"),
+    ("channel-scale", "input_channel_scale", "int4-plain-low_first-48x256b128-input_channel_scale-s0"),
+    ("codebook", "codebook", "nf4-plain-high_first-48x256b64-custom_codebook-s0"),
+):
+    _ignored = functools.partial(Ignores, field=_field)
+    numeric_fault(f"ignores-{_name}", f"TC-09/values/{_recipe}/", format=_recipe.partition("-")[0])(_ignored)
 
 
 @numeric_fault("drops-tail", "TC-11/awkward", format="int4")

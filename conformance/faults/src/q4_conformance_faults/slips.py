@@ -26,13 +26,16 @@ _VECTOR, _TILE, _ROWS, _LINE = 8, 128, 4096, 16
 
 
 class _Calls(ToyKernel):
-    """What of a call a slip changes: the bias before it, or what stands in ``out`` after it."""
+    """What of a call a slip changes: the bias before it, or what stands in ``out`` after it; of some paths alone."""
+
+    paths = ""
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         given = None if bias is None else self.bias(bias.detach())
         before = out.clone()
         super().linear(prepared, x, out, bias=given, path=path)
-        self.after(x, out, before)
+        if path.startswith(self.paths):
+            self.after(x, out, before)
 
     def bias(self, bias: Tensor) -> Tensor:
         """Return the bias as it is read."""
@@ -307,51 +310,44 @@ class KeepsScratchPerThread(_Calls):
             self.kept[len(self.kept)] = self._own.scratch
 
 
-class _CoarseCalls(ToyKernel):
-    """What a slip does in calls of the int8 path alone."""
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(prepared, x, out, bias=bias, path=path)
-        if path == "dot_w4a8":
-            self.after_int8(out)
-
-    def after_int8(self, out: Tensor) -> None:
-        """Do it."""
-
-
 @backend_fault("seeds-in-int8", f"EX-08/settings/{NF4}/float32/int8", "changed torch's random state")
-class SeedsInInt8(_CoarseCalls):
+class SeedsInInt8(_Calls):
     """Seeds torch's generator in each int8 call."""
 
-    def after_int8(self, out: Tensor) -> None:
+    paths = "dot_w4a8"
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         torch.manual_seed(0)
 
 
 @backend_fault("keeps-int8-per-rows", f"TC-18/varied/{NF4}/float32/int8", "numbers of rows")
-class KeepsInt8PerRows(_CoarseCalls):
+class KeepsInt8PerRows(KeepsScratchPerRows):
     """Keeps an int8 result for each number of rows that it ever saw."""
 
-    def after_int8(self, out: Tensor) -> None:
-        self.kept.setdefault(len(out), out.clone())
+    paths = "dot_w4a8"
 
 
 @backend_fault("rounds-int8-to-default", f"EX-03/modes/{NF4}/float32/int8", "default dtype bfloat16")
-class RoundsInt8ToDefault(_CoarseCalls):
+class RoundsInt8ToDefault(_Calls):
     """Rounds int8 results to torch's default dtype."""
 
-    def after_int8(self, out: Tensor) -> None:
+    paths = "dot_w4a8"
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         out.copy_(out.to(torch.get_default_dtype()))
 
 
 @backend_fault("loses-int8-in-forks", f"EX-15/forked/{NF4}/float32/int8", "the pool is gone")
-class LosesInt8InForks(_CoarseCalls):
+class LosesInt8InForks(_Calls):
     """Raises in int8 calls of a process that was forked from the one that made it."""
+
+    paths = "dot_w4a8"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._home = os.getpid()
 
-    def after_int8(self, out: Tensor) -> None:
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         if os.getpid() != self._home:
             raise RuntimeError("the pool is gone")
 

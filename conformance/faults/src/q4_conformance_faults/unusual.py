@@ -55,19 +55,13 @@ class PaddedKernel(ToyKernel):
         area[_ALIGN_BYTES : _ALIGN_BYTES + size] = tensor.contiguous().view(-1).view(torch.uint8)
         return area
 
-    def _plain(self, prepared: Prepared) -> Prepared:
+    def own(self, prepared: Prepared) -> Prepared:
         meta, forms = prepared.meta
         tensors = []
         for area, (dtype, shape) in zip(prepared.tensors, forms, strict=True):
             size = int(np.prod(shape, dtype=int)) * dtype.itemsize
             tensors.append(area[_ALIGN_BYTES : _ALIGN_BYTES + size].view(dtype).view(shape))
         return Prepared(tensors, meta)
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(self._plain(prepared), x, out, bias=bias, path=path)
-
-    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
-        return super().export(self._plain(prepared), rows)
 
 
 class LazyKernel(ToyKernel):
@@ -90,7 +84,7 @@ class LazyKernel(ToyKernel):
         later = torch.full_like(plain.tensors[-1], torch.nan)
         return Prepared((*plain.tensors[:-1], torch.zeros(1, dtype=torch.uint8), later), plain.meta)
 
-    def _ready(self, prepared: Prepared) -> Prepared:
+    def own(self, prepared: Prepared) -> Prepared:
         *stored, done, scales = prepared.tensors
         own = Prepared((*stored, scales), prepared.meta)
         with self._lock:
@@ -98,12 +92,6 @@ class LazyKernel(ToyKernel):
                 scales.copy_(torch.from_numpy(self.scales(self.weight(own))))
                 done.fill_(1)
         return own
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(self._ready(prepared), x, out, bias=bias, path=path)
-
-    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
-        return super().export(self._ready(prepared), rows)
 
 
 class SlicedKernel(ToyKernel):

@@ -2,10 +2,11 @@
 
 Wrong on one path, in one dtype, at sizes as large models have, in inference mode, or with other numbers of threads.
 """
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG005, D102 - some look at some of what they are given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -16,6 +17,8 @@ from q4_conformance_faults.fault import LONG, NF4, backend_fault, numeric_fault
 from q4_conformance_faults.toy import Floats, ToyKernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from q4core import PackedWeight, Prepared, Request, Support
@@ -27,12 +30,29 @@ _ROW = 4096
 _SEVERAL = 3
 
 
-@backend_fault("forgets-bias-in-int8", f"TC-09/bias/{NF4}/float32/int8", "out_of_bound")
-class ForgetsBiasInInt8(ToyKernel):
-    """Adds no bias where the activations are int8."""
+class ForgetsBias(ToyKernel):
+    """Adds no bias in the calls that ``when`` chooses."""
+
+    def __init__(self, name: str, when: Callable[[Tensor, str], bool]) -> None:
+        super().__init__(name)
+        self._when = when
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(prepared, x, out, bias=None if path == "dot_w4a8" else bias, path=path)
+        super().linear(prepared, x, out, bias=None if self._when(x, path) else bias, path=path)
+
+
+_FORGETS: dict[tuple[str, str, str], Callable[[Tensor, str], bool]] = {
+    ("int8", f"TC-09/bias/{NF4}/float32/int8", "out_of_bound"): lambda x, path: path == "dot_w4a8",
+    ("half-int8", f"TC-09/bias/{NF4}/float16/int8", "out_of_bound"): lambda x, path: (
+        x.dtype is torch.float16 and path == "dot_w4a8"
+    ),
+    ("inference", f"EX-03/inference/{NF4}/float32/exact", "inference_mode"): lambda x, path: (
+        torch.is_inference_mode_enabled()
+    ),
+}
+for (_name, _case, _says), _when in _FORGETS.items():
+    _fault = numeric_fault if _name == "inference" else backend_fault
+    _fault(f"forgets-bias-in-{_name}", _case, _says)(functools.partial(ForgetsBias, when=_when))
 
 
 @backend_fault("silences-nan-in-int8", f"EX-10/non-finite/{NF4}/float32/int8", "finite numbers")
@@ -77,15 +97,6 @@ class LosesLastColumnInHalf(ToyKernel):
             out[:, -1] = 0
 
 
-@backend_fault("forgets-bias-in-half-int8", f"TC-09/bias/{NF4}/float16/int8", "out_of_bound")
-class ForgetsBiasInHalfInt8(ToyKernel):
-    """Adds no bias where float16 activations are taken as int8."""
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        is_wrong = x.dtype is torch.float16 and path == "dot_w4a8"
-        super().linear(prepared, x, out, bias=None if is_wrong else bias, path=path)
-
-
 @numeric_fault("cuts-long-rows-in-half", f"EX-01/long/{LONG}/float16/exact")
 class CutsLongRowsInHalf(ToyKernel):
     """Leaves out what float16 rows hold beyond 4,096 elements."""
@@ -115,14 +126,6 @@ class CountsIn16Bits(ToyKernel):
     def write(self, y: Tensor, out: Tensor) -> None:
         super().write(y, out)
         out[:, 1 << 16 :] = 0
-
-
-@numeric_fault("forgets-bias-in-inference", f"EX-03/inference/{NF4}/float32/exact", "inference_mode")
-class ForgetsBiasInInference(ToyKernel):
-    """Adds no bias in inference mode."""
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(prepared, x, out, bias=None if torch.is_inference_mode_enabled() else bias, path=path)
 
 
 @numeric_fault("asks-for-versions", f"EX-03/inference/{NF4}/float32/exact", "version")

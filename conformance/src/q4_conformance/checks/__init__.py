@@ -1,4 +1,4 @@
-"""The checks that cases name. Importing this package enters all of them into ``contract.case.CHECKS``."""
+"""The checks that cases name: each shows what its case's text says. Importing this package enters all in ``CHECKS``."""
 
 import importlib
 import pkgutil

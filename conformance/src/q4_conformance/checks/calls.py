@@ -1,4 +1,7 @@
-"""Checks of how a layer may be called: shapes, layouts, ``out=``, again, from threads; and what it may write."""
+"""Checks of how a layer may be called: shapes, layouts, ``out=``, again, from threads; and what it may write.
+
+Some shapes nobody chose: sizes drawn from a fixed seed, and parts cut from larger weights.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,25 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.checks.values import draw, draws, expect_same_bits, judge_call, judged_calls, make_bias, rows_of
-from q4_conformance.contract.case import check, expect
+from q4_conformance.checks.values import (
+    check_awkward,
+    draw,
+    draws,
+    expect_same_bits,
+    judge_call,
+    judged_calls,
+    make_bias,
+    rows_of,
+)
+from q4_conformance.contract.case import check, expect, within
 from q4_conformance.measurement.guard_pages import on_last_page
 from q4_conformance.oracle.exact import as_given, judge_by
 from q4_conformance.outcome import NotDeclaredError, NotTestableError
 from q4_conformance.subjects.backend import BackendLayer
-from q4core import InputError
+from q4core import Feature, Form, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.function import Layer, Subject
@@ -30,8 +42,7 @@ _CANARY = 97.0
 
 
 @check("leading")
-def check_leading(case: Case, subject: Subject) -> str:
-    """Any leading dimensions: the shape follows, and the numbers are those of the flattened rows."""
+def _check_leading(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     outputs, inputs = layer.weight.shape
     further = [((rows + 1) // 2, 1, 2) for rows in rows_of(case, layer)[len(case.rows) :]]
@@ -46,7 +57,7 @@ def check_leading(case: Case, subject: Subject) -> str:
 
 
 @check("strided")
-def check_strided(case: Case, subject: Subject) -> str:
+def _check_strided(case: Case, subject: Subject) -> str:
     """Inputs that are not contiguous, or start at an odd place, are refused by a typed error or computed right.
 
     Beside every input stands NaN, so that a read past its end shows even where it is multiplied by zero.
@@ -78,8 +89,7 @@ def check_strided(case: Case, subject: Subject) -> str:
 
 
 @check("out")
-def check_out(case: Case, subject: Subject) -> str:
-    """``out=`` is written completely and returned, contiguous or not, wherever it begins."""
+def _check_out(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     if not subject.has_out:
         raise NotDeclaredError("out= is not declared")
@@ -96,8 +106,7 @@ def check_out(case: Case, subject: Subject) -> str:
 
 
 @check("repeat")
-def check_repeat(case: Case, subject: Subject) -> str:
-    """The same input gives the same bits: again, and from a second layer over the same weight."""
+def _check_repeat(case: Case, subject: Subject) -> str:
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     calls = judged_calls(first, draws(case, first))
@@ -120,8 +129,7 @@ def _beside(case: Case, subject: Subject, first: Layer) -> list[Layer]:
 
 
 @check("threads")
-def check_threads(case: Case, subject: Subject) -> str:
-    """Threads that share a session and its layers, and make layers there, each get the bits that one alone gets."""
+def _check_threads(case: Case, subject: Subject) -> str:
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     layers = [first, *_beside(case, subject, first)]
@@ -149,8 +157,7 @@ def check_threads(case: Case, subject: Subject) -> str:
 
 
 @check("unmodified")
-def check_unmodified(case: Case, subject: Subject) -> str:
-    """Input, bias and weight keep their bytes, and nothing is written beside the buffers."""
+def _check_unmodified(case: Case, subject: Subject) -> str:
     areas: dict[str, torch.Tensor] = {}
 
     def guarded(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +189,7 @@ def check_unmodified(case: Case, subject: Subject) -> str:
 
 
 @check("last_page")
-def check_last_page(case: Case, subject: Subject) -> str:
+def _check_last_page(case: Case, subject: Subject) -> str:
     """Input, bias and every tensor of the weight end where readable memory ends: a read past an end kills the process.
 
     Where the subject's own copy lies is the subject's; what it is given is looked at here.
@@ -222,3 +229,51 @@ def _guarded(tensor: torch.Tensor, canary: float = _CANARY) -> tuple[torch.Tenso
     middle = area[_GUARD : _GUARD + tensor.numel()].view(tensor.shape)
     middle.copy_(tensor)
     return area, middle
+
+
+_SHAPES = 12
+
+
+def _shapes(case: Case) -> Iterator[Case]:
+    """Yield the case on weights up to the size of its own, with one number of rows up to its largest."""
+    recipe, kind = case.weight_recipe, case.weight_recipe.format
+    random = np.random.default_rng([case.seeds[0], *kind.name.encode()])
+    for _ in range(_SHAPES):
+        rows, n, k = (int(random.integers(1, most + 1)) for most in (max(case.rows), recipe.n, recipe.k))
+        is_flat = kind.name in {"nf4", "fp4"} and bool(random.integers(2))
+        if is_flat:
+            shaped = attrs.evolve(recipe, n=n, k=k, features={Feature.FLAT_BLOCKS})
+        elif kind.form is Form.INTEGER:  # whose last block may be short
+            shaped = attrs.evolve(recipe, n=n, k=k)
+        else:
+            shaped = attrs.evolve(recipe, n=n, k=-(-k // recipe.block_size) * recipe.block_size)
+        yield attrs.evolve(case, recipe=shaped, rows=(rows,), seeds=case.seeds[:1])
+
+
+@check("shapes")
+def _check_shapes(case: Case, subject: Subject) -> str:
+    told, missing = [], ""
+    for index, shaped in enumerate(_shapes(case)):
+        recipe = shaped.weight_recipe
+        what = f"seed {case.seeds[0]}, shape {index}: M = {shaped.rows[0]}, N = {recipe.n}, K = {recipe.k}"
+        try:
+            with within(f"{what}{', flat' if recipe.is_flat else ''}"):
+                told.append(check_awkward(shaped, subject))
+        except NotDeclaredError as error:
+            missing = str(error)
+    if not told:
+        raise NotDeclaredError(missing)
+    refused = sum(outcome.startswith("refused") for outcome in told)
+    return f"seed {case.seeds[0]}: {len(told) - refused} shapes right, {refused} refused"
+
+
+@check("cut")
+def _check_cut(case: Case, subject: Subject) -> str:
+    recipe = case.weight_recipe
+    whole = attrs.evolve(case, recipe=attrs.evolve(recipe, k=2 * recipe.k)).weight()
+    weight = whole.narrow(1, recipe.k, recipe.k)
+    judge_by(weight, as_given(whole).narrow(1, recipe.k, recipe.k))
+    layer = subject.layer(weight, make_bias(case), dtype=case.dtype, precision=case.precision)
+    judged_calls(layer, draws(case, layer))
+    strided = [name for name, tensor in weight.tensors() if not tensor.is_contiguous()]
+    return f"with gaps between rows: {', '.join(strided)}"

@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from q4_conformance.checks.dialect import DENSE, MODULES
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError
-from q4core import (
-    BUILTIN_FORMATS,
-    ScaleKind,
-    SchemaError,
-    detect,
-    detect_or_fail,
-    validate,
-)
+from q4core import BUILTIN_FORMATS, ScaleKind, SchemaError, detect, detect_or_fail, validate
 
 if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
@@ -28,50 +22,35 @@ if TYPE_CHECKING:
 _PROCESS_SECONDS = 120
 
 
-def _trio(seed: int = 0) -> dict[str, torch.Tensor]:
-    weight = WeightRecipe(format="nf4", n=8, k=128, seed=seed).build()
+def _trio() -> dict[str, torch.Tensor]:
+    weight = WeightRecipe(format="nf4", n=8, k=128).build()
     table = torch.tensor(BUILTIN_FORMATS["nf4"].codebook)
     return {"weight": weight.qdata, "absmax": weight.scale.reshape(-1), "quant_map": table}
 
 
-def _pair(seed: int = 0) -> dict[str, torch.Tensor]:
-    weight = WeightRecipe(format="nvfp4", n=8, k=64, seed=seed, scale_kind=ScaleKind.E4M3).build()
+def _pair() -> dict[str, torch.Tensor]:
+    weight = WeightRecipe(format="nvfp4", n=8, k=64, scale_kind=ScaleKind.E4M3).build()
     return {"qdata": weight.qdata, "scale": weight.scale}
 
 
-_MODULES = ("proj", "model.layers.0.self_attn.q_proj", "lm_head")
-
-
-def _checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {f"{module}.{key}": tensor for module in _MODULES for key, tensor in tensors.items()}
-    return {"model.norm.weight": torch.ones(16), **found, "model.embed.weight": torch.zeros(4, 16)}
-
-
-def _check_detected(tensors: dict[str, torch.Tensor], kind: str, shape: tuple[int, int], block: int) -> str:
+def _check_detected(parts: dict[str, torch.Tensor], kind: str, shape: tuple[int, int], block: int) -> str:
+    """Expect each module of the parts to be found as a layer of this kind, with data and without; no other."""
+    tensors = {f"{module}.{key}": tensor for module in MODULES for key, tensor in parts.items()} | DENSE
     for held in (tensors, {key: value.to("meta") for key, value in tensors.items()}):
         schema = detect_or_fail(held)
-        expect(tuple(schema.layers) == _MODULES, f"layers {list(schema.layers)}")
+        expect(tuple(schema.layers) == MODULES, f"layers {list(schema.layers)}")
         for module, layer in schema.layers.items():
             expect(layer.format == kind, f"{module}: format {layer.format!r}")
             expect((layer.shape, layer.block_size) == (shape, block), f"{module}: {layer.shape}, {layer.block_size}")
             own = {key for key in tensors if key.startswith(f"{module}.")}
             expect(set(layer.keys.values()) == own, f"{module}: keys {layer.keys}")
-        dense = set(schema.dense)
-        expect(dense == {"model.norm.weight", "model.embed.weight"}, f"dense tensors {sorted(dense)}")
+        expect(set(schema.dense) == DENSE.keys(), f"dense tensors {sorted(schema.dense)}")
         expect(not validate(schema, held), "a valid schema has problems")
-    return f"{len(_MODULES)} layers, with data and on the meta device"
+    return f"{len(MODULES)} layers, with data and on the meta device"
 
 
-@check("detect_nf4")
-def check_detect_nf4(_case: Case, _subject: object) -> str:
-    """``.weight/.absmax/.quant_map`` is NF4, with these keys."""
-    return _check_detected(_checkpoint(_trio()), "nf4", (8, 128), 64)
-
-
-@check("detect_nvfp4")
-def check_detect_nvfp4(_case: Case, _subject: object) -> str:
-    """``.qdata/.scale`` is NVFP4, with these keys."""
-    return _check_detected(_checkpoint(_pair()), "nvfp4", (8, 64), 16)
+check("detect_nf4")(lambda *_: _check_detected(_trio(), "nf4", (8, 128), 64))
+check("detect_nvfp4")(lambda *_: _check_detected(_pair(), "nvfp4", (8, 64), 16))
 
 
 def _planted() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -95,8 +74,7 @@ def _planted() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 @check("validate")
-def check_validate(_case: Case, _subject: object) -> str:
-    """Every fault of a checkpoint is told at once, by ``validate`` and by ``detect_or_fail``."""
+def _check_validate(_case: Case, _subject: object) -> str:
     tensors, planted = _planted()
     schema = detect(tensors)
     if schema is None:
@@ -154,8 +132,7 @@ print(json.dumps({
 
 
 @check("bare")
-def check_bare(_case: Case, _subject: object) -> str:
-    """With the reference alone a session is made and runs, and no compiled code of ours is in the process."""
+def _check_bare(_case: Case, _subject: object) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
     environment["Q4_PLUGINS"] = "dequant-fallback"
     if "q4_dequant_fallback" in os.environ.get("Q4_PLUGIN_MODULES", ""):

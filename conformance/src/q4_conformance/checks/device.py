@@ -21,7 +21,7 @@ from q4_conformance.oracle.decoding import decode_scales, stored_bytes
 from q4_conformance.oracle.exact import exact_weight
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4_conformance.subjects.backend import make_registry
-from q4core import ComputePath, PackedWeight, PathKind, Precision, Request, Rounding, Session, SessionConfig, WeightSpec
+from q4core import PackedWeight, PathKind, Request, Rounding, Session, WeightSpec
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from q4_conformance.contract.case import Case
     from q4_conformance.subjects.backend import BackendLayer, BackendSubject
     from q4core import Format
-
 
 _BUSY_CYCLES = 100_000_000
 """About 50 ms of one multiprocessor: long beside any call here, short beside a test."""
@@ -68,8 +67,7 @@ def quantiser_of(subject: BackendSubject, wanted: PackedWeight, dtype: torch.dty
 
 
 @check("native_quantiser")
-def check_native_quantiser(case: Case, subject: BackendSubject) -> str:
-    """The backend's quantiser gives the reference's layout and exactly its bytes."""
+def _check_native_quantiser(case: Case, subject: BackendSubject) -> str:
     kind = case.weight_recipe.format
     count = 0
     for dtype in _MASTERS:
@@ -95,25 +93,18 @@ def expect_same_bytes(got: object, wanted: PackedWeight, what: str) -> None:
 
 
 @check("native_product")
-def check_native_product(case: Case, subject: BackendSubject) -> str:
-    """With 4-bit activations: exact on their grid, and elsewhere as noisy as their quantiser makes it."""
-    if Precision.W4A4 not in subject.backend.capabilities.precisions:
-        raise NotDeclaredError("4-bit activations are not declared")
+def _check_native_product(case: Case, subject: BackendSubject) -> str:
     return f"{check_values(case, subject)}; {check_noise(case, subject)}"
 
 
 @check("picked")
-def check_picked(case: Case, subject: BackendSubject) -> str:
-    """Unasked, the dispatcher takes the kernel backend and not the reference, and the record says which path ran."""
+def _check_picked(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     request = subject.request(weight, dtype=case.dtype)
     subject.require_declared(request)
     subject.require_hardware(request)
     require_kernels(subject, case, weight)
-    config = SessionConfig(
-        device=str(subject.device), compute_path=ComputePath.AUTO, activation_precision=case.precision,
-        compute_dtype=case.dtype,
-    )  # fmt: skip
+    config = subject.config(backend=None, activation_precision=case.precision, compute_dtype=case.dtype)
     with Session(config, registry=make_registry(subject.backend)) as session:
         layer = session.linear(weight)
         record = layer.diagnostics()
@@ -133,8 +124,7 @@ def _on_cuda(case: Case, subject: BackendSubject) -> BackendLayer:
 
 
 @check("graph")
-def check_graph(case: Case, subject: BackendSubject) -> str:
-    """Captured in a CUDA graph and replayed on new inputs, a layer gives the bits of plain calls."""
+def _check_graph(case: Case, subject: BackendSubject) -> str:
     layer = _on_cuda(case, subject)
     for rows in case.rows:
         calls = judged_calls(layer, [draw(case, layer, rows, seed) for seed in case.seeds])
@@ -157,7 +147,7 @@ def _segments(device: torch.device) -> int:
 
 
 @check("quiet")
-def check_quiet(case: Case, subject: BackendSubject) -> str:
+def _check_quiet(case: Case, subject: BackendSubject) -> str:
     """A call with ``out=`` returns before the device has done the work before it, and asks the driver for no memory.
 
     Asking is what waits for the device and breaks a capture. What torch's allocator has kept may serve as a temporary,
@@ -190,8 +180,7 @@ def check_quiet(case: Case, subject: BackendSubject) -> str:
 
 
 @check("stream")
-def check_stream(case: Case, subject: BackendSubject) -> str:
-    """A call runs on the caller's stream: after what was put there before it."""
+def _check_stream(case: Case, subject: BackendSubject) -> str:
     layer = _on_cuda(case, subject)
     for rows in case.rows:
         given = draw(case, layer, rows)
@@ -223,8 +212,7 @@ def _levels(kind: Format) -> NDArray[np.float64]:
 
 
 @check("stochastic")
-def check_stochastic(case: Case, subject: BackendSubject) -> str:
-    """Rounding by chance is unbiased, gives neighbours only, and follows its seed."""
+def _check_stochastic(case: Case, subject: BackendSubject) -> str:
     if Rounding.STOCHASTIC not in subject.backend.capabilities.roundings:
         raise NotDeclaredError("stochastic rounding is not declared")
     kind = case.weight_recipe.format

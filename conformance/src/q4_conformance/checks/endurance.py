@@ -6,14 +6,13 @@ import contextlib
 import gc
 import importlib.metadata
 import itertools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from q4_conformance.contract.case import check, expect
-from q4_conformance.measurement.allocations import trim
+from q4_conformance.measurement.allocations import status_bytes, trim
 from q4_conformance.oracle.compare import judge
 from q4_conformance.oracle.decoding import stored_bytes
 from q4_conformance.oracle.exact import Reference, exact_weight
@@ -32,7 +31,6 @@ CALLS = 10_000
 STEPS = 1_000
 _CPU = torch.device("cpu")
 _RATE = 1e-3
-_STATM = Path("/proc/self/statm")
 
 
 def held_bytes(device: torch.device) -> int:
@@ -42,10 +40,10 @@ def held_bytes(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
     trim()
-    try:
-        return int(_STATM.read_text(encoding="ascii").split()[1]) * 4096
-    except OSError as error:
-        raise FailureError(f"resident memory can't be read: {error}") from error
+    resident = status_bytes().get("VmRSS")
+    if resident is None:
+        raise FailureError("resident memory can't be read from /proc/self/status")
+    return resident
 
 
 class Growth:
@@ -103,8 +101,7 @@ def _bits(weight: PackedWeight) -> bytes:
 
 @check("quantise_often")
 @threads(1)
-def check_quantise_often(_case: Case, _subject: object) -> str:
-    """10,000 quantise and dequantise calls: finite, the same bits each time, and memory stays where it was."""
+def _check_quantise_often(_case: Case, _subject: object) -> str:
     names = sorted(BUILTIN_FORMATS)
     dense = torch.randn(4, 256, generator=torch.Generator().manual_seed(18)) * 0.1
     expected = {}
@@ -145,8 +142,7 @@ def straight_through() -> Any:
 
 
 @check("ste_gradients")
-def check_ste_gradients(_case: Case, _subject: object) -> str:
-    """``linear_ste``: forward is the quantised weight's, gradients are finite, not zero, and the analytic ones."""
+def _check_ste_gradients(_case: Case, _subject: object) -> str:
     for name in sorted(BUILTIN_FORMATS):
         judge_ste(name, torch.device("cpu"))
     return f"{len(BUILTIN_FORMATS)} formats: y, x, master, bias"
@@ -181,8 +177,7 @@ def judge_ste(name: str, device: torch.device) -> None:
 
 @check("train_long")
 @threads(1)
-def check_train_long(_case: Case, _subject: object) -> str:
-    """1,000 steps of a plain training loop: no crash, finite gradients, a falling loss, flat memory."""
+def _check_train_long(_case: Case, _subject: object) -> str:
     generator = torch.Generator().manual_seed(20)
     x = torch.randn(64, 64, generator=generator)
     target = torch.tanh(x @ torch.randn(64, 16, generator=generator) / 8)

@@ -36,28 +36,6 @@ _SAMPLE = 16
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-@attrs.frozen(eq=False)
-class _Paths:
-    """Paths of a backend, each with the numbers of rows to call it with."""
-
-    case: Case
-    subject: BackendSubject
-    points: list[Point]
-
-    def bench(self, weight: PackedWeight) -> Bench:
-        """Prepare a weight, to be called wherever the same paths serve it."""
-        case, subject = self.case, self.subject
-        request = subject.request(weight, dtype=case.dtype, precision=case.precision)
-        seen = subject.choose(request, ComputePath.KERNEL_ONLY)
-        facts: Any = {"dtype": case.dtype, "seed": case.seeds[0], "weight": weight}
-        inputs = [
-            (point, draw_on_grid(point.path.precision, point.rows, weight.in_features, **facts).to(subject.device))
-            for point in self.points
-            if seen.path_for(point.rows) == point.path
-        ]
-        return Bench(subject.backend, weight, lambda: subject.prepare(weight, request, ComputePath.KERNEL_ONLY), inputs)
-
-
 def _points(segment: Segment, many: tuple[int, ...]) -> list[Point]:
     """Return the least number of rows of a range, and as many more as the range has of those asked for.
 
@@ -88,7 +66,7 @@ def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> It
 
 
 @check("kind")
-def check_kind(case: Case, subject: BackendSubject) -> str:
+def _check_kind(case: Case, subject: BackendSubject) -> str:
     """A path that says KERNEL holds no dense weight: none is kept, and none is there at any time in a call.
 
     Each path is watched in the first dtype and activation precision in which it serves.
@@ -106,7 +84,7 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
         if segments:
             many = _MANY_ROWS if is_own else _MANY_ROWS[:1]
             points = [point for segment in segments for point in _points(segment, many)]
-            seen += _watch(_Paths(here, subject, points), weight)
+            seen += _watch(here, subject, points, weight)
     layer = subject.layer(weight, dtype=case.dtype, compute_path=ComputePath.KERNEL_ONLY)
     sample = torch.arange(0, weight.out_features, _SAMPLE)
     rows = case.weight().take_rows(sample)
@@ -117,14 +95,23 @@ def check_kind(case: Case, subject: BackendSubject) -> str:
     return "; ".join(seen)
 
 
-def _watch(paths: _Paths, weight: PackedWeight) -> Iterator[str]:
+def _watch(case: Case, subject: BackendSubject, points: list[Point], weight: PackedWeight) -> Iterator[str]:
     """Weigh a prepared weight, beside smaller and larger ones of its form."""
-    recipe = paths.case.weight_recipe
-    tiny = paths.bench(attrs.evolve(recipe, n=64, k=max(256, 2 * recipe.block_size)).build())
-    tiny.grown(paths.points)  # what libraries take once, they take here
-    half, double = (
-        attrs.evolve(recipe, n=n, k=k) for n, k in ((recipe.n // 2, recipe.k // 2), (2 * recipe.n, 2 * recipe.k))
-    )
-    benches = Benches(paths.bench(weight), paths.bench(half.build()), lambda: paths.bench(double.build()))
-    where = f"{paths.case.dtype}, activations {paths.case.precision.value}"
-    yield from weigh(benches, paths.points, where)
+
+    def bench(n: int, k: int) -> Bench:
+        """Prepare a weight of this size, to be called wherever the same paths serve it."""
+        source = weight if (n, k) == weight.shape else attrs.evolve(case.weight_recipe, n=n, k=k).build()
+        request = subject.request(source, dtype=case.dtype, precision=case.precision)
+        seen = subject.choose(request, ComputePath.KERNEL_ONLY)
+        facts: Any = {"dtype": case.dtype, "seed": case.seeds[0], "weight": source}
+        inputs = [
+            (point, draw_on_grid(point.path.precision, point.rows, k, **facts).to(subject.device))
+            for point in points
+            if seen.path_for(point.rows) == point.path
+        ]
+        return Bench(subject.backend, source, lambda: subject.prepare(source, request, ComputePath.KERNEL_ONLY), inputs)
+
+    n, k = weight.shape
+    bench(64, max(256, 2 * weight.block_size)).grown(points)  # what libraries take once, they take here
+    benches = Benches(bench(n, k), bench(n // 2, k // 2), lambda: bench(2 * n, 2 * k))
+    yield from weigh(benches, points, f"{case.dtype}, activations {case.precision.value}")

@@ -17,7 +17,7 @@ from q4_conformance.contract.cases import linear_cases
 from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales, stored_bytes
 from q4_conformance.oracle.exact import as_given, exact_weight
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.subjects.backend import WISHES, make_registry
+from q4_conformance.subjects.backend import make_registry, not_declared
 from q4_conformance.subjects.manifest import request_of, undeclared_reason
 from q4_conformance.subjects.wrappers import Proxy
 from q4core import (
@@ -38,8 +38,13 @@ if TYPE_CHECKING:
     from q4core import PackedWeight
 
 
-def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
-    """Return in what two weights differ, or None."""
+def expect_same_weight(got: PackedWeight, weight: PackedWeight, what: str) -> None:
+    """Expect two weights of the same codes and scales; of the same stored levels too, where their scale kind is one."""
+    difference = _difference(got, weight)
+    expect(difference is None, f"{what} in its {difference}")
+
+
+def _difference(got: PackedWeight, weight: PackedWeight) -> str | None:
     if not np.array_equal(decode_codes(got), decode_codes(weight)):
         return "codes"
     if decode_scales(got).tobytes() != decode_scales(weight).tobytes():
@@ -61,13 +66,11 @@ def same_weight(got: PackedWeight, weight: PackedWeight) -> str | None:
 
 
 @check("export")
-def check_export(case: Case, subject: BackendSubject) -> str:
-    """What was prepared is exported as the weight it was, bit for bit, whole and by rows."""
+def _check_export(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     got = layer.module.packed_weight()
-    difference = same_weight(got, as_given(weight))
-    expect(difference is None, f"the exported weight differs in its {difference}")
+    expect_same_weight(got, as_given(weight), "the exported weight differs")
     request = subject.request(weight, dtype=case.dtype, precision=case.precision)
     declared = weight.scale_kind in subject.backend.capabilities.readable_kinds(request)
     expect(not declared or got.scale_kind is weight.scale_kind, f"scale levels collapsed to {got.scale_kind.value}")
@@ -87,8 +90,7 @@ def check_export(case: Case, subject: BackendSubject) -> str:
 
 
 @check("state")
-def check_state(case: Case, subject: BackendSubject) -> str:
-    """Saved and loaded again, or copied, a layer gives the same bits; running leaves its state alone."""
+def _check_state(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     bias = torch.linspace(-1, 1, weight.out_features).to(case.dtype)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
@@ -109,13 +111,10 @@ def check_state(case: Case, subject: BackendSubject) -> str:
 
 
 @check("undeclared")
-def check_undeclared(case: Case, subject: BackendSubject) -> str:
-    """A feature that is taken out of the manifest is refused by the core; the backend is not even asked."""
+def _check_undeclared(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     subject.require_declared(subject.request(weight, dtype=case.dtype))
-    needed = sorted(weight.features | {Feature.GRADIENTS}, key=str)
-    if Feature.GRADIENTS not in subject.backend.capabilities.features:
-        needed.remove(Feature.GRADIENTS)
+    needed = sorted(weight.features | {Feature.GRADIENTS} & subject.backend.capabilities.features, key=str)
     if not needed:
         raise NotDeclaredError("the weight needs no feature")
     for feature in needed:
@@ -132,7 +131,7 @@ def check_undeclared(case: Case, subject: BackendSubject) -> str:
 
 
 @check("refused")
-def check_refused(case: Case, subject: BackendSubject) -> str:
+def _check_refused(case: Case, subject: BackendSubject) -> str:
     """Every request of the table that the manifest does not declare is refused by the core, with reasons, unasked.
 
     The cases of these requests are counted and not run; this one stands for them.
@@ -144,10 +143,7 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
     table += [next(iter(linear_cases([other]))) for other in strange]
     manifest, refused = subject.backend.capabilities, 0
     for request in dict.fromkeys(request_of(item, subject.device) for item in table):
-        reasons = manifest.refusals(request)
-        wanted = WISHES.get(request.precision)
-        is_strange = request.format.name in strange
-        if not reasons and not is_strange and (wanted is None or wanted & manifest.precisions):
+        if request.format.name not in strange and not not_declared(manifest, request):
             continue  # what is lacking is another op, or gradients, which a layer need not ask for
         proxy = Proxy(subject.backend)
         config = subject.config(compute_dtype=request.dtype, activation_precision=request.precision)
@@ -155,15 +151,15 @@ def check_refused(case: Case, subject: BackendSubject) -> str:
         kinds = (BackendUnavailableError, PolicyConflictError)
         raised(kinds, call, f"a request was served that is not declared: {request}")
         refused += 1
-        expect(not reasons or proxy.checks == 0, f"the backend was asked, although its manifest refuses {request}")
+        is_asked = proxy.checks > 0 and bool(manifest.refusals(request))
+        expect(not is_asked, f"the backend was asked, although its manifest refuses {request}")
     if not refused:
         raise NotDeclaredError("the manifest declares every request of the table")
     return f"{refused} requests refused"
 
 
 @check("record")
-def check_record(case: Case, subject: BackendSubject) -> str:
-    """The record says truly which path ran how often, for every range of M."""
+def _check_record(case: Case, subject: BackendSubject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     segments = layer.diagnostics().segments
     wanted = [0] * len(segments)
@@ -187,8 +183,7 @@ _HIGH_ROWS = 200
 
 
 @check("ranges")
-def check_ranges(case: Case, subject: BackendSubject) -> str:
-    """Layers over one weight for a few, for all and for some numbers of rows are right wherever they serve."""
+def _check_ranges(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     calls = 0
     for low, high in _RANGES:

@@ -50,8 +50,7 @@ def _of_each_example(judge: Callable[[LayerSubject, Any], str]) -> Callable[[Cas
 
 @check("layer_shapes")
 @_of_each_example
-def check_layer_shapes(subject: LayerSubject, example: Any) -> str:
-    """Results have the shape that the type says; where it can refuse one, it refuses each that the layer refuses."""
+def _check_layer_shapes(subject: LayerSubject, example: Any) -> str:
     module = subject.make(example).eval()
     own = tuple(example.shape)
     others = (own[1:], *((*own[:at], size + 1, *own[at + 1 :]) for at, size in enumerate(own)))
@@ -84,7 +83,7 @@ def _said(subject: LayerSubject, example: Any, shape: tuple[int, ...]) -> tuple[
 
 @check("layer_gradients")
 @_of_each_example
-def check_layer_gradients(subject: LayerSubject, example: Any) -> str:
+def _check_layer_gradients(subject: LayerSubject, example: Any) -> str:
     """In eval mode gradients are what differences show: in float64 of input and parameters.
 
     Of a straight-through example, in float32, of the input alone; its parameters' gradients must be there and finite.
@@ -121,8 +120,7 @@ def _train(subject: LayerSubject, module: torch.nn.Module, x: torch.Tensor, step
 
 @check("layer_state")
 @_of_each_example
-def check_layer_state(subject: LayerSubject, example: Any) -> str:
-    """The state of a trained layer makes a new one give its bits; so do copies, and moves to a wider dtype and back."""
+def _check_layer_state(subject: LayerSubject, example: Any) -> str:
     module, x = subject.make(example).train(), subject.draw(example, 3, example.shape)
     _train(subject, module, x, 2)
     module.eval()
@@ -146,8 +144,7 @@ def check_layer_state(subject: LayerSubject, example: Any) -> str:
 
 @check("layer_training")
 @_of_each_example
-def check_layer_training(subject: LayerSubject, example: Any) -> str:
-    """Some steps towards a fixed target lower the loss, and each parameter gets a finite gradient in each."""
+def _check_layer_training(subject: LayerSubject, example: Any) -> str:
     losses = _train(subject, subject.make(example).train(), subject.draw(example, 4, example.shape), _STEPS)
     if not losses:
         return "nothing to train"
@@ -158,8 +155,7 @@ def check_layer_training(subject: LayerSubject, example: Any) -> str:
 
 @check("layer_lifetime")
 @_of_each_example
-def check_layer_lifetime(subject: LayerSubject, example: Any) -> str:
-    """Layers that were made, trained and let go are gone, and no more tensors live than before."""
+def _check_layer_lifetime(subject: LayerSubject, example: Any) -> str:
 
     def live() -> None:
         module, x = subject.make(example).train(), subject.draw(example, 3, example.shape)

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from q4_conformance.checks.endurance import Growth
-from q4_conformance.checks.layer import same_weight
+from q4_conformance.checks.layer import expect_same_weight
 from q4_conformance.checks.values import draw, expect_same_bits, judge_call, judged_calls, make_bias
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.execution.remote_call import call_elsewhere
@@ -32,11 +32,9 @@ _STRETCH = 4
 
 
 @check("prepare_again")
-def check_prepare_again(case: Case, subject: BackendSubject) -> str:
-    """Preparing a weight twice gives the same layout and bits, and neither that nor another weight moves the first."""
+def _check_prepare_again(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     request = subject.request(weight, dtype=case.dtype, precision=ActivationPrecision.EXACT)
-    subject.require_declared(request)
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     first = subject.prepare(weight, request)
     results = {}
@@ -63,11 +61,8 @@ def check_prepare_again(case: Case, subject: BackendSubject) -> str:
 
 
 @check("dispose")
-def check_dispose(case: Case, subject: BackendSubject) -> str:
-    """Closed sessions give every byte back, and whatever is used afterwards is a ``LifecycleError``."""
+def _check_dispose(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
-    request = subject.request(weight, dtype=case.dtype, precision=case.precision)
-    subject.require_declared(request)
     size, growth = 0, Growth(subject.device)
     for life in range(_WARM_LIVES + _LIVES):
         if life >= _WARM_LIVES and (life - _WARM_LIVES) % _STRETCH == 0:
@@ -104,14 +99,12 @@ def _expect_closed(layer: BackendLayer, weight: PackedWeight, x: torch.Tensor) -
 def _expect_twin(
     what: str, module: Q4Linear, weight: PackedWeight, calls: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    difference = same_weight(module.packed_weight(), as_given(weight))
-    expect(difference is None, f"the {what} layer's weight differs in its {difference}")
+    expect_same_weight(module.packed_weight(), as_given(weight), f"the {what} layer's weight differs")
     expect_same_bits(module, calls, f"the {what} layer")
 
 
 @check("copies")
-def check_copies(case: Case, subject: BackendSubject) -> str:
-    """Copied, deeply copied and moved, a layer gives the same bits, or in another dtype right ones; codes stay."""
+def _check_copies(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     bias = make_bias(case)
     with lent(subject.backend):
@@ -142,8 +135,7 @@ def _cast(  # noqa: PLR0913  # the facts of one cast
     except BackendUnavailableError as error:
         expect(dtype not in subject.backend.capabilities.dtypes, f".to({dtype}) was refused: {error}")
         return f"{dtype} refused"
-    difference = same_weight(twin.packed_weight(), as_given(weight))
-    expect(difference is None, f".to({dtype}) changed the weight's {difference}")
+    expect_same_weight(twin.packed_weight(), as_given(weight), f".to({dtype}) changed the weight")
     plain = subject.layer(weight, bias.to(dtype), dtype=dtype, precision=case.precision)
     generator = torch.Generator().manual_seed(case.seeds[0])
     x = torch.randn(3, weight.in_features, generator=generator).to(subject.device, dtype)
@@ -152,15 +144,13 @@ def _cast(  # noqa: PLR0913  # the facts of one cast
 
 
 @check("elsewhere")
-def check_elsewhere(case: Case, subject: BackendSubject) -> str:
-    """Pickled to a new process, a layer holds the same weight there and gives the same bits."""
+def _check_elsewhere(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     with lent(subject.backend):
         layer = subject.layer(weight, make_bias(case), dtype=case.dtype, precision=case.precision)
         ((x, y),) = judged_calls(layer, [draw(case, layer, max(case.rows))])
     gc.collect()
     got, there = call_elsewhere(subject.backend, layer.module, x)
-    difference = same_weight(got, as_given(weight))
-    expect(difference is None, f"in the other process the weight differs in its {difference}")
+    expect_same_weight(got, as_given(weight), "in the other process the weight differs")
     expect(torch.equal(there, y.cpu()), "other bits from the other process")
     return "the same weight and bits in a new process"

@@ -31,8 +31,6 @@ _PREFER, _REQUIRE = UnifiedMemoryPolicy.PREFER_UNIFIED, UnifiedMemoryPolicy.REQU
 _ABSENT = (torch.device("cuda", 127), torch.device("meta"))
 _LIVES = 200
 _LIFE_BYTES = 1 << 20
-
-
 _RECIPE = WeightRecipe(format="nvfp4", n=32, k=128, scale_kind=ScaleKind.E4M3_MUL)
 _CPU = torch.device("cpu")
 
@@ -54,8 +52,7 @@ def _expect_same_numbers(layer: Q4Linear, plain: Q4Linear, x: torch.Tensor, wher
 
 
 @check("prefer_unified")
-def check_prefer_unified(_case: Case, _subject: object) -> str:
-    """PREFER_UNIFIED without a provider: a recorded reason, and the same numbers."""
+def _check_prefer_unified(_case: Case, _subject: object) -> str:
     plain, preferred = (_layer(policy, make_registry()) for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER))
     _expect_same_numbers(preferred, plain, _x(), "after the fallback")
     told = preferred.diagnostics().memory
@@ -68,8 +65,7 @@ def check_prefer_unified(_case: Case, _subject: object) -> str:
 
 
 @check("require_unified")
-def check_require_unified(_case: Case, _subject: object) -> str:
-    """REQUIRE_UNIFIED that can't be met fails at once, and names the device attributes that decided."""
+def _check_require_unified(_case: Case, _subject: object) -> str:
     return _expect_refused(make_registry(), _CPU, ())
 
 
@@ -95,8 +91,7 @@ def _expect_refused(registry: Registry, device: torch.device, providers: Sequenc
 
 
 @check("prefer_activation")
-def check_prefer_activation(_case: Case, _subject: object) -> str:
-    """PREFER_UNIFIED never copies an activation: the very same tensor comes back, and no more is allocated."""
+def _check_prefer_activation(_case: Case, _subject: object) -> str:
     _expect_untouched(torch.ones(64, 1 << 15), _CPU, ())
     x, counts = _x(), {}
     for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER):
@@ -130,8 +125,7 @@ def _bytes_at(tensor: torch.Tensor) -> bytes:
 
 
 @check("capability")
-def check_capability(_case: Case, subject: MemorySubject) -> str:
-    """The provider says of every device whether it can, why, and by which device attributes; twice the same."""
+def _check_capability(_case: Case, subject: MemorySubject) -> str:
     for device in (subject.device, torch.device("cpu"), *_ABSENT):
         own = MemorySubject(subject.provider, device=str(device))
         answer = own.availability()
@@ -143,8 +137,7 @@ def check_capability(_case: Case, subject: MemorySubject) -> str:
 
 
 @check("prefer_provider")
-def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
-    """PREFER_UNIFIED promotes a layer where the provider can, else falls back with its reason; the numbers stay."""
+def _check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     require_device(subject.device)
     x = _x().to(subject.device)
     plain = _layer(UnifiedMemoryPolicy.DISABLED, subject.registry(), subject.device)
@@ -165,8 +158,7 @@ def check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
 
 
 @check("require_provider")
-def check_require_provider(_case: Case, subject: MemorySubject) -> str:
-    """REQUIRE_UNIFIED that the provider can't meet fails at once, naming the attributes that it gave."""
+def _check_require_provider(_case: Case, subject: MemorySubject) -> str:
     require_device(subject.device)
     provider: Any = subject.provider
     if subject.availability():
@@ -189,8 +181,7 @@ def _samples(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @check("convert_managed")
-def check_convert_managed(_case: Case, subject: MemorySubject) -> str:
-    """A conversion is managed by the driver's own word, keeps data and shape, and both views show the same bytes."""
+def _check_convert_managed(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     ordinary = torch.zeros(64, device=subject.device)
     expect(not subject.provider.is_managed(ordinary), "ordinary memory is called managed")
@@ -219,8 +210,7 @@ def check_convert_managed(_case: Case, subject: MemorySubject) -> str:
 
 
 @check("managed_empty")
-def check_managed_empty(_case: Case, subject: MemorySubject) -> str:
-    """Empty tensors have the form asked for, never share bytes while they live, and give them back when they go."""
+def _check_managed_empty(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     shapes = ((3, 5), (1,), (7, 1, 2))
     held = [subject.provider.empty(shape, torch.float32, subject.device) for shape in shapes]
@@ -244,8 +234,7 @@ def check_managed_empty(_case: Case, subject: MemorySubject) -> str:
 
 
 @check("mutable_variable")
-def check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
-    """With Q4_DISABLE_UM=0 the mutable policy promotes a copy; with 1 nothing is promoted, and REQUIRE fails."""
+def _check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     source = torch.arange(12.0, device=subject.device).reshape(3, 4)
     facts: dict[str, Any] = {"device": subject.device, "providers": (subject.provider,)}
@@ -270,8 +259,7 @@ def check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
 
 
 @check("managed_activation")
-def check_managed_activation(_case: Case, subject: MemorySubject) -> str:
-    """PREFER_UNIFIED gives the same storage back, managed or not: no allocation and no copy, counted."""
+def _check_managed_activation(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     counted = CountedProvider(subject.provider, calls=[])
     ordinary = torch.ones(64, 1 << 14, device=subject.device)

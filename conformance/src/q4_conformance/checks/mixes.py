@@ -87,8 +87,7 @@ def _others(subject: BackendSubject, availability: str) -> tuple[Backend, ...]:
 
 
 @check("mix")
-def check_mix(case: Case, subject: BackendSubject) -> str:
-    """Diagnostics are complete and true in every mix of override, compute path and availability."""
+def _check_mix(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     require_kernels(subject, case, weight)
     if subject.name == REFERENCE:

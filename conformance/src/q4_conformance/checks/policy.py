@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from q4_conformance.contract.case import Case
-    from q4_conformance.subjects.backend import BackendSubject
     from q4core import KernelPath, PackedWeight
 
 _SAMPLE_ROWS = (1, 2, 15, 16, 17, 64, 127, 128, 129, 4096)
@@ -62,8 +61,7 @@ def require_kernels(subject: BackendSubject, case: Case, weight: PackedWeight) -
 
 
 @check("override")
-def check_override(case: Case, subject: BackendSubject) -> str:
-    """Each compute path that the backend can serve is served by it, and the record says so."""
+def _check_override(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     policies = [ComputePath.AUTO]
     if serves_kernels(subject, case, weight):
@@ -86,8 +84,7 @@ def check_override(case: Case, subject: BackendSubject) -> str:
 
 
 @check("unavailable")
-def check_unavailable(case: Case, subject: BackendSubject) -> str:
-    """Without its native part: KERNEL_ONLY is an error with the reasons, KERNEL_OR_FALLBACK the reference with one."""
+def _check_unavailable(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
     require_kernels(subject, case, weight)
     message = unique("the native library is missing")
@@ -116,7 +113,7 @@ def check_unavailable(case: Case, subject: BackendSubject) -> str:
 
 
 @check("cuda_only")
-def check_cuda_only(case: Case, subject: BackendSubject) -> str:
+def _check_cuda_only(case: Case, subject: BackendSubject) -> str:
     """A backend for CUDA alone, asked to run on the CPU, is refused at once with its reasons, never replaced.
 
     A backend that declares more is judged as if it declared CUDA alone; no case of it needs a GPU.
@@ -180,8 +177,7 @@ def _bad_inputs(case: Case, weight: PackedWeight, device: torch.device) -> Itera
 
 
 @check("refusals")
-def check_refusals(case: Case, subject: BackendSubject) -> str:
-    """What does not fit is refused at once, before any kernel, by a typed error that names layer and legal choice."""
+def _check_refusals(case: Case, subject: BackendSubject) -> str:
     weight = attrs.evolve(case.weight(), name=_NAME)
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     count = 0

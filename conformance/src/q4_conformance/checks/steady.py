@@ -11,9 +11,8 @@ from q4_conformance.checks.device import expect_same_bytes, quantiser_of
 from q4_conformance.checks.endurance import CALLS, Growth, judge_ste, threads, train
 from q4_conformance.checks.values import draw, judged_calls
 from q4_conformance.contract.case import check, expect
-from q4_conformance.outcome import NotDeclaredError, NotTestableError
+from q4_conformance.outcome import NotTestableError
 from q4_conformance.subjects.temporary_plugin import lent
-from q4core import Feature
 from q4core import quantize as quantize_ref
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ _MIXED = 211
 
 @check("calls")
 @threads(1)
-def check_calls(case: Case, subject: BackendSubject) -> str:
-    """10,000 calls of one layer: the same bits each time, and memory stays where it was."""
+def _check_calls(case: Case, subject: BackendSubject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     calls = judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
     growth = Growth(subject.device)
@@ -44,8 +42,7 @@ def check_calls(case: Case, subject: BackendSubject) -> str:
 
 @check("varied_calls")
 @threads(1)
-def check_varied_calls(case: Case, subject: BackendSubject) -> str:
-    """Numbers of rows that differ, and threads that come and go, leave nothing behind."""
+def _check_varied_calls(case: Case, subject: BackendSubject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     ((x, y),) = judged_calls(layer, [draw(case, layer, _ROWS)])
     growth = Growth(subject.device)
@@ -63,8 +60,7 @@ def check_varied_calls(case: Case, subject: BackendSubject) -> str:
 
 @check("quantise_calls")
 @threads(1)
-def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
-    """10,000 calls of a backend's quantiser: the reference's bytes each time, and memory stays where it was."""
+def _check_quantise_calls(case: Case, subject: BackendSubject) -> str:
     kind = case.weight_recipe.format
     dense = torch.randn(4, 4 * kind.block_size, generator=torch.Generator().manual_seed(18)) * 0.1
     wanted = quantize_ref(dense, kind.name)
@@ -77,8 +73,7 @@ def check_quantise_calls(case: Case, subject: BackendSubject) -> str:
 
 
 @check("ste_native")
-def check_ste_native(case: Case, subject: BackendSubject) -> str:
-    """``linear_ste`` through the backend's own quantiser has the reference's weight and the analytic gradients."""
+def _check_ste_native(case: Case, subject: BackendSubject) -> str:
     kind = case.weight_recipe.format
     quantiser_of(subject, quantize_ref(torch.ones(1, 2 * kind.block_size), kind.name), torch.float32)
     if subject.device.type == "cpu":
@@ -90,11 +85,8 @@ def check_ste_native(case: Case, subject: BackendSubject) -> str:
 
 @check("train_through")
 @threads(1)
-def check_train_through(case: Case, subject: BackendSubject) -> str:
-    """1,000 steps of a plain training loop through a frozen layer: finite gradients, a falling loss, flat memory."""
+def _check_train_through(case: Case, subject: BackendSubject) -> str:
     weight = case.weight()
-    if Feature.GRADIENTS not in subject.backend.capabilities.features:
-        raise NotDeclaredError("feature 'gradients' is not declared")
     layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, gradients=True)
     generator = torch.Generator().manual_seed(20)
     x = torch.randn(16, 8, generator=generator)

@@ -37,14 +37,12 @@ _FORK_TEXT = 2048
 
 
 @check("inference")
-def check_inference(case: Case, subject: Subject) -> str:
-    """Under ``no_grad`` and in inference mode a layer gives the bits that it gives without, as one made there does."""
+def _check_inference(case: Case, subject: Subject) -> str:
     return _same_in(case, subject, {"torch.no_grad()": torch.no_grad, "torch.inference_mode()": torch.inference_mode})
 
 
 @check("modes")
-def check_modes(case: Case, subject: Subject) -> str:
-    """Autocast, and other default dtypes, change no bits of a layer, nor of one made there."""
+def _check_modes(case: Case, subject: Subject) -> str:
     kind = subject.device.type
     return _same_in(
         case,
@@ -92,8 +90,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @check("thread_counts")
-def check_thread_counts(case: Case, subject: Subject) -> str:
-    """Whatever number of threads torch is told to use, before the layer is made or after, every element is right."""
+def _check_thread_counts(case: Case, subject: Subject) -> str:
     weight = case.weight()
     earlier = subject.layer(weight, dtype=case.dtype, precision=case.precision)
     for count in _COUNTS:
@@ -130,7 +127,7 @@ def _is_wrong(error: Exception) -> bool:
 
 
 @check("neighbours")
-def check_neighbours(case: Case, subject: Subject) -> str:
+def _check_neighbours(case: Case, subject: Subject) -> str:
     """Layers of other sizes, blocks and formats, with and without a bias, change nothing of one another.
 
     Between two rounds each of them computes NaN, which no scratch may keep.
@@ -155,8 +152,7 @@ def check_neighbours(case: Case, subject: Subject) -> str:
 
 
 @check("changed")
-def check_changed(case: Case, subject: Subject) -> str:
-    """What x and the bias hold when a layer is called counts, not what stood there before."""
+def _check_changed(case: Case, subject: Subject) -> str:
     weight = case.weight()
     bias = make_bias(case)
     layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
@@ -192,8 +188,7 @@ def _settings() -> dict[str, Any]:
 
 @check("settings")
 @threads(_UNUSUAL_THREADS)
-def check_settings(case: Case, subject: Subject) -> str:
-    """Making and calling a layer leaves alone what torch, numpy and random hold for everybody."""
+def _check_settings(case: Case, subject: Subject) -> str:
     torch.set_flush_denormal(False)  # an earlier layer may have changed what it changes again
     torch.set_grad_enabled(mode=True)
     weight = case.weight()
@@ -217,7 +212,7 @@ def _expect_same(before: dict[str, Any], what: str) -> None:
 
 
 @check("forked")
-def check_forked(case: Case, subject: Subject) -> str:
+def _check_forked(case: Case, subject: Subject) -> str:
     """A process that was forked after a call, as loaders' and servers' workers are, gets the bits of its parent.
 
     It computes with one thread, as torch's own workers do: torch's pool of threads does not live on in it.

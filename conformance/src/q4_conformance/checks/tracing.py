@@ -55,8 +55,7 @@ def _compiler() -> Iterator[None]:
 
 
 @check("opcheck")
-def check_op(case: Case, subject: BackendSubject) -> str:
-    """The op that the layer calls has a true schema, a fake that tells the form, and derivatives that trace."""
+def _check_op(case: Case, subject: BackendSubject) -> str:
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, gradients=has_gradients)
     x = draw(case, layer, max(case.rows))
@@ -75,8 +74,7 @@ def check_op(case: Case, subject: BackendSubject) -> str:
 
 
 @check("compile")
-def check_compile(case: Case, subject: BackendSubject) -> str:
-    """Compiled into one whole graph, the layer gives eager's bits, its gradients too, and is still counted."""
+def _check_compile(case: Case, subject: BackendSubject) -> str:
     has_gradients = Feature.GRADIENTS in subject.backend.capabilities.features
     layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, gradients=has_gradients)
     try:
@@ -102,10 +100,8 @@ def _compare(case: Case, layer: BackendLayer, *, has_gradients: bool) -> None:
         expect(torch.equal(y, expected), f"M = {rows}: the compiled layer gives other bits")
         expect(sum(layer.diagnostics().calls) == before + 1, f"M = {rows}: the compiled call was not counted")
         if has_gradients:
-            grads = []
-            for call in (layer, compiled):
-                leaf = x.detach().clone().requires_grad_()
-                call(leaf).sum().backward()
-                grads.append(leaf.grad)
-            same = grads[0] is not None and grads[1] is not None and torch.equal(grads[0], grads[1])
+            one, other = (x.detach().clone().requires_grad_() for _ in range(2))
+            layer(one).sum().backward()
+            compiled(other).sum().backward()
+            same = one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
             expect(same, f"M = {rows}: the compiled layer gives another gradient")

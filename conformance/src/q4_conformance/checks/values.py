@@ -1,4 +1,4 @@
-"""Checks of numbers: what comes out, against the oracle, element by element."""
+"""Checks of numbers: what comes out, against the oracle, element by element, in every dtype of x and of y."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_bias(case: Case) -> torch.Tensor:
 
 def rows_of(case: Case, layer: Layer) -> tuple[int, ...]:
     """Return the values of M of a case, and those at which the layer's further paths begin, and a little above."""
-    if not case.meets_paths or not isinstance(layer, BackendLayer):
+    if not isinstance(layer, BackendLayer):
         return case.rows
     further = layer.diagnostics().segments[1:]
     starts = {
@@ -121,8 +121,7 @@ def check_values(case: Case, subject: Subject) -> str:
 
 
 @check("bias")
-def check_bias(case: Case, subject: Subject) -> str:
-    """The same with a bias, wherever it begins, which is added before the one rounding."""
+def _check_bias(case: Case, subject: Subject) -> str:
     weight = case.weight()
     bias = make_bias(case)
     odd = torch.cat((bias.new_full((1,), torch.nan), bias))[1:]
@@ -134,8 +133,7 @@ def check_bias(case: Case, subject: Subject) -> str:
 
 
 @check("zero_inputs")
-def check_zero_inputs(case: Case, subject: Subject) -> str:
-    """A row of zeros, and blocks of zeros in a row, give what the bias and the other blocks say."""
+def _check_zero_inputs(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), make_bias(case), dtype=case.dtype, precision=case.precision)
     outputs, inputs = layer.weight.shape
     for x in draws(case, layer):
@@ -171,8 +169,7 @@ def check_awkward(case: Case, subject: Subject) -> str:
 
 
 @check("gradient")
-def check_gradient(case: Case, subject: Subject) -> str:
-    """The gradient to the input is there and exact: grad @ w, by the oracle's weight; a declared one is what ran."""
+def _check_gradient(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision, gradients=True)
     whose = _whose_gradient(layer, subject)
     worst = 0.0
@@ -205,8 +202,7 @@ def _whose_gradient(layer: Layer, subject: Subject) -> str:
 
 
 @check("non_finite")
-def check_non_finite(case: Case, subject: Subject) -> str:
-    """NaN or infinity in one row of x makes that row non-finite, and leaves the others right."""
+def _check_non_finite(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     places = (layer.weight.in_features // 2, layer.weight.in_features - 1, 0)
     for index, value in enumerate((float("nan"), float("inf"), float("-inf"))):
@@ -238,3 +234,45 @@ def check_noise(case: Case, subject: Subject) -> str:
             expect(verdict.passed, f"M = {rows}: {verdict}")
             worst = max(worst, verdict.ratio)
     return f"worst mean square error {worst:.3g} of what is allowed"
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@check("dtypes")
+def _check_dtypes(case: Case, subject: BackendSubject) -> str:
+    layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
+    for rows in case.rows:
+        x = draw(case, layer, rows)
+        y = layer(x)
+        judge_call(layer, x, y)
+        for dtype in _DTYPES:
+            asked = layer.module(x, out_dtype=dtype)
+            expect(asked.dtype is dtype, f"out_dtype={dtype} gave {asked.dtype}")
+            expect(torch.equal(asked, y.to(dtype)), f"out_dtype={dtype} is not the result in {dtype}")
+    declared = [item for item in _DTYPES if item in subject.backend.capabilities.dtypes and item != case.dtype]
+    seen = [_check_pair(case, subject, layer, out_dtype) for out_dtype in declared]
+    return "; ".join([f"{case.dtype} to {case.dtype}", *seen])
+
+
+def _check_pair(case: Case, subject: BackendSubject, layer: BackendLayer, out_dtype: torch.dtype) -> str:
+    """Judge what the backend itself writes to a result of another dtype, with one rounding; return what it said."""
+    request = subject.request(layer.weight, dtype=case.dtype, out_dtype=out_dtype, precision=case.precision)
+    what = f"{case.dtype} to {out_dtype}"
+    verdict = subject.backend.check(request)
+    if verdict.reasons:
+        codes = {reason.code for reason in verdict.reasons}
+        if codes != {ReasonCode.DTYPE}:
+            told = "; ".join(str(reason) for reason in verdict.reasons)
+            raise FailureError(f"{what} is declared, and refused for other reasons than the pair: {told}")
+        return f"{what} refused"
+    prepared = subject.prepare(layer.weight, request)
+    for segment in subject.choose(request).segments:  # prepare was told of these, and of no others
+        path, rows = segment.path, segment.low
+        x = draw(case, layer, rows)
+        out = torch.full((rows, layer.weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)
+        subject.backend.linear(prepared, x.clone(), out, bias=None, path=path.name)
+        reference = exact_linear(layer.weight, x, codebook=path.codebook)
+        judged = judge(out, reference, out_dtype=out_dtype, device=layer.device)
+        expect(judged.passed, f"{what}, {path.name}, M = {rows}: {judged}")
+    return f"{what} right"

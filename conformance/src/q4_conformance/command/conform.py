@@ -25,7 +25,7 @@ from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from q4_conformance.outcome import CaseResult
 
@@ -106,12 +106,9 @@ def _judge(query: Query, folder: Path | None, page: Path | None, *, as_json: boo
         run = run_target(query, announce=announce, watch=watch)
     words = query.command() + ([] if folder is None else ["--report", str(folder)])
     document = make_certificate(run, words)
-    files: Sequence[Path] = ()
-    if folder is not None:
-        files = write_files(folder, document, seconds=run.report.seconds)
+    files = () if folder is None else write_files(folder, document, seconds=run.report.seconds)
     if as_json:
-        told = {"certificate": document, "files": [str(path) for path in files]}
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps({"certificate": document, "files": [str(path) for path in files]}, indent=2))
     else:
         show_run(document, run, files)
     is_same = due in {None, document["verdict_hash"]}

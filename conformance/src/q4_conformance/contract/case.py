@@ -40,7 +40,6 @@ class Case:
         dtype: dtype of x.
         precision: To what precision the activations may be rounded.
         rows: Values of M.
-        meets_paths: Whether a layer's further paths are met as well, where they begin and a little above.
         seeds: Seeds of the draws; further ones follow where an element was not seen.
         shift: Activations are two to this larger.
         format: Name of the format, where a case concerns one and has no weight of its own.
@@ -56,7 +55,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     precision: ActivationPrecision = ActivationPrecision.EXACT
     rows: tuple[int, ...] = (1, 5)
-    meets_paths: bool = True
     seeds: tuple[int, ...] = (11, 12, 13)
     shift: int = 0
     format: str = ""

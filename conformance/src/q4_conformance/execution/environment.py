@@ -185,7 +185,7 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         told["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
         if hasattr(subject, "dialect"):
             told["formats"] = sorted(judged.formats)
-        told["overrides"] = [item.to_dict() for item in declared_by(subject)]
+        told["overrides"] = [attrs.asdict(item) for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
     except PLUGIN_FAULTS as error:  # the cases will judge it

@@ -91,7 +91,7 @@ def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
     return found
 
 
-def _status() -> dict[str, int]:
+def status_bytes() -> dict[str, int]:
     """Return the sizes in this process's status, in bytes; nothing where the system does not say."""
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
@@ -153,7 +153,7 @@ def taken_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
-    facts = _status()
+    facts = status_bytes()
     if "RssAnon" not in facts:
         return None
     try:
@@ -200,10 +200,10 @@ def _host_peak(call: Callable[[], object]) -> int | None:
     """
     with contextlib.suppress(OSError):
         _CLEAR.write_text("5", encoding="ascii")  # the peak starts anew
-    before = _status().get("VmRSS") if sys.platform == "linux" else None
+    before = status_bytes().get("VmRSS") if sys.platform == "linux" else None
     with torch.no_grad():
         call()
-    after = _status()
+    after = status_bytes()
     if before is None or "VmHWM" not in after or "VmRSS" not in after:
         return None
     return max(0, after["VmHWM"] - max(before, after["VmRSS"]))

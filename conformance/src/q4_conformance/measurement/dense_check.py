@@ -122,12 +122,12 @@ class Benches:
     """The weight that is judged, one of half its sides, and how to come by one of twice its sides."""
 
     full: Bench
-    half: Bench | None
+    half: Bench
     make_double: Callable[[], Bench]
 
     def half_for(self, point: Point) -> Bench | None:
         """Return the bench to compare a call with; None where the limit of one call alone shows a dense weight."""
-        if self.half is None or not self.half.has(point) or _most_bytes(self.full, point) <= self.full.size:
+        if not self.half.has(point) or _most_bytes(self.full, point) <= self.full.size:
             return None
         return self.half
 
@@ -178,7 +178,7 @@ def _first_calls(benches: Benches, few: list[Point], many: list[Point]) -> Itera
     stays, limit = full.beside + full.grown(few), _limit(full.size * BESIDE_BYTES)
     if stays > limit:
         yield _Suspect(f"{stays} bytes stay beside the prepared tensors, more than {limit}", few)
-    if half is None or not many:
+    if not many:
         return
     smaller = half.grown(many)  # first, because what is kept for x and y may be kept for both weights
     larger, limit = full.grown(many), _limit(full.size * OVER_HALF_SIDES)

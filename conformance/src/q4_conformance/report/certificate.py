@@ -31,7 +31,6 @@ SCHEMA = "q4-conformance/certificate"
 SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
-_WEAKNESS = ["measured", "ran", "compiled", "interpreted"]
 _NOT_DECLARED = "not declared"
 _TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
@@ -116,15 +115,12 @@ def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             met.setdefault((format_of(result["case"]), path), set()).add(part_of(result["case"]))
     rows = []
     for (kind, path), parts in sorted(met.items()):
-        alike = (both for (of, other), both in met.items() if of == kind and _precision(other) == _precision(path))
+        precision = path.rpartition("/")[2]
+        alike = (both for (of, other), both in met.items() if of == kind and other.rpartition("/")[2] == precision)
         left = sorted(set().union(*alike) - parts, key=part_order)
         if left:
             rows.append(_row(f"path {path} of {kind}", f"no case of {', '.join(left)} came to it"))
     return rows
-
-
-def _precision(path: str) -> str:
-    return path.rpartition("/")[2]
 
 
 def _formats_left(judged: Sequence[str], declared: set[str], *, is_told: bool = True) -> Iterator[dict[str, Any]]:
@@ -157,7 +153,7 @@ def _row(what: str, why: str, cases: int = 0) -> dict[str, Any]:
 
 
 def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[str, str]]:
-    """Return kind and standing of every (format, path) that ran; of several standings the least."""
+    """Return kind and standing of every (format, path) that ran; ``interpreted`` where it was so once."""
     kinds: dict[tuple[str, str], set[str]] = {}
     standings: dict[tuple[str, str], set[str]] = {}
     for result in results:
@@ -166,16 +162,15 @@ def _path_facts(results: Iterable[CaseResult]) -> dict[tuple[str, str], tuple[st
             _, kind, _, standing = path.rsplit("|", 3)
             kinds.setdefault(key, set()).add(kind)
             standings.setdefault(key, set()).add(standing)
-    return {key: (", ".join(sorted(kinds[key])), max(standings[key], key=_WEAKNESS.index)) for key in kinds}
+    return {key: (", ".join(sorted(kinds[key])), min(standings[key])) for key in kinds}
 
 
-def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None = None) -> dict[str, Any]:
+def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
     """Return the document of a run, ready for JSON.
 
     Args:
         run: What ``run_target`` gave.
         command: The words by which the run can be repeated.
-        now: When it was made; now unless told.
     """
     overrides = list(run.manifest.get("overrides", ()))
     cases = cases_for(run.target)
@@ -215,7 +210,7 @@ def make_certificate(run: Run, command: Sequence[str], *, now: datetime | None =
             "broken_plugins": dict(run.facts.get("broken_plugins", {})),
             "results": results,
             "volatile": {
-                "date": (now or datetime.now(timezone.utc)).isoformat(timespec="seconds"),
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "seconds": round(run.seconds, 1),
                 "case_seconds": round(sum(result.seconds for result in run.report.results), 1),
             },

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-_SUFFIXES = ("json", "xml", "html", "md")
-
 
 def write_files(
     folder: Path, document: Mapping[str, Any], *, seconds: Mapping[str, float] | None = None
@@ -35,19 +33,16 @@ def write_files(
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = document["kind"]
-    texts = {
-        f"{kind}.json": to_text(document),
-        f"{kind}.xml": to_junit(document, seconds or {}),
-        f"{kind}.html": to_html(document),
-        f"{kind}.md": to_markdown(document),
-    }
+    texts = {"json": to_text(document), "xml": to_junit(document, seconds or {})}
+    texts |= {"html": to_html(document), "md": to_markdown(document)}
     written = []
-    for name, text in texts.items():
+    for suffix, text in texts.items():
+        name = f"{kind}.{suffix}"
         temporary = folder / f".{name}.{os.getpid()}.tmp"
         temporary.write_text(text, encoding="utf-8")
         written.append(temporary.replace(folder / name))
     if document["standing"] != "partial":
         other = "report" if kind == "certificate" else "certificate"
-        for suffix in _SUFFIXES:
+        for suffix in texts:
             (folder / f"{other}.{suffix}").unlink(missing_ok=True)
     return tuple(written)

@@ -9,7 +9,7 @@ import html
 import importlib.resources
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.outcome import BAD, Outcome
+from q4_conformance.outcome import BAD_VALUES, Outcome
 from q4_conformance.report.status import (
     counted,
     facts_of,
@@ -121,8 +121,7 @@ def _lines(text: str, end: str) -> str:
 
 
 def _findings(document: Mapping[str, Any]) -> str:
-    bad = {outcome.value for outcome in BAD}
-    found = [item for item in document["results"] if item["outcome"] in bad]
+    found = [item for item in document["results"] if item["outcome"] in BAD_VALUES]
     if not found and not document["missing"]:
         return ""
     lines = [

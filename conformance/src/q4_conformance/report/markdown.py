@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4_conformance.outcome import BAD, Outcome
+from q4_conformance.outcome import BAD_VALUES, Outcome
 from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import counted, facts_of, not_meant, path_verdict, said_of, seal_of, title_of
 from q4_conformance.report.tally import by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_BAD = {outcome.value for outcome in BAD}
 
 
 def _escape(value: object) -> str:
@@ -51,7 +49,7 @@ def to_markdown(document: Mapping[str, Any]) -> str:
         *(f"- not declared: {row['what']}, {row['cases']:,} cases" for row in document["not_declared"]),
         "",
     ]
-    wrong = [item for item in document["results"] if item["outcome"] in _BAD]
+    wrong = [item for item in document["results"] if item["outcome"] in BAD_VALUES]
     if wrong:
         lines += ["## What went wrong", ""]
         for item in wrong:

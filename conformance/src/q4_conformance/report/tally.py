@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import part_order
-from q4_conformance.outcome import BAD, Outcome, grouped
+from q4_conformance.outcome import BAD, BAD_VALUES, Outcome, grouped
 from q4_conformance.subjects.backend import WISHES
 from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_BAD = {outcome.value for outcome in BAD}
 _PASS = Outcome.PASS.value
 NO_FORMAT = "any"
 """Format of a case that has no weight."""
@@ -120,7 +119,7 @@ def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
         # Nothing ran: what was missing is what the activations asked for need.
         wanted = _WISHES.get(result["case"].rpartition("/")[2])
         return wanted is None or path.rpartition("/")[2] in wanted
-    return result["outcome"] in _BAD
+    return result["outcome"] in BAD_VALUES
 
 
 def by_part(document: Mapping[str, Any]) -> dict[str, dict[str, dict[str, int]]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from q4_conformance.outcome import BAD, Outcome, grouped
+from q4_conformance.outcome import BAD_VALUES, Outcome, grouped
 from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import counted, line_of, seal_of, title_of
 
@@ -26,7 +26,6 @@ _MOST_SHOWN = 20
 STYLES = {"certified": "bold green", "interpreted": "bold yellow", "partial": "bold yellow", "failed": "bold red"}
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 """Where an object lies, which its text may say, differs between the processes of a run."""
-_BAD = {outcome.value for outcome in BAD}
 
 
 def console_of(*, to_stderr: bool = False) -> Console:
@@ -64,7 +63,7 @@ def _show_failures(console: Console, bad: Sequence[Mapping[str, Any]]) -> None:
 def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> None:
     """Show on stdout how a run ended: what failed, the counts, the seal, and what was written."""
     console = console_of()
-    _show_failures(console, [item for item in document["results"] if item["outcome"] in _BAD])
+    _show_failures(console, [item for item in document["results"] if item["outcome"] in BAD_VALUES])
     table = Table(box=None, pad_edge=False, header_style="dim")
     names = ["cases", "pass", "passed_by_fallback", *(item.value for item in Outcome if item is not Outcome.PASS)]
     table.add_column("format")

@@ -39,6 +39,14 @@ WISHES = {
 }
 
 
+def not_declared(manifest: Any, request: Request) -> list[str]:
+    """Return what ``Capabilities`` do not declare of a request, the activation precision that it wishes for last."""
+    wanted = WISHES.get(request.precision)
+    lacks = wanted is not None and not wanted & manifest.precisions
+    wish = [f"activation precision {request.precision.value!r} is not declared"] if lacks else []
+    return [reason.message for reason in manifest.refusals(request)] or wish
+
+
 def plugin_of(*backends: Backend) -> types.SimpleNamespace:
     """Return a plugin that brings these backends."""
     return types.SimpleNamespace(q4_backends=hookimpl(lambda: list(backends)))
@@ -151,12 +159,9 @@ class BackendSubject:
 
     def require_declared(self, request: Request) -> None:
         """Raise ``NotDeclaredError`` where the manifest refuses a request, ``NotTestableError`` without its device."""
-        reasons = self.backend.capabilities.refusals(request)
-        if reasons:
-            raise NotDeclaredError("; ".join(reason.message for reason in reasons))
-        wanted = WISHES.get(request.precision)
-        if wanted is not None and not wanted & self.backend.capabilities.precisions:
-            raise NotDeclaredError(f"activation precision {request.precision.value!r} is not declared")
+        lacking = not_declared(self.backend.capabilities, request)
+        if lacking:
+            raise NotDeclaredError("; ".join(lacking))
         require_device(self.device)
 
     def require_hardware(self, request: Request) -> None:

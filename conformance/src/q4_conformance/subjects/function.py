@@ -36,14 +36,12 @@ class FunctionLayer:
             return self.function(x, self.placed, self.bias)
         return self.function(x, self.placed, self.bias, out=out)
 
-    def precision(self, rows: int) -> Precision:
+    def precision(self, _rows: int) -> Precision:
         """Return the declared precision."""
-        del rows
         return self.activations
 
-    def codebook(self, rows: int) -> tuple[float, ...] | None:
+    def codebook(self, _rows: int) -> tuple[float, ...] | None:
         """Return the declared approximation of the codebook."""
-        del rows
         return self.approximate
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_conformance.subjects.backend import WISHES, BackendSubject
+from q4_conformance.subjects.backend import BackendSubject, not_declared
 from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.layer_type import LayerSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Feature, Precision, Request, Rounding
@@ -52,26 +52,19 @@ def undeclared_reason(case: Case, subject: Any) -> str:
 
 
 def _missing(case: Case, manifest: Capabilities, device: torch.device) -> Iterator[str]:
+    """Yield what a case needs and a manifest does not declare, the plainest first."""
     if case.check in _QUANTISERS and "quantize" not in manifest.ops:
         yield "op 'quantize'"
-        return
     if case.check == "stochastic" and Rounding.STOCHASTIC not in manifest.roundings:
         yield "stochastic rounding"
-        return
     if case.check == "native_product" and Precision.W4A4 not in manifest.precisions:
         yield "activation precision 'fp4'"
-        return
     if case.check in _GRADIENTS and Feature.GRADIENTS not in manifest.features:
         yield "feature 'gradients'"
-        return
     place = torch.device("cuda") if case.check == "cuda_only" else device
     if case.check == "cuda_only":
         manifest = attrs.evolve(manifest, devices={"cuda"})
-    refusals = manifest.refusals(request_of(case, place))
-    yield from (reason.message.removesuffix(" is not declared") for reason in refusals)
-    wanted = WISHES.get(case.precision)
-    if not refusals and wanted is not None and not wanted & manifest.precisions:
-        yield f"activation precision {case.precision.value!r}"
+    yield from (text.removesuffix(" is not declared") for text in not_declared(manifest, request_of(case, place)))
 
 
 def request_of(case: Case, device: torch.device) -> Request:
@@ -107,19 +100,3 @@ def narrowed(target: ConformanceTarget, manifest: Mapping[str, Any]) -> Conforma
     if ":" not in target.name or not declared:
         return target
     return attrs.evolve(target, formats=[item for item in target.formats if item in with_cases(declared)])
-
-
-def undeclared(subject: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """Return in words what a document's subject was judged on although its manifest does not declare it."""
-    told = []
-    declared = declared_in(manifest)
-    if declared is not None:
-        lacking = [item for item in subject["formats"] if item not in with_cases(declared)]
-        if lacking:
-            words = f"format{'s' if len(lacking) > 1 else ''} {', '.join(lacking)}"
-            told.append(f"the manifest does not declare {words}; it declares {', '.join(declared) or 'none'}")
-    devices = manifest.get("capabilities", {}).get("devices")
-    kind = subject["device"].partition(":")[0]
-    if devices is not None and kind not in devices:
-        told.append(f"the manifest does not declare device {kind}; it declares {', '.join(devices) or 'none'}")
-    return told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +119,6 @@ class _Cached:
 
 
 _cache: dict[tuple[int, Format], _Cached] = {}
-_cache_lock = threading.Lock()
 
 
 def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
@@ -128,8 +126,7 @@ def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
     if master.is_inference():  # has no version to tell a change by
         return dequantize_packed(quantize_packed(master, kind), master.dtype)
     key = (id(master), kind)
-    with _cache_lock:
-        known = _cache.get(key)
+    known = _cache.get(key)
     if (
         known is not None
         and known.master() is master
@@ -141,18 +138,15 @@ def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
     with torch.no_grad(), torch.inference_mode(mode=False):
         dense = dequantize_packed(quantize_packed(master, kind), master.dtype)
     reference = weakref.ref(master, lambda _: _cache.pop(key, None))
-    with _cache_lock:
-        _cache[key] = _Cached(reference, version, master.data_ptr(), dense)
+    _cache[key] = _Cached(reference, version, master.data_ptr(), dense)
     return dense
 
 
 def clear_eval_cache() -> None:
     """Give back every weight that the eval cache holds."""
-    with _cache_lock:
-        _cache.clear()
+    _cache.clear()
 
 
 def eval_cache_bytes() -> int:
     """Return the bytes that the eval cache holds."""
-    with _cache_lock:
-        return sum(entry.dense.numel() * entry.dense.element_size() for entry in list(_cache.values()))
+    return sum(entry.dense.numel() * entry.dense.element_size() for entry in list(_cache.values()))
