@@ -137,7 +137,7 @@ class IgnoresCodebook(ToyKernel):
         return attrs.evolve(super().weight(prepared), codebook=None)
 
 
-@numeric_fault("drops-tail", "TC-11/awkward", format="int4")
+@numeric_fault("drops-tail", "TC-11/awkward/int4-plain-low_first-7x33b128-s0/", format="int4")
 class DropsTail(ToyKernel):
     """Leaves a short last block out."""
 
