@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 try:
@@ -27,3 +28,10 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
     hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, database=None)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.hookimpl(trylast=True)  # after those that are not wanted are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that hold slow tests first, so that workers that share out the files end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

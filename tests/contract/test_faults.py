@@ -26,9 +26,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IN_PROCESS = [fault for fault in FAULTS if fault.ends is Outcome.FAIL]
 DEADLY = [fault for fault in FAULTS if fault.ends is not Outcome.FAIL]
 NUMERIC = [fault for fault in FAULTS if fault.is_numeric]
+_HIDDEN = "in-torch", "in-halves", "for-bfloat16", "for-many-rows"
+IN_SOAK = {
+    *(f"fault-hidden-dense-{where}" for where in _HIDDEN),
+    *("fault-hidden-levels-for-many-rows", "fault-keeps-dense-scratch", "fault-keeps-levels-when-hot"),
+    *("fault-hides-dense", "fault-hides-levels-in-shared-memory", "fault-hides-levels-behind-descriptor"),
+    "fault-leaks-quantised",
+}
+"""Faults of memory, of seconds each, that differ from one of every run in where, or for which calls, it is taken."""
 
 
-@pytest.mark.parametrize("fault", IN_PROCESS, ids=lambda fault: fault.name)
+def _by_length(fault: Fault) -> pytest.ParameterSet:
+    return pytest.param(fault, id=fault.name, marks=[pytest.mark.soak] if fault.name in IN_SOAK else [])
+
+
+@pytest.mark.parametrize("fault", [_by_length(fault) for fault in IN_PROCESS])
 def test_faulty_backend_is_caught(fault: Fault, install: Callable[..., None]) -> None:
     """An installed backend with the fault fails the case meant for it, for the reason meant."""
     install(fault.name)
@@ -119,6 +131,13 @@ def test_a_right_gradient_of_the_backend_passes() -> None:
     report = run_cases(Differentiates("differentiates"), ["q4_0"], only=["EX-05/gradient"])
     assert report.passed
     assert all(result.message.startswith("by gradient") for result in report.results if result.outcome is Outcome.PASS)
+
+
+def test_every_run_sees_each_way_to_notice_dense_weights() -> None:
+    """What ``nox -s soak`` alone plants is the like of a fault of every run: each message that tells of one is met."""
+    kinds = {fault.name: fault.says.rpartition(": ")[2] for fault in FAULTS if fault.caught_by == "EX-14/kind"}
+    assert kinds.keys() | {"fault-leaks-quantised"} >= IN_SOAK
+    assert {kinds[name] for name in kinds.keys() - IN_SOAK} == set(kinds.values())
 
 
 def test_there_are_faults_enough() -> None:

@@ -13,12 +13,17 @@ from q4core import ActivationPrecision, Feature
 
 FORMATS = ("nf4", "nvfp4", "q4_1", "int4")
 """One of each kind: a table with flat blocks, in each run; two scale levels, an offset, zero points."""
-LONG = {"calls", "varied", "frozen", "dispose", "kind"}
+LONG = {"calls", "varied", "frozen", "dispose", "kind", "long", "wide"}
 """Parts of thousands of calls or of large weights: ``nox -s conformance`` judges backends that serve by them."""
+DTYPE_OF = {ActivationPrecision.EXACT: torch.float32, ActivationPrecision.INT8: torch.bfloat16}
+"""The one dtype of a case for each precision; those sessions judge backends in every dtype for each."""
+FEW = {"noise", "modes", "settings", "forked", "dtypes"}
+"""Parts that have no case in that dtype, or that concern dtypes."""
 
 
 def _is_in_every_run(case: Case) -> bool:
-    return case.weight_recipe.format.name == FORMATS[0] and case.part not in LONG
+    is_met = case.part in FEW or case.dtype is DTYPE_OF[case.precision]
+    return case.weight_recipe.format.name == FORMATS[0] and case.part not in LONG and is_met
 
 
 CASES = [

@@ -19,11 +19,17 @@ CHOSEN = {"avx2": tuple(BUILTIN_FORMATS), "avxvnni": ("nf4",), "avx512": ("int4"
 """Formats in every run; AVX2 is in each, so that a run is the same on each machine."""
 KERNELS = {"values", "noise", "non_finite", "zero_inputs", "bias", "last_page", "thread_counts"}
 """Checks of what differs between instruction sets: the kernels. How they are called is the same code for all."""
+LARGE = {"long", "wide", "many", "tiles", "counts"}
+"""Parts of sizes, of seconds each, that the first of the chosen formats alone goes through in every run."""
+LONG_ROW = 8192
 
 
 def _is_in_every_run(isa: str, case: Case) -> bool:
+    recipe = case.weight_recipe
     is_kernels = case.check in KERNELS and case.dtype is torch.float32
-    return isa in {"avx2", *OTHERS} and case.weight_recipe.format.name in CHOSEN[isa] and is_kernels
+    is_large = case.part in LARGE or recipe.k > LONG_ROW
+    formats = CHOSEN[isa][:1] if is_large else CHOSEN[isa]
+    return isa in {"avx2", *OTHERS} and recipe.format.name in formats and is_kernels
 
 
 PAIRS = [

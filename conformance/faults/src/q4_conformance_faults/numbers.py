@@ -121,7 +121,7 @@ for _name, _field, _recipe in (
     numeric_fault(f"ignores-{_name}", f"TC-09/values/{_recipe}/", format=_recipe.partition("-")[0])(_ignored)
 
 
-@numeric_fault("drops-tail", "TC-11/awkward", format="int4")
+@numeric_fault("drops-tail", "TC-11/awkward/int4-plain-low_first-7x33b128-s0/", format="int4")
 class DropsTail(ToyKernel):
     """Leaves a short last block out."""
 
