@@ -1,6 +1,6 @@
 """A recurrent network continues text, byte by byte, with four-bit weights, and beats the counts of pairs.
 
-    python examples/rnn_text.py [--steps 400] [--seeds 1] [--format q4_0] [--picture rnn_text.png]
+    python examples/rnn_text.py [--steps 400] [--seeds 5] [--format q4_0] [--picture rnn_text.png]
 
 It learns this project's documentation. The baseline is the best that one byte can say of the next: counts of pairs.
 It needs q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
@@ -50,7 +50,7 @@ def main() -> None:
     """Train, pack, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--format", default="q4_0")
     parser.add_argument("--picture", type=Path, default=Path("rnn_text.png"))
     options = parser.parse_args()
