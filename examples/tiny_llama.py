@@ -57,7 +57,8 @@ def main() -> None:
         print(f"packed: {loss_over(model, held_back, LENGTH):.4f} nats per byte")
         answer = [*Generation(model, [*PROMPT], max_tokens=120, sampler=Sampler(temperature=0.7, seed=1))]
     print((PROMPT + bytes(answer)).decode(errors="replace"))
-    draw({options.format: losses}, options.picture, "a tiny Llama on text", "nats per byte (lower is better)", "update")
+    curves = {f"{options.format} weights": losses}
+    draw(curves, options.picture, "a tiny Llama on text", "nats per byte (lower is better)", "update")
     print(f"picture: {options.picture}")
 
 

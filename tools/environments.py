@@ -20,7 +20,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-LARGE = {"torch", "model", "bench"}  # installations whose progress is worth showing
+LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
 def distributions() -> list[Path]:

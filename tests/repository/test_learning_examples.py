@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import tokenizers
 import torch
 from matplotlib import image
 
 import q4core as q4
-from q4_nn import STELinear, TransformerConfig, TransformerEncoder, pack_, save_model, ste_weight
+from q4_nn import STELinear, pack_, ste_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    Record = Callable[[str, object], None]
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.training
@@ -27,7 +28,7 @@ def told(name: str, folder: Path, *arguments: object) -> str:
     """Run an example to its end, check its picture, and return what it printed."""
     picture = folder / "picture.png"
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments), "--picture", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=3600)
     assert done.returncode == 0, done.stderr
     pixels = image.imread(picture, format="png")
     assert pixels[..., :3].reshape(-1, 3).std(0).max() > 0.05
@@ -40,66 +41,48 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "least"), [("mlp_digits.py", 95.0), ("cnn_digits.py", 97.0)])
-def test_digits(name: str, least: float, tmp_path: Path) -> None:
+def test_digits(name: str, least: float, tmp_path: Path, record_property: Record) -> None:
     """Most held-back digits are told; means of five seeds of four-bit and float networks lie within one per cent."""
     shares = numbers(r"([\d.]+)% of the held-back digits right \(mean of 5 seeds", told(name, tmp_path))
+    record_property("right_percent_of_float_and_packed", shares)
     assert len(shares) == 2
     assert min(shares) >= least
     assert abs(shares[0] - shares[1]) <= 1.0
 
 
-def test_text(tmp_path: Path) -> None:
+def test_text(tmp_path: Path, record_property: Record) -> None:
     """A recurrent network says more of the next byte than counts of pairs; four bits cost less than one per cent."""
     text = told("rnn_text.py", tmp_path)
     (pairs,) = numbers(r"counts of pairs: ([\d.]+)", text)
-    dense, trained, packed = numbers(r"gru.*: ([\d.]+) nats", text)
+    dense, trained, packed = numbers(r"gru.*: ([\d.]+) nats per byte \(mean of 5 seeds", text)
+    for name, value in (("pairs", pairs), ("float", dense), ("trained", trained), ("packed", packed)):
+        record_property(f"{name}_nats_per_byte", value)
     assert max(dense, trained, packed) < pairs
     assert packed <= 1.01 * dense
     assert packed <= 1.01 * trained
 
 
-def test_tiny_llama(tmp_path: Path) -> None:
+def test_tiny_llama(tmp_path: Path, record_property: Record) -> None:
     """It learns to below 1.8 nats per byte, and packs to within three per cent of that; then it continues a text."""
     text = told("tiny_llama.py", tmp_path)
     trained, packed = numbers(r"([\d.]+) nats per byte", text)
+    record_property("trained_nats_per_byte", trained)
+    record_property("packed_nats_per_byte", packed)
     assert trained < 1.8
     assert abs(packed - trained) <= 0.03 * trained
     assert "A backend is " in text
 
 
-def test_head_on_sentences(tmp_path: Path) -> None:
-    """On a random encoder of MiniLM's layout the example runs to its end; real weights are not at hand here."""
-    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    engine = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))  # noqa: S106  # no password
-    engine.normalizer = tokenizers.normalizers.BertNormalizer()
-    engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    pages = [str(page) for page in (ROOT / "docs").glob("*.md")]
-    engine.train(pages, tokenizers.trainers.WordPieceTrainer(vocab_size=2000, special_tokens=marks))
-    engine.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        vocab_size=2000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        causal=False,
-        norm="layer",
-        norm_position="post",
-        positions="learned",
-        hidden_act="gelu",
-        gated=False,
-    )
-    save_model(TransformerEncoder(config), tmp_path / "encoder")
-    engine.save(str(tmp_path / "encoder" / "tokenizer.json"))
-    text = told("finetune_head.py", tmp_path, tmp_path / "encoder")
+def test_head_on_sentences(tmp_path: Path, record_property: Record) -> None:
+    """On MiniLM's vectors the page of most paragraphs is told; four bits cost less than five per cent of them."""
+    text = told("finetune_head.py", tmp_path)
     (cosine,) = numbers(r"mean cosine of nf4 to dense vectors: ([\d.]+)", text)
     dense, packed = numbers(r"([\d.]+)% of the held-back paragraphs right", text)
-    assert cosine > 0.9
-    assert min(dense, packed) > 100 / 6  # chance
+    record_property("cosine", cosine)
+    record_property("right_percent_of_dense_and_packed", [dense, packed])
+    assert cosine > 0.95
+    assert min(dense, packed) > 50.0  # chance is a sixth
+    assert abs(dense - packed) <= 5.0
 
 
 def rows_of(weights: Iterable[torch.Tensor]) -> set[tuple[float, ...]]:
