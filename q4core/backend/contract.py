@@ -102,6 +102,10 @@ class Backend(Protocol):
     contiguous. ``check`` is asked with that op for the paths, only where gradients are wanted. A backend without it, or
     whose gradient is refused or wrong, leaves the gradient to the core.
 
+    ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,
+    and ``meta_from(facts) -> meta`` gives an equal one back in any process; a ``Q4Error`` for facts that this
+    version did not write. With both, and ``export``, what is prepared can be stored and taken up by another process.
+
     What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """
 

@@ -156,6 +156,14 @@ class CpuNative:
             fields["global_scale"] = fields["global_scale"][index]
         return attrs.evolve(spec, out_features=count, fields=tuple(fields)).build(tuple(fields.values()))
 
+    def describe(self, meta: TileMeta) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        return meta.to_dict()
+
+    def meta_from(self, facts: dict[str, Any]) -> TileMeta:
+        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` tells what is not of one."""
+        return TileMeta.from_dict(facts)
+
     def linear(
         self,
         prepared: Prepared,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4_cpu_native.tables import table_of
-from q4core import Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
+from q4core import ConfigError, Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,9 @@ _TYPES = {
     torch.int8: 6,
     torch.int32: 7,
 }
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+_LAYOUT = 1
+"""Number of the tiles' layout, for what another process stored: higher after any change of the prepared bytes."""
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _SYMMETRIC_ZERO = 8.0
@@ -59,6 +63,35 @@ class TileMeta:
         """Return the layout of a weight."""
         second = weight.offset if weight.offset is not None else weight.zero
         return cls(WeightSpec.of(weight), weight.scale.dtype, None if second is None else second.dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        names = {dtype: name for name, dtype in _DTYPES.items()}
+        return {
+            "layout": _LAYOUT,
+            "spec": json.loads(self.spec.to_json()),
+            "scale_dtype": names[self.scale_dtype],
+            "second_dtype": None if self.second_dtype is None else names[self.second_dtype],
+        }
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> TileMeta:
+        """Return the layout that ``to_dict`` gave.
+
+        Raises:
+            ConfigError: The facts are not of this layout.
+            WeightError: The spec is none.
+        """
+        spec = WeightSpec.from_json(json.dumps(facts.get("spec")))
+        has_second = any(field in spec.fields for field in ("offset", "zero"))
+        dtypes = tuple(_DTYPES)
+        rules = (("layout", (_LAYOUT,)), ("scale_dtype", dtypes), ("second_dtype", dtypes if has_second else (None,)))
+        for name, known in rules:
+            if (value := facts.get(name)) not in known:
+                rule = f"one of {', '.join(map(str, known))}"
+                hint = "Prepare the weight again with this version of q4-cpu-native."
+                raise ConfigError("cpu-native's prepared weight", name=name, rule=rule, value=value, hint=hint)
+        return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]))
 
     @property
     def second_field(self) -> str | None:

@@ -7,7 +7,8 @@ views of a mapped file stay views of it, and cost no anonymous memory.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import json
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +28,7 @@ from q4core import (
     Support,
     Tier,
     WeightSpec,
+    default_registry,
     dequantize,
 )
 
@@ -68,6 +70,15 @@ class DequantFallback:
         """Return the weight, whole or the given rows of it."""
         weight = _weight(prepared)
         return weight if rows is None else weight.take_rows(rows)
+
+    def describe(self, meta: WeightSpec) -> dict[str, Any]:
+        """Return the weight's spec as what JSON holds."""
+        facts: dict[str, Any] = json.loads(meta.to_json())
+        return facts
+
+    def meta_from(self, facts: dict[str, Any]) -> WeightSpec:
+        """Return the spec that ``describe`` gave; a ``WeightError`` tells what is not of one."""
+        return WeightSpec.from_json(json.dumps(facts), formats=default_registry().formats().values())
 
     def linear(
         self,
