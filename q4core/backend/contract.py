@@ -104,9 +104,11 @@ class Backend(Protocol):
 
     ``bind_program(program, buffers, layers) -> Runner`` (declare op ``"program"``) binds a list of operations, which
     one call then runs; see ``RunsPrograms``.
+
     ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,
     and ``meta_from(facts) -> meta`` gives an equal one back in any process; a ``Q4Error`` for facts that this
-    version did not write. With both, and ``export``, what is prepared can be stored and taken up by another process.
+    version did not write. With both, and an ``export`` that refuses tensors of other sizes than the layout's, what is
+    prepared can be stored and taken up by another process.
 
     What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """

@@ -12,12 +12,14 @@ from q4core.codec import dequantize
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import FLOATS, BlockOrder
 from q4core.layers.diagnosis import Diagnostics
+from q4core.layers.exported import take_up_plan
 from q4core.layers.packed_module import PackedModule
 from q4core.layers.preparation import placer_for, tell_memory
 from q4core.machine import is_forward_mode, is_recorded, is_transformed
 from q4core.memory import provider_of
 from q4core.ops.autograd import linear_function
 from q4core.ops.call_check import check_linear_call, refuse_bias
+from q4core.ops.plan import let_take_up
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _STRIDED = torch.strided
 _NO_GRAD = "Call under torch.no_grad(), or leave out= away."
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
+let_take_up(take_up_plan)
 
 
 @attrs.frozen

@@ -84,7 +84,8 @@ def _prepare(
     m: tuple[int, int | None],
     dtype: torch.dtype | None,
 ) -> LiveLayer:
-    _refuse_inside_trace(weight)
+    hint = "Make the layer (session.linear) and move it to its device first, then compile."
+    refuse_inside_trace(f"layer {weight.name!r} can't be prepared", hint)
     weight.check_values()
     if config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED:  # fail before anything is done
         device = weight.device if config.device in {None, "auto"} else torch.device(str(config.device))
@@ -135,13 +136,11 @@ def _prepare(
     )
 
 
-def _refuse_inside_trace(weight: PackedWeight) -> None:
+def refuse_inside_trace(what: str, hint: str) -> None:
+    """Raise a ``LifecycleError`` inside a trace or a CUDA-graph capture."""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or is_recorded() or capturing:
-        raise LifecycleError(
-            f"layer {weight.name!r} can't be prepared inside a trace or a capture",
-            hint="Make the layer (session.linear) and move it to its device first, then compile.",
-        )
+        raise LifecycleError(f"{what} inside a trace or a capture", hint=hint)
 
 
 def tell_selection(selection: Selection, name: str | None, format_: str) -> None:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4core.errors import InputError, LifecycleError
-from q4core.ops.plan import plan_by_key
+from q4core.ops.plan import shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4core.ops.plan import Plan
+    from q4core.ops.plan import Shapes
 
 _OP = "q4core::linear"
 _STRIDED = torch.strided
 
 
 def check_linear_call(  # noqa: PLR0913  # the arguments of one call
-    plan: Plan,
+    plan: Shapes,
     device: torch.device,
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -72,7 +72,7 @@ def refuse_bias(label: str, bias: object, dtype: torch.dtype, out_features: int,
     )
 
 
-def _refuse_x(plan: Plan, device: torch.device, x: torch.Tensor, label: str) -> NoReturn:
+def _refuse_x(plan: Shapes, device: torch.device, x: torch.Tensor, label: str) -> NoReturn:
     """Say what is wrong with an x; called only for one that does not fit."""
     if x.layout is not _STRIDED:
         raise InputError(label, name="x", rule="a strided tensor", value=x.layout, hint="Use x.to_dense().")
@@ -87,7 +87,7 @@ def _refuse_x(plan: Plan, device: torch.device, x: torch.Tensor, label: str) -> 
 
 
 def _check_out(  # noqa: PLR0913  # the facts of one out
-    plan: Plan, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, label: str, *, is_fake: bool
+    plan: Shapes, x: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, label: str, *, is_fake: bool
 ) -> None:
     expected = (*x.shape[:-1], plan.out_features)
     is_fit = out.dtype is dtype and out.layout is _STRIDED and out.device == x.device
@@ -112,7 +112,7 @@ def _check_out(  # noqa: PLR0913  # the facts of one out
         raise InputError(label, name="out", rule="apart from x in memory", value="overlapping memory", hint=hint)
 
 
-def check_operand(plan: Plan, device: torch.device, tensor: torch.Tensor, *, to_input: bool) -> None:
+def check_operand(plan: Shapes, device: torch.device, tensor: torch.Tensor, *, to_input: bool) -> None:
     """Refuse a grad (``to_input``) or an x of the exact ops that is not floating-point [..., N or K] on that device.
 
     Raises:
@@ -126,8 +126,8 @@ def check_operand(plan: Plan, device: torch.device, tensor: torch.Tensor, *, to_
         raise InputError(f"{_OP}_{op}", name=name, rule=rule, value=value)
 
 
-def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torch.device]:
-    """Return the plan of that name and where a layer's buffers are, once these have the sizes that the plan reads.
+def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Shapes, torch.device]:
+    """Return the shapes of a plan and where a layer's buffers are, once these have the sizes that the plan reads.
 
     Raises:
         LifecycleError: The layer was closed, or there is no such plan.
@@ -136,7 +136,7 @@ def check_buffers(key: str, buffers: Sequence[torch.Tensor]) -> tuple[Plan, torc
     if not buffers:
         hint = "Make it again from its weight, and compile that."
         raise LifecycleError("the layer of this graph is closed", hint=hint, plan=key)
-    plan = plan_by_key(key)
+    plan = shapes_of(key)
     if len(buffers) != len(plan.layouts):
         raise InputError(_OP, name="buffers", rule=f"{len(plan.layouts)} tensors", value=len(buffers))
     device = buffers[-1].device

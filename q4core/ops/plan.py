@@ -1,7 +1,9 @@
 """``Plan``: how one kind of prepared layer is called, told apart from its tensors.
 
 A plan is named by a text that depends on what it says only, never on the order in which plans were made, so that a
-compiled graph that carries the name means the same in another process, and layers of one shape share one graph.
+compiled graph that carries the name means the same in another process, and layers of one shape share one graph. Where
+the backend can describe its layout, the text goes on with JSON, of which a process that has never prepared such a layer
+makes the plan anew: an exported program brings nothing else along but the buffers.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,8 +32,28 @@ if TYPE_CHECKING:
     from q4core.selection.result import Selection
 
 
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
 @attrs.frozen(eq=False, kw_only=True)
-class Plan:
+class Shapes:
+    """What a fake kernel needs to know of a plan.
+
+    Args:
+        layouts: Shape and strides of each byte buffer, which is what the backend may read.
+        out_features: N.
+        in_features: K.
+        dtype: dtype of x and of y.
+    """
+
+    layouts: Layouts
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Plan(Shapes):
     """One way of calling one backend.
 
     Args:
@@ -38,33 +61,25 @@ class Plan:
         backend: Who computes.
         meta: ``Prepared.meta``.
         dtypes: dtype behind each byte buffer: the prepared tensors, then the source's, then the layer's tag (uint8).
-        layouts: Shape and strides of each byte buffer, which is what the backend may read.
         prepared_count: How many of the buffers are the backend's.
         source: Spec of the source weight, whose tensors follow, for a backend without ``export``; else None.
         segments: Which path serves which M.
         gradients: Which of the backend's input gradients serves which M; empty where the core computes them.
-        out_features: N.
-        in_features: K.
-        dtype: dtype of x and of y.
     """
 
     key: str
     backend: Backend
     meta: Any
     dtypes: tuple[torch.dtype, ...]
-    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     prepared_count: int
     source: WeightSpec | None
     segments: tuple[Segment, ...]
     gradients: tuple[Segment, ...]
-    out_features: int
-    in_features: int
-    dtype: torch.dtype
 
     @property
     def stem(self) -> str:
-        """Return the key without the number that tells this process's instances of a backend apart."""
-        return self.key.partition("#")[0]
+        """Return the key without the number that tells this process's instances of a backend apart, and the JSON."""
+        return short_name(self.key).partition("#")[0]
 
     def segment_index(self, rows: int) -> int | None:
         """Return which segment serves ``rows`` rows of x, or None outside the range asked for."""
@@ -80,18 +95,22 @@ class Plan:
 
     def prepared(self, buffers: Sequence[torch.Tensor]) -> Prepared:
         """Return the backend's own view of the buffers."""
-        return Prepared(self._typed(buffers, 0, self.prepared_count), self.meta)
+        count = self.prepared_count
+        return Prepared(typed(buffers[:count], self.dtypes[:count]), self.meta)
 
     def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
         if self.source is None:
             count = self.out_features if rows is None else rows.numel()
             return exported_weight(self.backend, self.prepared(buffers), rows, (count, self.in_features))
-        return self.source.build(self._typed(buffers, self.prepared_count, len(self.dtypes) - 1))
+        start, stop = self.prepared_count, len(self.dtypes) - 1
+        return self.source.build(typed(buffers[start:stop], self.dtypes[start:stop]))
 
-    def _typed(self, buffers: Sequence[torch.Tensor], start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        typed = (buffer.view(dtype) for buffer, dtype in zip(buffers[start:stop], self.dtypes[start:stop], strict=True))
-        return tuple(tensor if tensor.dtype.itemsize == 1 else tensor.squeeze(-1) for tensor in typed)
+
+def typed(buffers: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
+    """Return byte buffers as what they hold."""
+    views = (buffer.view(dtype) for buffer, dtype in zip(buffers, dtypes, strict=True))
+    return tuple(tensor if tensor.dtype.itemsize == 1 else tensor.squeeze(-1) for tensor in views)
 
 
 def exported_weight(
@@ -146,15 +165,24 @@ _plans: dict[str, Plan] = {}
 _lock = threading.Lock()
 
 
-def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source: PackedWeight | None) -> Plan:
-    """Return the plan for a prepared weight, the same object for equal facts; ``source`` where there is no export."""
+def make_plan(
+    selection: Selection,
+    backend: Backend,
+    prepared: Prepared,
+    source: PackedWeight | None,
+    layouts: Layouts | None = None,
+) -> Plan:
+    """Return the plan for a prepared weight, the same object for equal facts.
+
+    ``source`` is the weight's where there is no export; ``layouts`` are the tensors' own unless told.
+    """
     tensors = [*prepared.tensors, *([] if source is None else (tensor for _, tensor in source.tensors()))]
     kept = [as_bytes(tensor.detach()) for tensor in tensors]
     request, kind = selection.backend_request, type(backend)
     facts: dict[str, Any] = {
         "meta": prepared.meta,
         "dtypes": (*(tensor.dtype for tensor in tensors), torch.uint8),
-        "layouts": (*((tuple(tensor.shape), tensor.stride()) for tensor in kept), ((1,), (1,))),
+        "layouts": layouts or (*((tuple(tensor.shape), tensor.stride()) for tensor in kept), ((1,), (1,))),
         "prepared_count": len(prepared.tensors),
         "source": None if source is None else WeightSpec.of(source),
         "segments": selection.segments,
@@ -165,25 +193,117 @@ def make_plan(selection: Selection, backend: Backend, prepared: Prepared, source
     }
     told = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
     stem = f"{backend.name}/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    text = "" if source is not None else _portable(selection, backend, facts)
     with _lock:
         for number in itertools.count(1):  # above 1 over other instances of the backend (other registries')
-            key = stem if number == 1 else f"{stem}#{number}"
+            key = f"{stem if number == 1 else f'{stem}#{number}'}{text}"
             plan = _plans.setdefault(key, Plan(key=key, backend=backend, **facts))
             if plan.backend is backend and plan.meta == prepared.meta:
                 break
     return plan
 
 
-def plan_by_key(key: str) -> Plan:
-    """Return a plan by its name.
+def _portable(selection: Selection, backend: Backend, facts: dict[str, Any]) -> str:
+    """Return what another process makes the plan of, as JSON after a space; nothing where the backend can't describe.
 
     Raises:
-        LifecycleError: No layer of this process was prepared under that plan.
+        BackendError: What the backend describes is nothing that JSON holds.
     """
+    describe: Any = getattr(backend, "describe", None)  # optional method of the contract
+    if not callable(describe):
+        return ""
+    request = selection.backend_request
+    portable = {
+        "backend": backend.name,
+        "dtype": _name(facts["dtype"]),
+        "dtypes": [_name(dtype) for dtype in facts["dtypes"]],
+        "layouts": facts["layouts"],
+        "out_features": facts["out_features"],
+        "in_features": facts["in_features"],
+        "m": request.m,
+        "precision": request.precision.value,
+        "gradients": request.gradients,
+        "compute_path": selection.compute_path.value,
+        "paths": _plain(selection.segments),
+        "gradient_paths": _plain(selection.gradients),
+    }
     try:
-        return _plans[key]
-    except KeyError:
+        return " " + json.dumps({**portable, "meta": describe(facts["meta"])}, separators=(",", ":"))
+    except PLUGIN_FAULTS as error:
+        raise_broken_call(error, backend, "describe")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain(segments: Sequence[Segment]) -> list[tuple[int, int | None, str]]:
+    return [(item.low, item.high, item.path.name) for item in segments]
+
+
+def short_name(key: str) -> str:
+    """Return a plan's name without the JSON, for messages."""
+    return key.partition(" {")[0]
+
+
+def portable_facts(key: str) -> dict[str, Any]:
+    """Return what a plan's name says as JSON.
+
+    Raises:
+        LifecycleError: It says nothing: it is of a process that has prepared the layer, and of no other.
+        ValueError: It is damaged.
+    """
+    name, brace, rest = key.partition(" {")
+    if not brace:
         raise LifecycleError(
-            f"no layer of this process was prepared under plan {key!r}",
+            f"no layer of this process was prepared under plan {name!r}",
             hint="Prepare the layer first (session.linear, or load its state dict), then compile or call it.",
-        ) from None
+        )
+    facts: dict[str, Any] = json.loads(f"{{{rest}")
+    return facts
+
+
+def shapes_of(key: str) -> Shapes:
+    """Return the shapes of a plan by its name, for a fake kernel also of one that this process has not made.
+
+    Raises:
+        LifecycleError: There is no such plan, and the name does not tell them.
+    """
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan
+    try:
+        facts = portable_facts(key)
+        dtype = torch.zeros(0, dtype=getattr(torch, facts["dtype"])).dtype
+        layouts = tuple((tuple(map(int, shape)), tuple(map(int, stride))) for shape, stride in facts["layouts"])
+        sizes = {name: int(facts[name]) for name in ("out_features", "in_features")}
+        return Shapes(layouts=layouts, dtype=dtype, **sizes)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise damaged(key) from error
+
+
+def damaged(key: str) -> LifecycleError:
+    """Return the error for a plan whose name is not as it was written."""
+    what = f"the plan {short_name(key)!r} of this exported program is damaged"
+    return LifecycleError(what, hint="Export the program again.", plan=key)
+
+
+def find_plan(key: str, buffers: Sequence[torch.Tensor]) -> Plan:
+    """Return a plan by its name, made anew from that and a layer's checked buffers where this process has none.
+
+    Raises:
+        LifecycleError, BackendError, ConfigError: It can't be had here; see ``take_up_plan``.
+    """
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans.setdefault(key, _take_up[0](key, buffers))
+    return plan
+
+
+_take_up: list[Callable[[str, Sequence[torch.Tensor]], Plan]] = []
+"""``take_up_plan``, which selects and probes and so stands in a room above."""
+
+
+def let_take_up(function: Callable[[str, Sequence[torch.Tensor]], Plan]) -> None:
+    """Say what makes the plan of a program that another process exported."""
+    _take_up[:] = [function]

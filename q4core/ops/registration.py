@@ -19,14 +19,14 @@ from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
 from q4core.machine import on_device, outside_inference, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
-from q4core.ops.plan import raise_broken_call
+from q4core.ops.plan import find_plan, raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4core.backend import Prepared
     from q4core.memory import MemoryDecision
-    from q4core.ops.plan import Plan
+    from q4core.ops.plan import Plan, Shapes
     from q4core.selection.result import Selection
 
 _CHUNK_BYTES = 16 << 20
@@ -134,7 +134,7 @@ def _run_plan(
     return index
 
 
-def _widths(plan: Plan, *, to_input: bool) -> tuple[int, int]:
+def _widths(plan: Shapes, *, to_input: bool) -> tuple[int, int]:
     """Return how wide the operand and the result of an exact op are."""
     return (plan.out_features, plan.in_features) if to_input else (plan.in_features, plan.out_features)
 
@@ -159,7 +159,8 @@ def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device
             return live.plan, live.device, live.prepared, live
     else:
         live = None
-    plan, device = check_buffers(key, buffers)
+    _, device = check_buffers(key, buffers)
+    plan = find_plan(key, buffers)
     return plan, device, plan.prepared(buffers), live
 
 

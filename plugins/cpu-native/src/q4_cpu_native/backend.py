@@ -14,6 +14,7 @@ from q4_cpu_native.program import NativeRunner
 from q4_cpu_native.tables import table_of, words_of
 from q4core import (
     Capabilities,
+    ConfigError,
     Feature,
     Form,
     KernelPath,
@@ -146,7 +147,11 @@ class CpuNative:
         scale = torch.empty((count, blocks), dtype=meta.scale_dtype)
         second = None if meta.second_dtype is None else torch.empty((count, blocks), dtype=meta.second_dtype)
         index = None if rows is None else rows.to("cpu", torch.int64).contiguous()
-        matrix_of(meta).unpack(
+        matrix = matrix_of(meta)
+        if prepared.tensors[0].nbytes != matrix.prepared_bytes:  # read from elsewhere, by a damaged description
+            rule, got = f"{matrix.prepared_bytes} bytes long", prepared.tensors[0].nbytes
+            raise ConfigError("cpu-native's prepared weight", name="tiles", rule=rule, value=got)
+        matrix.unpack(
             prepared.tensors[0].data_ptr(),
             0 if index is None else index.data_ptr(),
             count,
