@@ -41,11 +41,12 @@ def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequ
     parts: list[Part] = []
     limits: list[tuple[torch.Tensor, int, str]] = []
     written: set[int] = set()
-    for step in program.steps:
+    for index, step in enumerate(program.steps):
+        what = f"program step {index}, {step.op.value} {step.label}".rstrip()
         inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
         module = None if step.layer is None else layers[step.layer].module
         limits += [
-            (tensor, _limit(step, module), step.label or step.op.value)
+            (tensor, _limit(step, module), what)
             for view, tensor in zip(step.inputs, inputs, strict=True)
             if tensor.dtype is torch.int64 and view.buffer not in written
         ]
@@ -60,11 +61,11 @@ def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequ
 
 def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part]) -> None:
     with torch.inference_mode():
-        for given, limit, label in limits:
+        for given, limit, what in limits:
             for value in (int(given.min()), int(given.max())):
                 if not 0 <= value < limit:
                     rule = f"from 0 to {limit - 1}"
-                    raise InputError("program", name=f"number of {label}", rule=rule, value=value)
+                    raise InputError(what, name="token or position", rule=rule, value=value)
         for part in parts:
             part()
 

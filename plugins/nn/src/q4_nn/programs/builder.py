@@ -74,7 +74,8 @@ class ProgramBuilder:
         self._label = ""
         self._buffers: list[Buffer] = []
         self._tensors: dict[int, torch.Tensor] = {}
-        self._known: dict[Any, View] = {}
+        self._known: dict[int, View] = {}
+        self._indices: dict[int, int] = {}
         self._constants: dict[Any, torch.Tensor] = {}
         self._steps: list[Step] = []
 
@@ -169,9 +170,9 @@ class ProgramBuilder:
             out = self.scratch(inputs[0].shape if shape is None else shape, is_index=op is Op.ARGMAX)
         index = None
         if layer is not None:
-            if all(layer is not known for known in self.layers):
+            index = self._indices.setdefault(id(layer), len(self.layers))
+            if index == len(self.layers):
                 self.layers.append(layer)
-            index = next(number for number, known in enumerate(self.layers) if known is layer)
         views = [item.view for item in inputs]
         self._steps.append(Step(op, views, [out.view], index, numbers, self._label))
         return out
