@@ -181,10 +181,7 @@ def bind(
             try:
                 runner = backend.bind_program(program, flat, bound)  # type: ignore[attr-defined]  # declared
                 kind = backend.name, str(device), *(_kind(step, lives) for step in program.steps)
-                counts = [live.counts[:] for live in lives]
                 reason = _fault(registry, backend, kind, program, flat, bound)
-                for live, before in zip(lives, counts, strict=True):
-                    live.counts[:] = before  # a trial is no call
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
             except PLUGIN_FAULTS as error:
@@ -230,7 +227,11 @@ def _fault(  # noqa: PLR0913  # one argument per part
         reference: Any = registry.backends().get(_REFERENCE)
         if reference is None or "program" not in reference.capabilities.ops:
             return f"nothing to compare it with; install the package q4-{_REFERENCE}"
+        lives = [_live(layer.module) for layer in layers]
+        counts = [live.counts[:] for live in lives]
         shown[kind] = find_fault(backend, reference, program, buffers, layers)
+        for live, before in zip(lives, counts, strict=True):
+            live.counts[:] = before  # a trial is no call
     if (fault := shown[kind]) is not None:
         told = f"backend {backend.name!r} is not used for programs: {fault}"
         warn_once((backend.name, fault), Q4ProbeWarning, told)
