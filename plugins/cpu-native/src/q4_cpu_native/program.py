@@ -81,7 +81,7 @@ class NativeRunner:
             family = 0
             if step.op is Op.LINEAR:
                 rows = step.inputs[0].rows
-                served = [item for item in layer.segments if item.low <= rows and rows <= (item.high or rows)]
+                served = [item for item in layer.segments if item.low <= rows <= (item.high or rows)]
                 if not served:
                     raise _refusal(step, f"the layer has no path for {rows} rows")
                 family = families[served[0].path.name]

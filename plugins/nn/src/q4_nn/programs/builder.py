@@ -141,6 +141,13 @@ class ProgramBuilder:
         view = View(value.view.buffer, count, value.view.columns, value.view.offset + start * stride, step * stride)
         return Value(view, (count, value.shape[-1]))
 
+    def beside(self, first: Value, second: Value) -> Value | None:
+        """Return two values of as many columns as one, where the second's rows follow the first's; else None."""
+        one, two = first.view, second.view
+        if one.buffer != two.buffer or one.end != two.offset or not (first.is_dense and second.is_dense):
+            return None
+        return Value(View(one.buffer, one.rows + two.rows, one.columns, one.offset), (one.rows + two.rows, one.columns))
+
     def number(self, value: Value, index: int) -> Value:
         """Return one of the numbers of a value: int64 [1]."""
         return Value(View(value.view.buffer, 1, 1, value.view.offset + index), (1,), is_index=True)
