@@ -83,6 +83,12 @@ def test_random_cases(processor: str, count: str) -> None:
     assert f"{count} cases passed" in done.stdout
 
 
+def test_random_programs() -> None:
+    """Each step is what float64 allows, and a whole program its steps, bit for bit, for any number of threads."""
+    assert "150 programs" in _run("max", "program", "150", SEED).stdout
+    assert "program-bad: passed" in _run("neoverse-n1", "program-bad").stdout
+
+
 def test_large_cases() -> None:
     """The same for a few calls with rows enough for decoded panels, and with threads."""
     done = _run("max", "fuzz", "60", "1000000")

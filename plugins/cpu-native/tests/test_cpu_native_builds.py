@@ -86,6 +86,27 @@ def test_random_cases(count: int) -> None:
     assert f"{count} cases passed" in _passes("plain", "fuzz", str(count), SEED)
 
 
+@pytest.mark.parametrize("count", [600, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_random_programs(count: int) -> None:
+    """Each step is what float64 allows, and a whole program its steps, bit for bit, for 1, 2 and up to 8 threads."""
+    assert f"{count} programs" in _passes("plain", "program", str(count), SEED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("plain", 400), *(pytest.param(kind, 2000, marks=pytest.mark.soak) for kind in ("address", "thread"))],
+)
+def test_programs_stay_in_their_buffers(kind: str, count: int) -> None:
+    """No step touches what lies beyond its views, nor what another thread writes."""
+    assert f"{count} programs" in _passes(kind, "program-guard", str(count), "1000000")
+
+
+@pytest.mark.parametrize("kind", ["plain", ADDRESS, THREAD])
+def test_programs_that_make_no_sense_are_refused(kind: str) -> None:
+    """The step is told by its number, nothing is written, and runs of sound programs take no memory."""
+    assert "program-bad: passed" in _passes(kind, "program-bad")
+
+
 def test_planted_faults_are_found() -> None:
     """A spoilt code, scale, second number, bias, global scale, element or neighbouring byte never passes as right."""
     _passes("plain", "plant", "4000", SEED)

@@ -51,12 +51,66 @@ class Load {
                (wanted_.empty() || std::memcmp(y_.data(), wanted_.data(), y_.size() * sizeof(float)) == 0);
     }
 
+    q4_layer layer() const { return {matrix_, tiles_.data(), nullptr, 0, 0, call_.family}; }
+
   private:
     int32_t isa_;
     q4_matrix matrix_{};
     q4_call call_{};
     std::vector<uint8_t> codes_, tiles_, packed_;
     std::vector<float> scale_, x_, y_, wanted_;
+};
+
+// A program that is shared among threads: blocks of a norm, two products, an activation and a sum, and attention.
+class ProgramLoad {
+  public:
+    ProgramLoad(uint64_t seed, int32_t family, int32_t isa, int32_t threads)
+        : up_(seed, family, isa, 4 * kWidth, kWidth, 1), down_(seed + 1, family, isa, kWidth, 4 * kWidth, 1), x_(kWidth), start_(kWidth),
+          norm_(kWidth, 1.0f), inner_(4 * kWidth), out_(kWidth), cache_(kWidth * kPositions) {
+        up_.packs(1), down_.packs(1);
+        Random r(seed);
+        for (float& number : start_) number = static_cast<float>(r.bell());
+        const q4_layer up = up_.layer(), down = down_.layer();
+        std::vector<q4_step> steps;
+        const q4_view x = view(x_), norm = view(norm_), inner = view(inner_), out = view(out_);
+        const q4_view position{&position_, 1, 1, 1}, heads = as_heads(out), cache{cache_.data(), kWidth / 64 * kPositions, 64, 64};
+        for (int block = 0; block < 6; ++block) {
+            steps.push_back({Q4_RMS_NORM, 2, 1, 2, {x, norm}, {out}, {1e-5, 0.0}, nullptr});
+            steps.push_back({Q4_STORE, 2, 1, 0, {heads, position}, {cache}, {}, nullptr});
+            steps.push_back({Q4_ATTENTION, 4, 1, 3, {as_heads(x), cache, cache, position}, {heads}, {kWidth / 64, 0.1, 0.0}, nullptr});
+            steps.push_back({Q4_LINEAR, 1, 1, 1, {out}, {inner}, {0.0}, &up});
+            steps.push_back({Q4_SILU, 1, 1, 0, {inner}, {inner}, {}, nullptr});
+            steps.push_back({Q4_LINEAR, 1, 1, 1, {inner}, {out}, {0.0}, &down});
+            steps.push_back({Q4_AFFINE, 1, 1, 2, {out}, {out}, {0.01, 0.0}, nullptr});
+            steps.push_back({Q4_ADD, 2, 1, 0, {x, out}, {x}, {}, nullptr});
+        }
+        status_ = q4_cpu_program_make(steps.data(), static_cast<int64_t>(steps.size()), threads, isa, &program_);
+    }
+    ProgramLoad(const ProgramLoad&) = delete;
+    ProgramLoad& operator=(const ProgramLoad&) = delete;
+    ~ProgramLoad() { q4_cpu_program_free(program_); }
+
+    void settle() {
+        if (status_ != 0 || !runs(1)) throw std::runtime_error("a plain program failed");
+        wanted_ = x_;
+    }
+    void reset() { x_ = start_, std::fill(cache_.begin(), cache_.end(), 0.5f); }
+    int32_t run(int32_t threads) { return q4_cpu_program_run(program_, threads); }
+    bool runs(int32_t threads) {
+        reset();
+        return run(threads) == 0 && (wanted_.empty() || std::memcmp(x_.data(), wanted_.data(), x_.size() * sizeof(float)) == 0);
+    }
+
+  private:
+    static constexpr int64_t kWidth = 512, kPositions = 8;
+    static q4_view view(std::vector<float>& from) { return {from.data(), 1, static_cast<int64_t>(from.size()), static_cast<int64_t>(from.size())}; }
+    static q4_view as_heads(const q4_view& v) { return {v.data, v.columns / 64, 64, 64}; }
+
+    Load up_, down_;
+    std::vector<float> x_, start_, norm_, inner_, out_, cache_, wanted_;
+    int64_t position_ = kPositions - 1;
+    q4_program* program_ = nullptr;
+    int32_t status_;
 };
 
 }  // namespace q4test

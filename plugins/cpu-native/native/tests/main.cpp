@@ -6,6 +6,7 @@
 //   q4_cpu_tests plant COUNT SEED [ISA]     the same with planted faults, each of which must be found
 //   q4_cpu_tests program | program-guard COUNT SEED [ISA]   random programs, likewise
 //   q4_cpu_tests threads | fork | bad [ISA] calls at once, calls after a fork, arguments that make no sense
+//   q4_cpu_tests program-bad [ISA]          programs that make no sense, and how much memory a run takes: none
 //   q4_cpu_tests patience               when calls stop sharing their work
 //   q4_cpu_tests flaw heap | sign | race    what a sanitizer must stop: only where it does is it at work
 //
@@ -19,7 +20,7 @@
 namespace {
 
 int usage() {
-    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant | program | program-guard) COUNT SEED [ISA] [--small] | (threads | fork | bad) [ISA] |\n"
+    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant | program | program-guard) COUNT SEED [ISA] [--small] | (threads | fork | bad | program-bad) [ISA] |\n"
                "       q4_cpu_tests patience | flaw (heap | sign | race)\n",
                stderr);
     return 2;
@@ -74,5 +75,6 @@ int main(int count, char** values) {
     if (command == "threads") return threads(arguments);
     if (command == "fork") return forks(arguments);
     if (command == "bad") return bad(arguments);
+    if (command == "program-bad") return bad_programs(arguments);
     return usage();
 }

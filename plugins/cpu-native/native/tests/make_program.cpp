@@ -120,10 +120,16 @@ class Maker {
             if (r_.chance(0.8)) {
                 step.layer = &layer();
                 const q4_matrix& m = step.layer->layer.matrix;
-                s.inputs[0] = input(rows, m.columns);
+                const Step* last = made_.steps.empty() ? nullptr : &made_.steps.back();
+                if (last && last->layer && last->step.op == Q4_LINEAR && last->step.inputs[0].columns >= m.columns && r_.chance(0.7)) {
+                    s.inputs[0] = last->step.inputs[0];  // rows that may be laid out already
+                    s.inputs[0].columns = m.columns;
+                } else {
+                    s.inputs[0] = input(rows, m.columns);
+                }
                 if (r_.chance(0.05)) static_cast<float*>(s.inputs[0].data)[0] = r_.of<float>({INFINITY, NAN, 1e38f, 1e-38f});
                 if (has_bias) with(fresh(1, m.rows));
-                gives(rows, m.rows);
+                gives(s.inputs[0].rows, m.rows);
             } else {
                 s.inputs[0] = any_input();
                 const int64_t features = width();

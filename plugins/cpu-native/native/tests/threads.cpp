@@ -46,7 +46,26 @@ int threads(const Arguments& a) {
             callers.emplace_back([&load, &wrong] {
                 for (int i = 0; i < 60; ++i) wrong += !load.runs(1 + i % 3) + (i % 8 == 0 && !load.packs(2));
             });
+        ProgramLoad programs[] = {{11, Q4_A8, isa.number, 3}, {12, Q4_EXACT, isa.number, 2}};
+        for (ProgramLoad& load : programs) load.settle();
+        for (ProgramLoad& load : programs)
+            callers.emplace_back([&load, &wrong] {
+                for (int i = 0; i < 30; ++i) wrong += !load.runs(1 + i % 3);
+            });
         for (std::thread& caller : callers) caller.join();
+        // One program that several threads run: whoever comes while it runs is told so.
+        callers.clear();
+        programs[0].reset();
+        std::atomic<int> ran{0};
+        for (int i = 0; i < 3; ++i)
+            callers.emplace_back([&] {
+                for (int turn = 0; turn < 20; ++turn) {
+                    const int32_t status = programs[0].run(2);
+                    ran += status == 0, wrong += status != 0 && status != -3;
+                }
+            });
+        for (std::thread& caller : callers) caller.join();
+        wrong += ran == 0;
         failures += wrong;
         // Threads end, and others come: what they kept for themselves goes with them.
         for (int i = 0; i < 20; ++i) std::thread([&] { failures += !loads[0].runs(2); }).join();
@@ -63,6 +82,10 @@ int forks(const Arguments& a) {
     for (const Isa& isa : a.isas) {
         Load load(1, Q4_A8, isa.number, 512, 512, 4), other(2, Q4_EXACT, isa.number, 512, 512, 4);
         load.settle(), other.settle();
+        ProgramLoad program(3, Q4_A8, isa.number, 2);
+        program.settle();
+        check(in_child([&] { return program.runs(2); }), "a program in a child");
+        check(program.runs(2) && in_child([&] { return program.runs(2) && program.runs(1); }), "a program in a child after it ran");
         check(in_child([&] { return load.runs(2) && load.packs(2); }), "a child from before the first threaded call");
         check(load.runs(2) && load.packs(2), "the parent");
         check(in_child([&] { return load.runs(2) && load.packs(2) && load.runs(3); }), "a child from after a threaded call");
@@ -82,6 +105,13 @@ int forks(const Arguments& a) {
         for (int i = 0; i < 20; ++i) check(in_child([&] { return load.runs(2); }), "a child from the midst of another's call");
         is_over = true;
         caller.join();
+        is_over = false;
+        std::thread runner([&] {
+            while (!is_over) wrong += !program.runs(2);
+        });
+        for (int i = 0; i < 20; ++i) check(in_child([&] { return program.runs(2); }), "a child from the midst of a program's run");
+        is_over = true;
+        runner.join();
         check(wrong == 0 && load.runs(2), "the parent afterwards");
     }
     return tell("fork", failures);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,11 +48,10 @@ class NativeRunner:
 
         self._program = program
         self._native = _native.Program()
-        self._kept: list[torch.Tensor] = [*buffers]
+        self._buffers, self._kept = (*buffers,), list[torch.Tensor]()
         for step in program.steps:
             self._add(step, buffers, None if step.layer is None else layers[step.layer], families)
-        self._threads = torch.get_num_threads()
-        if failed := self._native.bind(self._threads, isa):
+        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa):
             raise _refusal(
                 program.steps[failed - 1], "views overlap, or a token or position is what a step before gives"
             )
@@ -93,17 +93,18 @@ class NativeRunner:
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
 
     def __call__(self) -> None:
-        """Run every step once, on as many threads as torch has now, and no more than it had at binding.
+        """Run every step once, on as many threads as torch has now.
 
         Raises:
             InputError: A token or a position is out of range. Nothing has been written.
         """
         if failed := self._run(torch.get_num_threads()):
             step = self._program.steps[failed - 1]
+            view = next(item for item in step.inputs if self._buffers[item.buffer].dtype is torch.int64)
+            value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()
             rule = f"in the range of its {'table' if step.op is Op.EMBEDDING else 'cache'}"
-            raise InputError(
-                f"program step {failed - 1}, {_label(step)}", name="token or position", rule=rule, value="more or less"
-            )
+            what = f"program step {failed - 1}, {_label(step)}"
+            raise InputError(what, name="token or position", rule=rule, value=value)
 
 
 def _label(step: Step) -> str:
