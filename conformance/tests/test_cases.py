@@ -16,6 +16,7 @@ from q4_conformance import (
     layer_cases,
     linear_cases,
     memory_cases,
+    program_cases,
 )
 from q4_conformance.contract.case import CHECKS, check
 from q4_conformance.contract.cases import select_cases, weight_recipes
@@ -23,10 +24,10 @@ from q4_conformance.execution.in_process import run_case
 from q4_conformance.oracle.decoding import decode_codes
 from q4_conformance.oracle.exact import as_given, exact_input_gradient, exact_linear, exact_weight
 
-PLAIN = (*memory_cases(), *dialect_cases(), *layer_cases(), *core_cases())
+PLAIN = (*memory_cases(), *dialect_cases(), *layer_cases(), *program_cases(), *core_cases())
 EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *PLAIN)
 CONTRACT = {f"TC-{number:02d}" for number in range(1, 24)}
-EXTENDED = {f"EX-{number:02d}" for number in range(1, 21)}
+EXTENDED = {f"EX-{number:02d}" for number in range(1, 22)}
 
 
 def test_ids_are_unique() -> None:

@@ -76,8 +76,10 @@ class BoundProgram:
         own = [tensor for live in lives for tensor in live.tensors] + [
             item for item in self._biases if item is not None
         ]
-        self._tensors = [*self.buffers, *own]
-        self._addresses, self._sizes = [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self.buffers)]
+        kept = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
+        self._names, self._given = [item.name for item, _ in kept], [tensor for _, tensor in kept]
+        self._tensors = [*self._given, *own]
+        self._addresses, self._sizes = [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self._given)]
         self._counts: list[tuple[list[int], int]] = []
         if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
             rows = ((step.layer, step.inputs[0].rows) for step in program.steps if step.op.value == "linear")
@@ -95,7 +97,7 @@ class BoundProgram:
         with self._lock:
             if (
                 [*map(_ADDRESS, self._tensors)] != self._addresses
-                or [*map(_SIZE, self.buffers)] != self._sizes
+                or [*map(_SIZE, self._given)] != self._sizes
                 or [*map(_CONTENT, self._layers)] != self._contents
                 or not all(map(operator.is_, map(_BIAS, self._parameters), self._biases))
             ):
@@ -115,11 +117,10 @@ class BoundProgram:
                 layer._require_ready()  # noqa: SLF001  # which tells of a closed one
                 what = f"layer {layer.name!r} was moved or loaded after it was bound to program {self.record.name!r}"
                 raise LifecycleError(what, hint=hint)
-        for buffer, tensor, address, size in zip(
-            self.program.buffers, self.buffers, self._addresses, self._sizes, strict=False
-        ):
+        places = zip(self._names, self._given, self._addresses, self._sizes, strict=False)  # addresses are more
+        for name, tensor, address, size in places:
             if tensor.data_ptr() != address or tensor.numel() != size:
-                what = f"buffer {buffer.name!r} of program {self.record.name!r} was resized, moved or freed"
+                what = f"buffer {name!r} of program {self.record.name!r} was resized, moved or freed"
                 raise LifecycleError(what, hint=hint)
         raise LifecycleError(f"the weight of a layer of program {self.record.name!r} was moved or freed", hint=hint)
 
@@ -226,7 +227,11 @@ def _fault(  # noqa: PLR0913  # one argument per part
         reference: Any = registry.backends().get(_REFERENCE)
         if reference is None or "program" not in reference.capabilities.ops:
             return f"nothing to compare it with; install the package q4-{_REFERENCE}"
+        lives = [_live(layer.module) for layer in layers]
+        counts = [live.counts[:] for live in lives]
         shown[kind] = find_fault(backend, reference, program, buffers, layers)
+        for live, before in zip(lives, counts, strict=True):
+            live.counts[:] = before  # a trial is no call
     if (fault := shown[kind]) is not None:
         told = f"backend {backend.name!r} is not used for programs: {fault}"
         warn_once((backend.name, fault), Q4ProbeWarning, told)

@@ -101,7 +101,7 @@ def test_token_outside_the_vocabulary(token: int, tiny_llama: Path) -> None:
     with LanguageModel.open(tiny_llama, CONFIG) as model:
         cache = model.decoder.make_cache(4)
         program = program_of(model.decoder, cache)
-        with pytest.raises(q4.InputError, match="must be from 0 to 267"):
+        with pytest.raises(q4.InputError, match="embed_tokens: token or position must be"):
             program(token, cache)
         assert cache.length == 0
         assert not cache.keys.any()
@@ -116,6 +116,22 @@ def test_full_cache(tiny_llama: Path) -> None:
         program(2, cache)
         with pytest.raises(q4.InputError, match="at most 0 more"):
             program(3, cache)
+
+
+def test_a_token_makes_no_tensor(tiny_llama: Path) -> None:
+    """A run asks torch for no memory, and what it writes is aligned for any vector."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        cache = model.decoder.make_cache(4)
+        program = program_of(model.decoder, cache)
+        program(1, cache)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            program(2, cache)
+        if model.session.report().programs[0].backend == "cpu-native":  # the reference computes with tensors
+            assert [item.key for item in profile.key_averages() if item.self_cpu_memory_usage > 0] == []
+        written = {view.buffer for step in program.bound.program.steps for view in step.outputs}
+        assert all(program.bound.buffers[index].data_ptr() % 64 == 0 for index in written)
 
 
 def test_closed_model(tiny_llama: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from q4_conformance import Outcome, layer_cases, run_case
 from q4_conformance.subjects.layer_type import LayerSubject
+from q4_nn import make_program
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -27,10 +29,10 @@ def run(program: str, folder: Path) -> dict[str, Any]:
     return runpy.run_path(str(file))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_programs_run(number: int, tmp_path: Path) -> None:
     """Each program of docs/networks.md runs as it stands."""
-    assert len(programs("networks.md")) == 3
+    assert len(programs("networks.md")) == 4
     run(programs("networks.md")[number], tmp_path)
 
 
@@ -44,7 +46,13 @@ def test_a_model_from_a_file(write_llama: Any, tmp_path: Path, monkeypatch: pyte
 
 def test_the_layer_type_is_certified_as_told(tmp_path: Path) -> None:
     """The layer type of docs/add-a-layer-type.md passes every case of its profile."""
-    (program,) = programs("add-a-layer-type.md")
-    (kind,) = run(program, tmp_path)["q4_layers"]()
+    defined = run("\n".join(programs("add-a-layer-type.md")), tmp_path)
+    (kind,) = defined["q4_layers"]()
     results = [run_case(case, LayerSubject(kind)) for case in layer_cases()]
     assert {result.outcome for result in results} == {Outcome.PASS}, results
+    model, x = defined["EmittedScale"](4, 2.0).eval(), torch.randn(3, 4)
+    program = make_program(model, x)
+    with torch.no_grad():
+        assert torch.equal(program(x), 2 * x)
+    assert program.record.calls == 1
+    assert defined["by_type"].emit is defined["emit_scale"]

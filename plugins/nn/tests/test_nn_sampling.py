@@ -24,6 +24,16 @@ def test_greedy_is_the_default() -> None:
     assert Sampler(top_k=3, top_p=0.1, seed=9)(LOGITS) == 5
 
 
+def test_a_greatest_logit_that_is_known() -> None:
+    """Greedy takes what it is told, but no NaN or infinity; drawing does not care."""
+    assert Sampler()(LOGITS, 5) == 5
+    for value in (math.nan, math.inf):
+        with pytest.raises(InputError, match="finite"):
+            Sampler()(torch.tensor([0.0, value]), 1)
+    drawn = [Sampler(1.0, seed=4)(LOGITS, best) for best in (None, 5)]
+    assert drawn[0] == drawn[1]
+
+
 @settings(max_examples=100)
 @given(logits=vectors, temperature=st.floats(0.05, 5))
 def test_temperature_divides_logits(logits: torch.Tensor, temperature: float) -> None:

@@ -41,11 +41,12 @@ def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequ
     parts: list[Part] = []
     limits: list[tuple[torch.Tensor, int, str]] = []
     written: set[int] = set()
-    for step in program.steps:
+    for index, step in enumerate(program.steps):
+        what = f"program step {index}, {step.op.value} {step.label}".rstrip()
         inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
         module = None if step.layer is None else layers[step.layer].module
         limits += [
-            (tensor, _limit(step, module), step.label or step.op.value)
+            (tensor, _limit(step, module), what)
             for view, tensor in zip(step.inputs, inputs, strict=True)
             if tensor.dtype is torch.int64 and view.buffer not in written
         ]
@@ -60,11 +61,11 @@ def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequ
 
 def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part]) -> None:
     with torch.inference_mode():
-        for given, limit, label in limits:
+        for given, limit, what in limits:
             for value in (int(given.min()), int(given.max())):
                 if not 0 <= value < limit:
                     rule = f"from 0 to {limit - 1}"
-                    raise InputError("program", name=f"number of {label}", rule=rule, value=value)
+                    raise InputError(what, name="token or position", rule=rule, value=value)
         for part in parts:
             part()
 
@@ -131,7 +132,7 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
         cache = out.unflatten(0, (len(x), -1))
         return lambda: cache.index_copy_(1, inputs[1][0], x[:, None])
     if op is Op.ATTENTION:
-        return functools.partial(_attend, x, inputs[1], inputs[2], inputs[3], out, numbers)
+        return functools.partial(_attend, x, inputs[1:], out, numbers, in_graph=x.is_cuda)
     if op is Op.ARGMAX:
         return lambda: out.copy_(x.argmax(-1)[None])
     if op is Op.TOP_K:
@@ -153,19 +154,20 @@ def _turn(
     out[:, :width].copy_(mixed)
 
 
-def _attend(  # noqa: PLR0913  # its views
+def _attend(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    position: torch.Tensor,
+    seen_by: Sequence[torch.Tensor],
     out: torch.Tensor,
     numbers: tuple[float, ...],
+    *,
+    in_graph: bool,
 ) -> None:
-    """Mix the values of the positions that a query sees."""
+    """Mix the values of the positions that a query sees; in a graph, where no size may depend on them, by a mask."""
     heads, scale, window = int(numbers[0]), numbers[1], int(numbers[2])
-    keys, values = keys.unflatten(0, (heads, -1)), values.unflatten(0, (heads, -1))
+    position = seen_by[2]
+    keys, values = (cache.unflatten(0, (heads, -1)) for cache in seen_by[:2])
     grouped = query.unflatten(0, (heads, -1))
-    if query.is_cuda:  # in a graph nothing has the length of what is seen
+    if in_graph:
         places = torch.arange(keys.shape[1], device=query.device)
         hidden = (places > position[0]) | ((places <= position[0] - window) if window else places < 0)
         scores = (grouped @ keys.mT * scale).masked_fill(hidden, -torch.inf)

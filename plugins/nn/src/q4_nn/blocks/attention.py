@@ -233,7 +233,10 @@ class MultiHeadAttention(nn.Module):
         query, key, value = map(builder.reshape, (query, key, value), shapes)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
-        if self.rotary is not None:
+        if self.rotary is not None and (both := builder.beside(query, key)) is not None:
+            both = builder.emit(self.rotary, both, cache=cache)
+            query, key = builder.rows(both, 0, shapes[0][0]), builder.rows(both, *(count for count, _ in shapes[:2]))
+        elif self.rotary is not None:
             query, key = (builder.emit(self.rotary, part, cache=cache) for part in (query, key))
         keys, values, place = cache.of(self.layer)
         builder.step(Op.STORE, key, place, out=keys)

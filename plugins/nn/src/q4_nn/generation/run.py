@@ -126,6 +126,9 @@ class Generation:
             start = self.clock()
             if not self.decode_steps or (program is not None and program.change()):
                 program = decoding_program(self.decoder, cache)
-            token = self.sampler(self._logits((token,), cache) if program is None else program(token, cache))
+            if program is None:
+                token = self.sampler(self._logits((token,), cache))
+            else:
+                token = self.sampler(program(token, cache), program.best())
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

@@ -83,12 +83,18 @@ class Sampler:
             shares = shares / shares.sum()
         return shares
 
-    def __call__(self, logits: torch.Tensor) -> int:
+    def __call__(self, logits: torch.Tensor, best: int | None = None) -> int:
         """Return the number of the next token.
 
         Args:
             logits: [V] float.
+            best: Which is the greatest (a NaN, where there is one), where somebody knows.
+
+        Raises:
+            InputError: A logit is NaN or infinite.
         """
+        if self.temperature == 0 and best is not None and math.isfinite(float(logits[best])):
+            return best
         if self.temperature == 0:
             return int(_checked(logits).argmax())
         return int(torch.multinomial(self.probabilities(logits), 1, generator=self._generator))

@@ -74,7 +74,8 @@ class ProgramBuilder:
         self._label = ""
         self._buffers: list[Buffer] = []
         self._tensors: dict[int, torch.Tensor] = {}
-        self._known: dict[Any, View] = {}
+        self._known: dict[int, View] = {}
+        self._indices: dict[int, int] = {}
         self._constants: dict[Any, torch.Tensor] = {}
         self._steps: list[Step] = []
 
@@ -140,6 +141,13 @@ class ProgramBuilder:
         view = View(value.view.buffer, count, value.view.columns, value.view.offset + start * stride, step * stride)
         return Value(view, (count, value.shape[-1]))
 
+    def beside(self, first: Value, second: Value) -> Value | None:
+        """Return two values of as many columns as one, where the second's rows follow the first's; else None."""
+        one, two = first.view, second.view
+        if one.buffer != two.buffer or one.end != two.offset or not (first.is_dense and second.is_dense):
+            return None
+        return Value(View(one.buffer, one.rows + two.rows, one.columns, one.offset), (one.rows + two.rows, one.columns))
+
     def number(self, value: Value, index: int) -> Value:
         """Return one of the numbers of a value: int64 [1]."""
         return Value(View(value.view.buffer, 1, 1, value.view.offset + index), (1,), is_index=True)
@@ -169,9 +177,9 @@ class ProgramBuilder:
             out = self.scratch(inputs[0].shape if shape is None else shape, is_index=op is Op.ARGMAX)
         index = None
         if layer is not None:
-            if all(layer is not known for known in self.layers):
+            index = self._indices.setdefault(id(layer), len(self.layers))
+            if index == len(self.layers):
                 self.layers.append(layer)
-            index = next(number for number, known in enumerate(self.layers) if known is layer)
         views = [item.view for item in inputs]
         self._steps.append(Step(op, views, [out.view], index, numbers, self._label))
         return out

@@ -42,7 +42,7 @@ class DecodingProgram:
         logits = builder.keep(builder.emit(decoder, builder.number(numbers, 0), cache=places))
         best = builder.keep(builder.step(Op.ARGMAX, logits, shape=(1,)))
         self._logits, self._best = builder.tensor(logits)[0], builder.tensor(best)
-        self._bound = builder.bind()
+        self.bound = builder.bind()
         self._watch = Watch(builder.modules)
         self._cells = self._numbers.unbind()
 
@@ -64,7 +64,7 @@ class DecodingProgram:
         """
         for cell, number in zip(self._cells, (token, *cache.next_places()), strict=True):
             cell.fill_(number)
-        self._bound()
+        self.bound()
         cache.advance(1)
         return self._logits
 
