@@ -226,9 +226,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     options = parser.parse_args(arguments)
     if options.child:
         kind, path, *rest = options.child
-        told = {"open": lambda: _open_here(path, *rest), "llama": lambda: _open_llama(path)}
-        shared = {"share": lambda: _open_shared(path, rest[0], int(rest[1]))}
-        print(json.dumps({**told, **shared}[kind]()))
+        if kind == "llama":
+            told = _open_llama(path)
+        else:
+            told = _open_here(path, rest[0]) if kind == "open" else _open_shared(path, rest[0], int(rest[1]))
+        print(json.dumps(told))
         return
     result = measure(2 if options.quick else 9, _SMALL if options.quick else _LARGE)
     judged = judge(result)

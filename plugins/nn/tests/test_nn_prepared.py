@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_nn import LanguageModel
+from q4_nn.models.architecture import build_decoder
 from q4_nn.prepared.command import add_cache
 from q4_nn.prepared.container import Container, write_container
 from q4_nn.prepared.opening import CacheWarning
@@ -307,6 +308,23 @@ def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, tol
         assert len(model.session.layers()) == count, "what was taken up before the fault is gone"
     assert torch.equal(logits(path, cache), plain)
     assert told()[-2:] == ["written", "opened"]
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_kept(
+    write_llama: Any, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of the old file never stand under the facts of the new one."""
+    path, cache = write_llama(), tmp_path / "cache"
+
+    def slow(*arguments: Any) -> Any:
+        decoder = build_decoder(*arguments)
+        os.utime(path, ns=(1, 1))
+        return decoder
+
+    monkeypatch.setattr("q4_nn.generation.language_model.build_decoder", slow)
+    logits(path, cache)
+    assert "changed while it was read" in told()[-1]
+    assert not cache.exists()
 
 
 def test_every_wish_has_its_own_file(tiny_llama: Path, tmp_path: Path, told: Any) -> None:
