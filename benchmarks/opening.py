@@ -116,7 +116,10 @@ def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
 
 def _child(*words: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.opening", "--child", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)  # noqa: S603  # no input
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as the command q4 sets it
+    done = subprocess.run(  # noqa: S603  # no input
+        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -223,9 +226,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     options = parser.parse_args(arguments)
     if options.child:
         kind, path, *rest = options.child
-        told = {"open": lambda: _open_here(path, *rest), "llama": lambda: _open_llama(path)}
-        shared = {"share": lambda: _open_shared(path, rest[0], int(rest[1]))}
-        print(json.dumps({**told, **shared}[kind]()))
+        if kind == "llama":
+            told = _open_llama(path)
+        else:
+            told = _open_here(path, rest[0]) if kind == "open" else _open_shared(path, rest[0], int(rest[1]))
+        print(json.dumps(told))
         return
     result = measure(2 if options.quick else 9, _SMALL if options.quick else _LARGE)
     judged = judge(result)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.diagnostics.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
 FORMATS = ("nf4", "q4_1", "mxfp4", "int4")
@@ -82,9 +81,8 @@ def test_the_first_of_a_kind_is_probed_and_no_other() -> None:
 
 def test_wrong_numbers_are_refused() -> None:
     """A backend that computes wrong numbers here may not serve what it prepared elsewhere."""
-    header, tensors = told(made(Describing()))
-    forget_warnings()
-    backend = Describing(damage=lambda y: y + 1)
+    header, tensors = told(made(Describing("wrong elsewhere")))
+    backend = Describing("wrong elsewhere", damage=lambda y: y + 1)
     with pytest.warns(q4.Q4ProbeWarning, match="fake_gemm"), pytest.raises(q4.LifecycleError, match="wrong numbers"):
         q4.adopt_prepared(header, tensors, q4.Session(registry=registry(backend)))
 

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_nn import LanguageModel
+from q4_nn.models.architecture import build_decoder
 from q4_nn.prepared.command import add_cache
 from q4_nn.prepared.container import Container, write_container
 from q4_nn.prepared.opening import CacheWarning
 from q4_nn.prepared.store import Store, open_store
-from q4core.diagnostics.events import forget_warnings, observe, unobserve
+from tests.support.events import forget_warnings, heard
 from tests.support.footprint import run_child
 
 if TYPE_CHECKING:
@@ -34,18 +35,11 @@ TOKENS = torch.tensor([[3, 7, 260, 11]])
 
 
 @pytest.fixture(name="told")
-def told_fixture() -> Iterator[list[str]]:
-    """Return the states that events of the cache tell, and let every warning be given again."""
-    states: list[str] = []
-
-    def note(event: str, fields: dict[str, Any]) -> None:
-        if event == "q4.cache":
-            states.append(fields["state"])
-
+def told_fixture() -> Iterator[Any]:
+    """Return a function that gives the states that the cache's events told; every warning may be given again."""
     forget_warnings()
-    observe(note)
-    yield states
-    unobserve(note)
+    with heard("q4.cache") as events:
+        yield lambda: [event["state"] for event in events]
 
 
 def logits(path: Path, cache: Any, **options: Any) -> torch.Tensor:
@@ -74,18 +68,18 @@ def edited(path: Path, **header: Any) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("options", [{}, {"backend": "dequant-fallback"}, {"compute_dtype": "bfloat16"}])
 def test_a_cached_model_gives_the_same_bits(
-    write_llama: Any, tmp_path: Path, told: list[str], options: dict[str, Any], *, tied: bool
+    write_llama: Any, tmp_path: Path, told: Any, options: dict[str, Any], *, tied: bool
 ) -> None:
     """Logits, texts and the report are those of the first opening; dense parts, biases and joined layers among them."""
     path, cache = write_llama(tied=tied), tmp_path / "cache"
     plain = logits(path, "off", **options)
     assert torch.equal(logits(path, cache, **options), plain)
     if "backend" in options:  # which keeps views of the file, and so nothing of its own
-        assert told[-1].startswith("not cached: layer")
+        assert told()[-1].startswith("not cached: layer")
         assert not cache.exists()
         return
     assert torch.equal(logits(path, cache, **options), plain)
-    assert told == ["written", "opened"]
+    assert told() == ["written", "opened"]
     config = q4.SessionConfig(**options)
     with LanguageModel.open(path, config, cache="off") as one, LanguageModel.open(path, config, cache=cache) as two:
         for text in ("the thing <|im_start|> in <added> 12", "", "é🙂"):
@@ -101,7 +95,7 @@ def test_a_cached_model_gives_the_same_bits(
         assert [type(module) for module in one.decoder.modules()] == [type(module) for module in two.decoder.modules()]
 
 
-def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: list[str]) -> None:
+def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: Any) -> None:
     """Weights that have changed under the same size, time, inode and first 256 KiB are never seen."""
     path, cache = write_llama(hidden=256, head_dim=64, feed_forward=768, layers=4), tmp_path / "cache"
     plain = logits(path, cache)
@@ -111,7 +105,7 @@ def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: list[str
         file.write(b"\xff" * (facts.st_size - (1 << 18)))
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     assert torch.equal(logits(path, cache), plain)
-    assert told == ["written", "opened"]
+    assert told() == ["written", "opened"]
 
 
 def test_a_folder_is_cached_too(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +127,7 @@ def test_a_folder_is_cached_too(tiny_llama: Path, tmp_path: Path, monkeypatch: p
             logits(tmp_path / "folder", tmp_path / "cache")
 
 
-def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
     """``off`` as argument or as Q4_CACHE touches no folder; Q4_CACHE names one for ``auto``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -141,7 +135,7 @@ def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
     logits(tiny_llama, "off")
     monkeypatch.setenv("Q4_CACHE", "off")
     logits(tiny_llama, "auto")
-    assert not told
+    assert not told()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("Q4_CACHE", str(tmp_path / "named"))
     logits(tiny_llama, "auto")
@@ -246,9 +240,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_is_made_anew_and_told_once(
-    write_llama: Any, tmp_path: Path, told: list[str], change: Any
-) -> None:
+def test_what_does_not_fit_is_made_anew_and_told_once(write_llama: Any, tmp_path: Path, told: Any, change: Any) -> None:
     """A stale, truncated, foreign or damaged file costs one warning and a new file, and never an answer."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -256,19 +248,19 @@ def test_what_does_not_fit_is_made_anew_and_told_once(
     with pytest.warns(CacheWarning) as caught:
         assert torch.equal(logits(path, cache), plain)
     assert len([item for item in caught if item.category is CacheWarning]) == 1
-    assert [state.partition(":")[0] for state in told] == ["written", "not cached", "written"]
+    assert [state.partition(":")[0] for state in told()] == ["written", "not cached", "written"]
     assert torch.equal(logits(path, cache), plain)
-    assert told[-1] == "opened"
+    assert told()[-1] == "opened"
 
 
-def test_a_folder_in_the_way_is_left_alone(write_llama: Any, tmp_path: Path, told: list[str]) -> None:
+def test_a_folder_in_the_way_is_left_alone(write_llama: Any, tmp_path: Path, told: Any) -> None:
     """Where the file can't be put the model opens without it."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
     _folder(path, cache)
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told[-1].startswith("not cached: the file can't be written")
+    assert told()[-1].startswith("not cached: the file can't be written")
 
 
 HEADERS: dict[str, Any] = {
@@ -280,18 +272,18 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", HEADERS)
-def test_a_header_of_somebody_else_is_made_anew(write_llama: Any, tmp_path: Path, told: list[str], damage: str) -> None:
+def test_a_header_of_somebody_else_is_made_anew(write_llama: Any, tmp_path: Path, told: Any, damage: str) -> None:
     """A header with the right digest that lacks what is needed is no reason to fail."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
     edited(only_file(cache), **HEADERS[damage])
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told[-1] == "written"
+    assert told()[-1] == "written"
 
 
 @pytest.mark.parametrize("part", ["config", "kinds", "layers", "places", "joined", "embeddings", "dense", "factors"])
-def test_a_decoder_without_a_part_is_made_anew(write_llama: Any, tmp_path: Path, told: list[str], part: str) -> None:
+def test_a_decoder_without_a_part_is_made_anew(write_llama: Any, tmp_path: Path, told: Any, part: str) -> None:
     """Each part of the header is needed, and none is guessed."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -299,10 +291,10 @@ def test_a_decoder_without_a_part_is_made_anew(write_llama: Any, tmp_path: Path,
     edited(only_file(cache), decoder={key: value for key, value in decoder.items() if key != part})
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told[-1] == "written"
+    assert told()[-1] == "written"
 
 
-def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, told: list[str]) -> None:
+def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, told: Any) -> None:
     """A parameter that no tensor fills is not left empty."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -315,22 +307,39 @@ def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, tol
         count = len([module for module in model.decoder.modules() if isinstance(module, q4.Q4Linear)])
         assert len(model.session.layers()) == count, "what was taken up before the fault is gone"
     assert torch.equal(logits(path, cache), plain)
-    assert told[-2:] == ["written", "opened"]
+    assert told()[-2:] == ["written", "opened"]
 
 
-def test_every_wish_has_its_own_file(tiny_llama: Path, tmp_path: Path, told: list[str]) -> None:
+def test_a_source_that_changes_while_it_is_read_is_not_kept(
+    write_llama: Any, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of the old file never stand under the facts of the new one."""
+    path, cache = write_llama(), tmp_path / "cache"
+
+    def slow(*arguments: Any) -> Any:
+        decoder = build_decoder(*arguments)
+        os.utime(path, ns=(1, 1))
+        return decoder
+
+    monkeypatch.setattr("q4_nn.generation.language_model.build_decoder", slow)
+    logits(path, cache)
+    assert "changed while it was read" in told()[-1]
+    assert not cache.exists()
+
+
+def test_every_wish_has_its_own_file(tiny_llama: Path, tmp_path: Path, told: Any) -> None:
     """Another precision is another file; neither displaces the other."""
     for _ in range(2):
         logits(tiny_llama, tmp_path, activation_precision="exact")
         logits(tiny_llama, tmp_path, activation_precision="int8")
-    assert told == ["written", "written", "opened", "opened"]
+    assert told() == ["written", "written", "opened", "opened"]
 
 
 # -- disks and other processes
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    tiny_llama: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that fails half-way is one warning; no part of the file stays, and the model is there."""
     plain = logits(tiny_llama, "off")
@@ -345,7 +354,7 @@ def test_a_full_disk_leaves_nothing_behind(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # told once
         logits(tiny_llama, tmp_path / "cache")
-    assert len(told) == 2
+    assert len(told()) == 2
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

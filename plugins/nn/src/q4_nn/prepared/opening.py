@@ -53,6 +53,8 @@ class CachedModel:
     session: q4.Session
     state: str = attrs.field(init=False, default="not asked")
     """``opened`` or ``written``, or why neither."""
+    _before: dict[str, Any] | None = attrs.field(init=False, default=None)
+    """The facts before the source was read: what is written must be of that source."""
 
     @property
     def path(self) -> Path:
@@ -79,6 +81,7 @@ class CachedModel:
         """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
         path = self.path
         try:
+            self._before = self._facts()
             container = self.store.open(path)
             return self._restored(container, use)
         except FileNotFoundError:
@@ -90,7 +93,7 @@ class CachedModel:
             _give_memory_back()
 
     def _restored(self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
-        facts, told = self._facts(), container.header
+        facts, told = self._before or {}, container.header
         stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
         if stale:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
@@ -109,13 +112,16 @@ class CachedModel:
         path = self.path
         try:
             header, tensors = tell_decoder(decoder)
-            self.store.write(path, {"facts": self._facts(), "decoder": header, "extra": extra}, tensors)
-        except q4.LifecycleError as error:  # a backend that keeps nothing on disk is no fault
+            state = "not cached: the source changed while it was read"
+            if self._facts() == self._before:
+                self.store.write(path, {"facts": self._before, "decoder": header, "extra": extra}, tensors)
+                state = "written"
+        except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
         except OSError as error:
             self._tell(path, f"can't be written: {error}")
         else:
-            self._emit("written")
+            self._emit(state)
 
     def _emit(self, state: str, *, level: int = logging.INFO, **facts: Any) -> None:
         self.state = state
