@@ -1,4 +1,4 @@
-"""What int8 activations cost: SmolLM2's next tokens over a text, compared with the reference's."""
+"""What rounded activations cost: SmolLM2's next tokens over a text, compared with the reference's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 TEXT = Path(__file__).parents[1] / "LICENSE"
 """English prose that every clone has and nobody edits."""
 WINDOW = 512
-PRECISIONS = {"q4core, exact": "exact", "q4core, int8 activations": "int8"}
+PRECISIONS = {
+    "q4core, exact": "exact",
+    "q4core, int16 activations (default)": "int16",
+    "q4core, int8 activations": "int8",
+}
 EXACT = "q4core, exact"
 LLAMA = "llama.cpp"
 BASE = "q4core, reference"
@@ -97,7 +101,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     written = record.write("precision", result, folder=record.BUILD if options.quick else record.RESULTS)
     print(f"{result['tokens']} tokens of {result['text']}, against {result['against']}")
     for name, own in result["programs"].items():
-        print(f"{name:<26} KL {own['kl_divergence']:.1e}, equal next tokens {own['equal_next_tokens']:.1%}")
+        print(f"{name:<36} KL {own['kl_divergence']:.1e}, equal next tokens {own['equal_next_tokens']:.1%}")
     print(f"written: {written}")
 
 

@@ -81,18 +81,33 @@ def test_a_table_that_is_not_the_formats_is_refused(table: str) -> None:
     assert "codebook" in reason.message
 
 
-def test_a_table_of_the_formats_own_values_is_served() -> None:
-    """An int8 table of the format's codebook is near enough, for full and half int8 range."""
-    for levels in (124, 63):
-        table = tuple(round(value * levels) / levels for value in NF4)
+@pytest.mark.parametrize(
+    ("precision", "levels", "is_near"),
+    [
+        (q4.Precision.W4A8, 124, True),
+        (q4.Precision.W4A8, 63, True),
+        (q4.Precision.W4I16, 8191, True),
+        (q4.Precision.W4I16, 2047, False),
+        (q4.Precision.W4I16, 124, False),
+    ],
+)
+def test_a_table_of_the_formats_own_values_is_served(precision: q4.Precision, levels: int, *, is_near: bool) -> None:
+    """A table is near enough in the steps of the path's precision: ±63 beside int8, ±8191 beside int16."""
+    table = tuple(round(value * levels) / levels for value in NF4)
 
-        class Table(FakeBackend):
-            def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
-                weight = attrs.evolve(prepared.meta.build(prepared.tensors), codebook=torch.tensor(table))  # noqa: B023  # used in this turn
-                out.copy_(x.to(torch.float32) @ q4.dequantize(weight, torch.float32).T)
+    class Table(FakeBackend):
+        def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
+            weight = attrs.evolve(prepared.meta.build(prepared.tensors), codebook=torch.tensor(table))
+            out.copy_(x.to(torch.float32) @ q4.dequantize(weight, torch.float32).T)
 
-        backend = Table("table", paths=(attrs.evolve(A8, codebook=table),))
-        assert q4.Session(registry=registry(backend)).linear(_weight()).diagnostics().backend == "table"
+    backend = Table("table", paths=(_path(precision=precision, codebook=table),))
+    config = q4.SessionConfig(activation_precision="int16" if precision is q4.Precision.W4I16 else "int8")
+    session = q4.Session(config, registry=registry(backend))
+    if is_near:
+        assert session.linear(_weight()).diagnostics().backend == "table"
+    else:
+        with pytest.raises(q4.BackendUnavailableError, match="codebook"):
+            session.linear(_weight())
 
 
 def test_a_table_for_a_weight_with_its_own_codebook_is_refused() -> None:

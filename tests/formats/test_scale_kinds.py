@@ -15,7 +15,7 @@ BYTES = frozenset({q4.ScaleKind.E4M3, q4.ScaleKind.E4M3_MUL, q4.ScaleKind.E8M0})
 PLAIN = frozenset({q4.ScaleKind.PLAIN})
 FP4 = q4.KernelPath("fp4", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A4, 30)
 EXACT = q4.KernelPath("exact", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
-INT8 = q4.KernelPath("int8", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A8, 30)
+INT16 = q4.KernelPath("int16", (1, None), q4.PathKind.KERNEL, q4.Precision.W4I16, 30)
 
 
 def _weight() -> q4.PackedWeight:
@@ -77,11 +77,11 @@ def test_scales_become_plain_only_where_that_precision_declares_plain() -> None:
 
 def test_a_path_never_sees_a_kind_that_its_precision_does_not_declare() -> None:
     """Where several precisions may serve, those that read the scales do, and the others are passed over."""
-    backend = _backend({q4.Precision.W4A8: PLAIN}, (INT8, EXACT))
+    backend = _backend({q4.Precision.W4I16: PLAIN}, (INT16, EXACT))
     selection = _select(backend, _weight(), "auto")
     assert selection.path == EXACT
     assert selection.backend_request.scale_kind is q4.ScaleKind.E4M3_MUL
-    assert _select(backend, _weight().with_plain_scale(), "auto").path == INT8
+    assert _select(backend, _weight().with_plain_scale(), "auto").path == INT16
 
 
 def test_the_reference_serves_whatever_precision_is_asked_for() -> None:

@@ -111,8 +111,8 @@ def test_a_refusal_is_remembered_for_its_kind() -> None:
 
 
 def test_a_refusal_for_some_paths_leaves_the_others() -> None:
-    """A backend that can't prepare its w4a8 path is asked again where the exact one is wanted."""
-    paths = (KERNEL_PATH, attrs.evolve(KERNEL_PATH, name="fake_a8", precision=q4.Precision.W4A8, tier=30))
+    """A backend that can't prepare its w4i16 path is asked again where the exact one is wanted."""
+    paths = (KERNEL_PATH, attrs.evolve(KERNEL_PATH, name="fake_i16", precision=q4.Precision.W4I16, tier=30))
     backend = Refusing(paths=paths, refuses=lambda request: request.precision is q4.ActivationPrecision.AUTO)
     plugins = registry(backend)
     assert q4.Session(registry=plugins).linear(_weight()).diagnostics().backend == "dequant-fallback"

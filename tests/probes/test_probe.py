@@ -375,13 +375,14 @@ def test_an_approximated_codebook_is_judged_against_its_own_table() -> None:
 
     path = attrs.evolve(KERNEL_PATH, precision=q4.Precision.W4A8)
     honest = Table("honest", paths=(attrs.evolve(path, codebook=table),))
-    assert q4.Session(registry=registry(honest)).linear(_weight()).diagnostics().backend == "honest"
-    with pytest.warns(q4.Q4ProbeWarning):
-        layer = q4.Session(registry=registry(Table("silent", paths=(path,)))).linear(_weight())
-    assert layer.diagnostics().backend == "dequant-fallback"
+    config = q4.SessionConfig(activation_precision="int8")
+    assert q4.Session(config, registry=registry(honest)).linear(_weight()).diagnostics().backend == "honest"
+    silent = q4.Session(config, registry=registry(Table("silent", paths=(path,))))
+    with pytest.warns(q4.Q4ProbeWarning), pytest.raises(q4.BackendUnavailableError):
+        silent.linear(_weight())
 
 
-GRIDS = {q4.Precision.W4A8: 127.0, q4.Precision.W4A16: 255.0, q4.Precision.W4A32: 65535.0}
+GRIDS = {q4.Precision.W4A8: 127.0, q4.Precision.W4I16: 16383.0, q4.Precision.W4A16: 255.0, q4.Precision.W4A32: 65535.0}
 
 
 @pytest.mark.parametrize("precision", list(q4.Precision))
@@ -398,10 +399,20 @@ def test_grid_activations_lie_on_their_grid(precision: q4.Precision) -> None:
         return
     assert torch.equal((x * scale).round(), x * scale)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(x.to(dtype).to(torch.float64), x) == (precision is not q4.Precision.W4A32)
+        assert torch.equal(x.to(dtype).to(torch.float64), x) == (precision not in {q4.Precision.W4A32, q4.Precision.W4I16})
     step = x[:, :32].abs().amax(1, keepdim=True) / 127
     in_int8 = torch.equal((x[:, :32] / step).round() * step, x[:, :32])
     assert in_int8 == (precision is q4.Precision.W4A8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grid_activations_of_16_bits_lie_on_the_grid_of_int16_and_not_of_int8(dtype: torch.dtype) -> None:
+    """Where x has few bits itself, its peak divides 16383, and no level of int8 stands for the rest."""
+    x = grid_activations(5, 200, q4.Precision.W4I16, dtype=dtype)[:, :32].to(torch.float64)
+    peak = x.abs().amax(1, keepdim=True)
+    for levels, holds in ((16383, True), (32766, True), (127, False)):
+        held = (x * levels / peak).round() * peak / levels
+        assert bool(((held - x).abs() <= 1e-12).all()) == holds
 
 
 @pytest.mark.parametrize(

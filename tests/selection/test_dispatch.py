@@ -180,8 +180,8 @@ def test_int8_asked_for_is_never_answered_with_another_precision() -> None:
 
 def test_gradients_need_an_exact_path() -> None:
     """A layer that trains never gets rounded activations."""
-    quantised = FakeBackend("int8", paths=(_path("w4a8", 1, None, 30, precision=q4.Precision.W4A8),))
-    assert _select(quantised, FakeBackend()).backend == "int8"
+    quantised = FakeBackend("int16", paths=(_path("w4i16", 1, None, 30, precision=q4.Precision.W4I16),))
+    assert _select(quantised, FakeBackend()).backend == "int16"
     assert _select(quantised, FakeBackend(), request=attrs.evolve(REQUEST, gradients=True)).backend == "fake"
 
 
@@ -229,7 +229,7 @@ PATHS = st.builds(
     name=st.just("p"),
     m=st.tuples(st.integers(1, 4), st.one_of(st.none(), st.integers(4, 9))),
     kind=KINDS,
-    precision=st.sampled_from([q4.Precision.W4A32, q4.Precision.W4A8]),
+    precision=st.sampled_from([q4.Precision.W4A32, q4.Precision.W4I16, q4.Precision.W4A8]),
     tier=st.sampled_from([0, 10, 20, 30, 40]),
 )
 OFFERS = st.one_of(st.just(()), st.lists(PATHS, min_size=1, max_size=3))
@@ -268,6 +268,12 @@ def test_every_mix_of_wishes_is_answered_truly(  # one argument per axis
 
 
 AUTO = q4.ActivationPrecision.AUTO
+WANTED = {
+    AUTO: {q4.Precision.W4A32, q4.Precision.W4I16},
+    q4.ActivationPrecision.EXACT: {q4.Precision.W4A32},
+    q4.ActivationPrecision.INT16: {q4.Precision.W4I16},
+    q4.ActivationPrecision.INT8: {q4.Precision.W4A8},
+}
 
 
 def _check_refusal(error: q4.Q4Error, backends: dict[str, FakeBackend], name: str | None, *, is_default: bool) -> None:
@@ -276,7 +282,7 @@ def _check_refusal(error: q4.Q4Error, backends: dict[str, FakeBackend], name: st
         assert name not in backends
     elif isinstance(error, q4.PolicyConflictError):
         assert name in backends
-        assert not is_default
+        assert not is_default or any(path.precision is q4.Precision.W4A8 for path in backends[name].paths)
     else:
         assert isinstance(error, q4.BackendUnavailableError)
         assert {item.backend for item in error.rejections} == ({name} if name else set(backends))
@@ -312,9 +318,8 @@ def _check_obedience(
         assert kinds == {q4.PathKind.KERNEL}
     if compute_path is q4.ComputePath.DEQUANT_MATMUL_ONLY:
         assert kinds == {q4.PathKind.REFERENCE}
-    elif precision in {q4.ActivationPrecision.EXACT, q4.ActivationPrecision.INT8}:
-        wanted = q4.Precision.W4A32 if precision is q4.ActivationPrecision.EXACT else q4.Precision.W4A8
-        assert {segment.path.precision for segment in selection.segments} == {wanted}
+    elif precision in WANTED:
+        assert {segment.path.precision for segment in selection.segments} <= WANTED[precision]
 
 
 def test_warm_selection_comes_from_the_cache() -> None:

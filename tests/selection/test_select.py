@@ -29,9 +29,10 @@ def test_the_precision_of_the_configuration_is_asked_for() -> None:
 
 
 def test_gradients_of_the_configuration_are_asked_for() -> None:
-    """A wish for gradients reaches the request, so that int8 is not chosen under AUTO."""
-    plugins = registry(FakeBackend(paths=(KERNEL_PATH, A8)))
-    assert q4.select(_request(), registry=plugins).path.name == "a8"
+    """A wish for gradients reaches the request, so that int16 is not chosen under AUTO."""
+    rounded = attrs.evolve(A8, name="i16", precision=q4.Precision.W4I16)
+    plugins = registry(FakeBackend(paths=(KERNEL_PATH, rounded)))
+    assert q4.select(_request(), registry=plugins).path.name == "i16"
     selection = q4.select(_request(), q4.SessionConfig(gradients=True), registry=plugins)
     assert selection.request.gradients
     assert selection.path.name == "fake_gemm"

@@ -57,7 +57,7 @@ def _layer(isa: str, precision: str) -> q4.Q4Linear:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("precision", ["exact", "int8"])
+@pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mode", ["flushes", "rounds_up"])
 def test_a_callers_float_mode_changes_nothing(

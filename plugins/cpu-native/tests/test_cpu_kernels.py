@@ -15,7 +15,7 @@ import torch
 
 import q4core as q4
 from q4_cpu_native import CpuNative
-from q4_cpu_native.tables import table_of
+from q4_cpu_native.tables import table_of, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +59,45 @@ def test_tables_are_exact_where_they_can_be() -> None:
         assert table.values is not None
         assert max(abs(a - b) for a, b in zip(table.values, codebook, strict=True)) <= table.step / 2
         assert 0 not in table.level  # −128, whose product with −128 has no place
+
+
+def test_words_are_exact_where_they_can_be() -> None:
+    """FP4 stands exactly in 16 bits, NF4 within half a step of ±8191; what 8 bits hold needs none."""
+    assert all(words_of(q4.BUILTIN_FORMATS[name].codebook) is None for name in ("nvfp4", "mxfp4"))
+    fp4, nf4 = (words_of(q4.BUILTIN_FORMATS[name].codebook) for name in ("fp4", "nf4"))
+    assert fp4 is not None
+    assert fp4.values is None
+    torch.testing.assert_close(
+        torch.tensor(fp4.word) * fp4.step, torch.tensor(q4.BUILTIN_FORMATS["fp4"].codebook), rtol=2**-23, atol=0
+    )
+    assert nf4 is not None
+    assert nf4.values is not None
+    codebook = q4.BUILTIN_FORMATS["nf4"].codebook
+    assert max(abs(a - b) for a, b in zip(nf4.values, codebook, strict=True)) <= 1 / 16382
+    error = np.mean((np.array(nf4.values) - np.array(codebook)) ** 2)
+    assert error / np.mean(np.array(codebook) ** 2) < 1.4e-9
+    assert max(map(abs, nf4.word)) * 16 * 16383 < 2**31
+
+
+def test_the_default_is_int16(backend: CpuNative) -> None:
+    """Unasked, and with few and many rows alike, activations are rounded to int16, for gradients not at all."""
+    for format_ in sorted(q4.BUILTIN_FORMATS):
+        weight = _weight(format_)
+        segments = _layer(backend, weight, "auto").diagnostics().segments
+        assert {segment.path.precision for segment in segments} == {q4.Precision.W4I16}
+        segments = _layer(backend, weight, "auto", gradients=True).diagnostics().segments
+        assert {segment.path.precision for segment in segments} == {q4.Precision.W4A32}
+
+
+def test_what_int8_holds_int16_holds(backend: CpuNative) -> None:
+    """On the grid of int8 both give the same numbers, but for float32's own rounding."""
+    weight = _weight("q4_0")
+    x = torch.randint(-127, 128, (5, 256), generator=torch.Generator().manual_seed(3)).float()
+    x[:, ::32] = 127.0
+    exact = x.double() @ q4.dequantize(weight, torch.float64).T
+    for precision in ("int16", "int8"):
+        y = _layer(backend, weight, precision)(x).double()
+        torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(("format_", "most"), [("nf4", 1.2e-5), ("fp4", 6e-6)])
@@ -115,31 +154,34 @@ def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) 
 
 @pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
 def test_free_range_error(backend: CpuNative, format_: str) -> None:
-    """On activations of any value the exact path errs by rounding alone, and int8 by its own step."""
+    """On activations of any value the exact path errs by rounding alone, int16 and int8 by their own steps."""
     weight = _weight(format_, 96, 512)
     x = torch.randn(33, 512, generator=torch.Generator().manual_seed(2))
     exact = x.double() @ q4.dequantize(weight, torch.float64).T
-    for precision, most in (("exact", 1e-11), ("int8", 1e-4)):
+    for precision, most in (("exact", 1e-11), ("int16", 1e-8 if format_ == "nf4" else 1e-9), ("int8", 1e-4)):
         y = _layer(backend, weight, precision)(x).double()
         assert float((y - exact).square().mean() / exact.square().mean()) <= most
 
 
+@pytest.mark.parametrize("precision", ["int8", "int16"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
-def test_rows_that_int8_can_not_hold_are_computed_exactly(backend: CpuNative, value: float) -> None:
+def test_rows_that_integers_can_not_hold_are_computed_exactly(
+    backend: CpuNative, value: float, precision: str
+) -> None:
     """A value that is not finite, or too small for a scale, gives its row what the exact path gives, and no other."""
     weight = _weight("q4_0")
     x = torch.randn(11, 256)
     x[4] = 0.0
     x[4, 7] = value
-    a8, exact = _layer(backend, weight, "int8"), _layer(backend, weight, "exact")
-    got = a8(x)
+    rounded, exact = _layer(backend, weight, precision), _layer(backend, weight, "exact")
+    got = rounded(x)
     assert torch.equal(got[4].nan_to_num(9.0), exact(x)[4].nan_to_num(9.0))
     x[4] = 0.0
     rest = torch.arange(11) != 4
-    assert torch.equal(got[rest], a8(x)[rest])
+    assert torch.equal(got[rest], rounded(x)[rest])
 
 
-@pytest.mark.parametrize("precision", ["exact", "int8"])
+@pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
 @pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
 def test_huge_activations_overflow_only_where_the_product_does(
     backend: CpuNative, format_: str, precision: str
@@ -185,7 +227,7 @@ import torch, q4core as q4
 def resident():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS:")).split()[1]) // 1024
 weight = q4.quantize(torch.randn(64, 4096), "q4_0")
-configs = [q4.SessionConfig(backend="cpu-native", activation_precision=name) for name in ("int8", "exact")]
+configs = [q4.SessionConfig(backend="cpu-native", activation_precision=name) for name in ("int16", "int8", "exact")]
 layers = [q4.Session(config).linear(weight) for config in configs]
 x = torch.randn(8192, 4096)
 out = torch.empty(8192, 64)
@@ -220,7 +262,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("precision", ["exact", "int8"])
+@pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
 def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str) -> None:
     """A row's result depends on that row alone: not on the number of threads, nor on the rows beside it."""
     layer = _layer(backend, _weight("nvfp4", 320, 1056), precision)

@@ -180,9 +180,9 @@ def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
 @pytest.mark.parametrize(
     ("isa", "used", "unused"),
     [
-        ("avx2", {"vpmaddubsw"}, {"vpdpbusd", "{vex}"}),
-        ("avxvnni", {"{vex} vpdpbusd"}, {"vpmaddubsw", "zmm", "{%k"}),
-        ("avx512", {"vpdpbusd", "zmm"}, {"vpmaddubsw"}),
+        ("avx2", {"vpmaddubsw", "vpmaddwd"}, {"vpdpbusd", "vpdpwssd", "{vex}"}),
+        ("avxvnni", {"{vex} vpdpbusd", "{vex} vpdpwssd"}, {"vpmaddubsw", "zmm", "{%k"}),
+        ("avx512", {"vpdpbusd", "vpdpwssd", "zmm"}, {"vpmaddubsw"}),
     ],
 )
 def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused: set[str]) -> None:

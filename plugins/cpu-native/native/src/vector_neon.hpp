@@ -219,7 +219,7 @@ struct NeonI8mm : NeonDotprod {
         }
     }
     // smmla multiplies 2 rows by 2 rows of x over 8 in-features: twice the products of sdot.
-    template <int Rows> struct Pairs {
+    template <int Rows> struct RowPairs {
         static_assert(Rows % 2 == 0);
         int32x4_t sum[Rows / 2][2];  // of 2 rows of x with rows 0 and 1, and with rows 2 and 3 of the vector
 
@@ -246,7 +246,7 @@ struct NeonI8mm : NeonDotprod {
             return vcvtq_f32_s32(row % 2 ? odd : even);
         }
     };
-    template <int Kind, int Rows> using Dots = std::conditional_t<Rows == 1, NeonDotprod::Dots<Kind, 1>, Pairs<Rows>>;
+    template <int Kind, int Rows> using Dots = std::conditional_t<Rows == 1, NeonDotprod::Dots<Kind, 1>, RowPairs<Rows>>;
 };
 #endif
 

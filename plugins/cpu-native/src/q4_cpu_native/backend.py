@@ -117,8 +117,10 @@ class CpuNative:
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             words = words_of(request.format.codebook)
             values = {_A8: table_of(request.format.codebook).values, _A16: words and words.values}
+        # Where int16 was never measured, the default is exact.
+        tiers = {_A8: Tier.TUNED, _A16: Tier.TUNED if self._chosen.was_run else Tier.DEQUANT_GEMM}
         paths += [
-            KernelPath(name, rows, PathKind.KERNEL, precision, Tier.TUNED, values.get(family))
+            KernelPath(name, rows, PathKind.KERNEL, precision, tiers[family], values.get(family))
             for family, precision in ((_A8, Precision.W4A8), (_A16, Precision.W4I16))
             for name, rows in self._ranges(family).items()
         ]
