@@ -132,8 +132,34 @@ Q4_INLINE void mix(const Head& h, int64_t column, typename V::Floats sum) {
     for (int part = 0; part < Vectors; ++part) V::store(h.out + column + part * V::kLanes, V::div(out[part], sum));
 }
 
+// Four keys at once, because adding a vector's lanes up takes longer than its products. Past the last key it is taken again.
+template <class V> Q4_INLINE void score(const Head& h) {
+    using F = typename V::Floats;
+    for (int64_t i = 0; i < h.count; i += 4) {
+        const float* key[4];
+        F sum[4];
+        for (int64_t j = 0; j < 4; ++j) {
+            key[j] = h.keys + (i + j < h.count ? i + j : h.count - 1) * h.key_stride;
+            sum[j] = V::zero();
+        }
+        int64_t c = 0;
+        for (; c + V::kLanes <= h.columns; c += V::kLanes) {
+            const F query = V::load(h.query + c);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) sum[j] = V::fma(query, V::load(key[j] + c), sum[j]);
+        }
+        if (c < h.columns) {
+            const F query = partial<V>(h.query + c, h.columns - c);
+            for (int j = 0; j < 4; ++j) sum[j] = V::fma(query, partial<V>(key[j] + c, h.columns - c), sum[j]);
+        }
+        float four[4];
+        V::four_sums(sum[0], sum[1], sum[2], sum[3], four);
+        for (int64_t j = 0; j < 4 && i + j < h.count; ++j) h.scores[i + j] = h.scale * four[j];
+    }
+}
+
 template <class V> void attend(const Head& h) {
-    for (int64_t i = 0; i < h.count; ++i) h.scores[i] = h.scale * dot<V>(h.query, h.keys + i * h.key_stride, h.columns);
+    score<V>(h);
     const float total = soften<V>(h.scores, h.scores, h.count);
     const auto sum = V::splat(total);
     int64_t column = 0;

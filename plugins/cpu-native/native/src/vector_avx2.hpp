@@ -31,6 +31,10 @@ struct Avx2 {
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }
+    static void four_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+        const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    }
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }

@@ -28,6 +28,13 @@ struct Avx512 {
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
     static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
+    static void four_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+        const auto fold = [](Floats v) __attribute__((always_inline)) {
+            return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1)));
+        };
+        const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(fold(a), fold(b)), _mm256_hadd_ps(fold(c), fold(d)));
+        _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    }
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm512_storeu_si512(to, v); }

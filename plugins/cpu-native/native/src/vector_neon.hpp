@@ -30,6 +30,9 @@ struct NeonDotprod {
     static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
     static Floats div(Floats a, Floats b) { return vdivq_f32(a, b); }
     static float sum(Floats v) { return vaddvq_f32(v); }
+    static void four_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
+        vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+    }
     static Floats load(const float* from) { return vld1q_f32(from); }
     static void store(float* to, Floats v) { vst1q_f32(to, v); }
     static void store(uint8_t* to, Ints v) { vst1q_u8(to, v); }
