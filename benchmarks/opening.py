@@ -33,7 +33,7 @@ PROCESSES = 10
 LIMIT_S = 600
 SECONDS, BYTES, LARGE_SECONDS = 0.15, 20e6, 0.5
 """Targets of a cached SmolLM2-135M, and of a cached file of 2 GB."""
-_LARGE = {"layers": 24, "hidden": 2560, "feed_forward": 8192}
+_LARGE = {"layers": 36, "hidden": 2560, "feed_forward": 8192}
 _SMALL = {"layers": 2, "hidden": 256, "feed_forward": 512}
 _BLOCK, _BLOCK_BYTES = 32, 20
 _FIELDS = ("seconds", "cpu_seconds", "anonymous_bytes", "first_token_seconds")
