@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from q4_nn import TransformerDecoder, TransformerEncoder
-from q4_nn.models.hf_config import config_from_hf, config_to_hf
+from q4_nn import TransformerDecoder, TransformerEncoder, config_from_hf, config_to_hf
 from q4_nn.models.hf_names import from_hf_name, fused_parts, to_hf_name
 
 pytestmark = pytest.mark.peer

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_nn import LanguageModel, build_transformer, load_model
-from q4_nn.models.hf_config import config_from_hf
+from q4_nn import LanguageModel, build_transformer, config_from_hf, load_model
 
 if TYPE_CHECKING:
     from pathlib import Path

