@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import record, threads
-from benchmarks.cpu import ours, peers, plan, small_layers
+from benchmarks import problem, record, threads
+from benchmarks.cpu import ours, peers, plan, small_layers, yardsticks
 from benchmarks.cpu.sampling import Budget
 from benchmarks.memory import actors, ray_objects
 from benchmarks.memory import command as memory_command
@@ -74,6 +74,10 @@ def test_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("cpu-native is not built here")
     stages = tuple(plan.Stage((256, 256), rows, 1) for rows in (1, 64))
     monkeypatch.setattr(plan, "QUICK", plan.Plan(stages, Budget(3, 0.01, 2), Budget(3, 0.01, 2)))
+    for name in ("_LEAST_ROTATION", "_MOST_ROTATION"):  # copies of 1 MB, not of three caches
+        monkeypatch.setattr(problem, name, 1 << 20)
+    monkeypatch.setattr(yardsticks, "_windows", yardsticks._windows.__wrapped__)
+    monkeypatch.setattr(yardsticks, "_SIDE", 64)
     monkeypatch.setattr(small_layers, "_SHAPES", ((64, 64),))
     monkeypatch.setattr(peers, "facts", dict)
     result = run("cpu", "--only", "ours")
