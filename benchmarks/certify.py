@@ -38,12 +38,12 @@ def _plainness(name: str) -> tuple[bool, int, str]:
     return not name.endswith("/exact"), len(name), name
 
 
-def _commands() -> dict[str, list[str]]:
+def _commands(*, is_quick: bool = False) -> dict[str, list[str]]:
     """Return what is timed, by name."""
     commands = {TORCH: [sys.executable, "-c", TORCH]}
     for target in SUBJECTS:
         chosen = [word for name in target.formats for word in ("--format", name)]
-        for case in _cases(target):
+        for case in _cases(target)[: 1 if is_quick else None]:
             words = [sys.executable, "-m", "q4_cli", "conform", target.name, *chosen, "--json", "--case", case]
             commands[f"{target.name} {case}"] = words
     return commands
@@ -66,16 +66,17 @@ def _seconds(words: Sequence[str]) -> float:
 def main(arguments: Sequence[str]) -> None:
     """Time the commands and write what was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks certify", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one case of each subject, for development")
     parser.add_argument("--rounds", type=int, choices=range(2, 100), metavar="N", default=ROUNDS)
     options = parser.parse_args(arguments)
-    commands = _commands()
+    commands = _commands(is_quick=options.quick)
     samples: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name, words in commands.items():
             samples[name].append(_seconds(words))
     rows = {name: record.summary(taken) for name, taken in samples.items()}
     slow = sorted(name for name, row in rows.items() if row["median"] > LIMIT_SECONDS)
-    folder = record.RESULTS if options.rounds >= ROUNDS else record.BUILD
+    folder = record.BUILD if options.quick or options.rounds < ROUNDS else record.RESULTS
     path = record.write("certify", {"limit_seconds": LIMIT_SECONDS, "over_limit": slow, "seconds": rows}, folder=folder)
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["median"])[:12]:
         print(f"{row['median']:5.2f} s ({row['p10']:.2f} to {row['p90']:.2f})  {name}")

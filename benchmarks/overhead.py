@@ -81,8 +81,9 @@ def _session() -> tuple[q4.Session, q4.Registry, Idle]:
     return q4.Session(registry=registry), registry, backend
 
 
-def measure() -> dict[str, list[float]]:
+def measure(*, is_quick: bool = False) -> dict[str, list[float]]:
     """Return microseconds per call, by name."""
+    rounds, repeats = (5, 20) if is_quick else (60, 300)
     session, registry, backend = _session()
     weight = q4.quantize(torch.zeros(576, 576), "nf4")
     layer = session.linear(weight)
@@ -101,7 +102,9 @@ def measure() -> dict[str, list[float]]:
                 "torch.empty": lambda: torch.empty(1, 576),
                 "selection, warm": lambda: q4.select(request, registry=registry),
                 "request and selection": lambda: q4.select(q4.Request.for_weight(weight), registry=registry),
-            }
+            },
+            rounds=rounds,
+            repeats=repeats,
         )
 
 
@@ -125,6 +128,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``overhead.json`` and ``overhead.png``, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks overhead", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds, for development")
     parser.add_argument("--from", metavar="FILE", dest="file", help="draw a result anew; measure nothing")
     options = parser.parse_args(arguments)
     if options.file is not None:
@@ -132,13 +136,13 @@ def main(arguments: Sequence[str] = ()) -> None:
         result = json.loads(written.read_text(encoding="utf-8"))
         print(f"written: {draw(result, written.with_suffix('.png'))}")
         return
-    samples = measure()
+    samples = measure(is_quick=options.quick)
     summaries = {name: record.summary(values) for name, values in samples.items()}
     bare = summaries["backend alone"]["median"]
     over = {name: values["median"] - bare for name, values in summaries.items()}
     facts = record.environment()
     result = {"environment": facts, "unit": "us", "over_the_backend": over, "targets": TARGETS_US, "calls": summaries}
-    written = record.write("overhead", result)
+    written = record.write("overhead", result, folder=record.BUILD if options.quick else record.RESULTS)
     draw(result, written.with_suffix(".png"))
     for name, target in TARGETS_US.items():
         spread = f"{summaries[name]['p10'] - bare:.1f} … {summaries[name]['p90'] - bare:.1f}"

@@ -6,6 +6,7 @@ a block of calls; blocks during which other processes used the machine are repea
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -177,8 +178,8 @@ def _burner(*, is_wanted: bool) -> Iterator[subprocess.Popen[bytes] | None]:
         process.kill()
 
 
-def _scene(
-    libraries: dict[str, Any], layer: _Layer, isa: int, between: Callable[[], object], *, is_burning: bool
+def _scene(  # noqa: PLR0913  # one argument per fact
+    libraries: dict[str, Any], layer: _Layer, isa: int, between: Callable[[], object], count: int, *, is_burning: bool
 ) -> dict[str, Any]:
     """Return what each way takes in one scene: per call and per turn, medians over blocks."""
     matrix = ctypes.byref(layer.matrix)
@@ -187,7 +188,7 @@ def _scene(
     blocks: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
     noisy = 0
     with _burner(is_wanted=is_burning) as burner:
-        for way, threads in [item for _ in range(BLOCKS) for item in ways.items()]:
+        for way, threads in [item for _ in range(count) for item in ways.items()]:
             linear = libraries.get(way, next(iter(libraries.values()))).q4_cpu_linear
             for call in layer.calls:
                 call.threads = threads
@@ -213,9 +214,10 @@ def _scene(
 
 
 def main(options: Sequence[str] = ()) -> None:
-    """Measure, write ``threads.json`` and print the table; there are no options."""
-    if options:
-        raise SystemExit(f"there are no options, got {' '.join(options)}")
+    """Measure, write ``threads.json`` and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks threads", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one shape and one block of each, for development")
+    is_quick = parser.parse_args(options).quick
     torch.set_num_threads(2)
     libraries = {way: _library(way) for way in WAYS}
     first = next(iter(libraries.values()))
@@ -227,15 +229,16 @@ def main(options: Sequence[str] = ()) -> None:
         "100 µs between": _wait_100_us,
     }
     scenes: dict[str, Any] = {}
+    shapes, count = (SHAPES[:1], 1) if is_quick else (SHAPES, BLOCKS)
     with torch.no_grad():
-        for rows, columns in SHAPES:
+        for rows, columns in shapes:
             layer = _Layer(first, rows, columns)
             for library in libraries.values():
                 layer.check(library, isa)
             for is_burning in (False, True):
                 for between, function in betweens.items():
                     name = f"{rows}x{columns}, {between}{', a core burnt' if is_burning else ''}"
-                    scenes[name] = _scene(libraries, layer, isa, function, is_burning=is_burning)
+                    scenes[name] = _scene(libraries, layer, isa, function, count, is_burning=is_burning)
                     print(name)
                     for way, columns_ in scenes[name].items():
                         if way != "noisy_blocks":
@@ -244,7 +247,8 @@ def main(options: Sequence[str] = ()) -> None:
                                 for key, values in columns_.items()
                             )
                             print(f"    {way:<20}", *told)
-    written = record.write("threads", {"unit": "us", "threads": 2, "block_s": BLOCK_S, "scenes": scenes})
+    result = {"unit": "us", "threads": 2, "block_s": BLOCK_S, "scenes": scenes}
+    written = record.write("threads", result, folder=record.BUILD if is_quick else record.RESULTS)
     print(f"written: {written}")
 
 

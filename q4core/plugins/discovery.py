@@ -55,7 +55,7 @@ def call_plugin(
             told.append((call(*arguments), None))
         except BaseException as error:  # pytest's outcomes and CancelledError are no Exception
             if limit_s is None and isinstance(error, KeyboardInterrupt):  # the user's own goes to the main thread
-                raise
+                raise KeyboardInterrupt(f"in {what} of plugin {record.name!r}") from error
             told.append((None, f"{what} raised {describe_exception(error)}"))
 
     if limit_s is None:

@@ -245,7 +245,7 @@ def test_the_users_own_interrupt_comes_through() -> None:
         raise KeyboardInterrupt
 
     registry = q4.Registry([("a", plugin(q4_dialects=interrupted))])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="in hook q4_dialects of plugin 'a'"):  # who raised it, or was asked
         registry.dialects()
 
 

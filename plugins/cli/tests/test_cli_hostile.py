@@ -277,6 +277,12 @@ def test_every_error_has_its_status(error: BaseException, code: str, status: int
     assert json.loads(json.dumps(found[1])).keys() == ERROR_KEYS
 
 
+def test_an_interrupt_names_the_plugin_that_it_came_from() -> None:
+    """One that raises ``KeyboardInterrupt`` while it is imported ends the command, and is told."""
+    message = describe(KeyboardInterrupt("in import of plugin 'bad'"))[1]["message"]
+    assert message == "interrupted in import of plugin 'bad'; nothing was left half-written"
+
+
 def test_full_disk_is_no_bad_input() -> None:
     """A checkpoint error that a full disk caused ends with 1."""
     error = q4.CheckpointError("save")

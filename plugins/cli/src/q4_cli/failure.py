@@ -36,7 +36,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, q4.Q4Error):
         return _describe_own(error)
     if isinstance(error, (KeyboardInterrupt, EOFError)) or type(error).__name__ == "Abort":
-        return INTERRUPTED, _document("interrupted", "interrupted; nothing was left half-written")
+        where = f" {error}" if str(error) else ""
+        return INTERRUPTED, _document("interrupted", f"interrupted{where}; nothing was left half-written")
     if hasattr(error, "format_message"):  # typer's own: an option that does not exist, a number that is none
         return BAD_INPUT, _describe_usage(error)
     if isinstance(error, MemoryError):

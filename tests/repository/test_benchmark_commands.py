@@ -1,0 +1,91 @@
+"""Each benchmark's command runs to its end in its quick form, and leaves the stored results alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import problem, record, threads
+from benchmarks.cpu import ours, peers, plan, small_layers, yardsticks
+from benchmarks.cpu.sampling import Budget
+from benchmarks.memory import actors, ray_objects
+from benchmarks.memory import command as memory_command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return ``python -m benchmarks NAME --quick``, whose result is read back from a folder of the test's own."""
+    monkeypatch.setattr(record, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+
+    def quick(*words: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", words[0], "--quick", *words[1:]])
+        assert command.main() == 0
+        assert not (tmp_path / "results").exists()
+        (written,) = (tmp_path / "build").glob("*.json")
+        result: dict[str, Any] = json.loads(written.read_text(encoding="utf-8"))
+        assert result["environment"]["commit"]
+        return result
+
+    return quick
+
+
+@pytest.mark.parametrize("name", command.BENCHMARKS)
+def test_each_benchmark_has_a_quick_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What takes minutes can be tried in seconds, by the same option everywhere."""
+    with pytest.raises(SystemExit, match="0"):
+        command.BENCHMARKS[name](["--help"])
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_overhead(run: Run) -> None:
+    """Every call is timed, and its picture drawn."""
+    assert len(run("overhead")["calls"]["forward"]["samples"]) == 5
+
+
+@pytest.mark.slow
+def test_certify(run: Run) -> None:
+    """One case of each subject is certified by its id, and beside them ``import torch`` is timed."""
+    assert len(run("certify", "--rounds", "2")["seconds"]) == 3
+
+
+@pytest.mark.slow
+def test_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way shares a small tensor between a writer and a reader."""
+    monkeypatch.setattr(memory_command, "SCENES", (actors.Scene("small", 1 << 10, 1),))
+    monkeypatch.setattr(ray_objects, "facts", lambda: {"installed": False, "why": "left out"})
+    assert set(run("memory")["scenes"]) == {"small"}
+
+
+def test_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and the yardsticks are measured, judged and drawn; other libraries have tests of their own."""
+    if ours.isa() == "none":
+        pytest.skip("cpu-native is not built here")
+    stages = tuple(plan.Stage((256, 256), rows, 1) for rows in (1, 64))
+    monkeypatch.setattr(plan, "QUICK", plan.Plan(stages, Budget(3, 0.01, 2), Budget(3, 0.01, 2)))
+    for name in ("_LEAST_ROTATION", "_MOST_ROTATION"):  # copies of 1 MB, not of three caches
+        monkeypatch.setattr(problem, name, 1 << 20)
+    monkeypatch.setattr(yardsticks, "_windows", yardsticks._windows.__wrapped__)
+    monkeypatch.setattr(yardsticks, "_SIDE", 64)
+    monkeypatch.setattr(small_layers, "_SHAPES", ((64, 64),))
+    monkeypatch.setattr(peers, "facts", dict)
+    result = run("cpu", "--only", "ours")
+    assert [stage["rows"] for stage in result["stages"]] == [1, 64]
+
+
+@pytest.mark.soak  # it builds the kernels twice
+def test_threads(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to share work run in each scene, however busy the machine is."""
+    monkeypatch.setattr(threads, "QUIET", math.inf)
+    assert len(run("threads")["scenes"]) == 6
