@@ -26,7 +26,8 @@ verdict names such *blind* elements, and whoever runs a case draws again until e
 
 **Statistical tier.** Free-range activations meet the path's quantiser. Its noise is modelled as uniform: variance δ²/12
 for a step δ, the coarsest that the precision allows (int8 per row: max |x| / 127; int16 per block of 32:
-max |x| / 16383; E2M1 per block of 32: a third of max |x|). The normalised mean square error may be four times what that predicts.
+max |x| / 16383; E2M1 per block of 32: a third of max |x|). The normalised mean square error may be four times what that
+predicts.
 
 Reference:
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 3.1.
