@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-_ORDER = ("ours int8", "ours exact", "ggml", "onnxruntime", "torch", "bitsandbytes", "torchao")
-_TITLES = {"ours int8": "q4core, int8 activations", "ours exact": "q4core, exact", "onnxruntime": "ONNX Runtime"}
-_OURS = {"nf4 int8", "nvfp4 int8", "q4_0 int8", "nf4 exact"}
+_ORDER = ("ours int8", "ours int16", "ours exact", "ggml", "onnxruntime", "torch", "bitsandbytes", "torchao")
+_TITLES = {
+    "ours int8": "q4core, int8 activations",
+    "ours int16": "q4core, int16 activations",
+    "ours exact": "q4core, exact",
+    "onnxruntime": "ONNX Runtime",
+}
+_OURS = {"nf4 int8", "nvfp4 int8", "q4_0 int8", "nf4 int16", "nf4 exact"}
 _DENSE = "torch bf16"
 _GAP = 0.9
 _BAR_INCHES = 0.185

@@ -1,4 +1,4 @@
-"""Our layers: every format of the cpu-native backend, with exact and with int8 activations."""
+"""Our layers: every format of the cpu-native backend, with exact, int16 and int8 activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["LIBRARY", "candidates", "isa", "session"]
 
 LIBRARY = "q4core"
-_LIMITS = {"exact": 1e-11, "int8": 1e-4}
+_LIMITS = {"exact": 1e-11, "int16": 1e-8, "int8": 1e-4}
 
 
 def session(precision: str) -> q4.Session:

@@ -38,6 +38,7 @@ def _panel(axes: Axes, stages: list[dict[str, Any]]) -> None:
     rows = [stage["rows"] for stage in stages]
     for precision, words in (
         ("int8", "q4core, int8 activations (slowest, median, fastest 4-bit format)"),
+        ("int16", "q4core, int16 activations (the same)"),
         ("exact", "q4core, exact (the same)"),
     ):
         rates = [_rates(stage, _ours(precision)) for stage in stages]

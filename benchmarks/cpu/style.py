@@ -11,6 +11,7 @@ __all__ = ["COLORS", "bandwidth", "caption", "color", "find", "is_wide", "plt", 
 
 COLORS = {
     "ours int8": "#0b6e4f",
+    "ours int16": "#3f9b74",
     "ours exact": "#4fae87",
     "ggml": "#d1731f",
     "onnxruntime": "#3b6fb6",

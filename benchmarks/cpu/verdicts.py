@@ -88,6 +88,13 @@ def _decode_verdicts(stage: Stage) -> Iterator[Verdict]:
         "int8",
         limit,
     )
+    limit = 0.80 if single else 0.85
+    yield from _share(
+        stage,
+        f"decode, int16, {'one thread' if single else 'all threads'}: {limit} of the read bandwidth",
+        "int16",
+        limit,
+    )
     if not single:
         yield from _share(stage, "decode, exact, all threads: 0.45 of the read bandwidth", "exact", 0.45)
     for verdict in _against(

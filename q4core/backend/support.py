@@ -177,7 +177,8 @@ class KernelPath:
         require(is_finite, what, "tier", "a number", self.tier)
         require(isinstance(self.interpreted, bool), what, "interpreted", "True or False", self.interpreted)
         if self.codebook is not None:
-            require(not self.precision.is_exact, what, "codebook", "None for a path of exact weights", self.precision.value)
+            rounded = not self.precision.is_exact
+            require(rounded, what, "codebook", "None for a path of exact weights", self.precision.value)
             numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in self.codebook)
             require(numbers, what, "codebook", "of finite numbers", self.codebook)
         rows: object = self.probe_rows

@@ -165,9 +165,7 @@ def test_free_range_error(backend: CpuNative, format_: str) -> None:
 
 @pytest.mark.parametrize("precision", ["int8", "int16"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
-def test_rows_that_integers_can_not_hold_are_computed_exactly(
-    backend: CpuNative, value: float, precision: str
-) -> None:
+def test_rows_that_integers_can_not_hold_are_computed_exactly(backend: CpuNative, value: float, precision: str) -> None:
     """A value that is not finite, or too small for a scale, gives its row what the exact path gives, and no other."""
     weight = _weight("q4_0")
     x = torch.randn(11, 256)

@@ -112,7 +112,10 @@ def test_planted_faults_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("isa", "used", "unused"),
-    [("neon_dotprod", {"sdot", "smlal", "fmla", "tbl"}, {"smmla"}), ("neon_i8mm", {"sdot", "smmla", "smlal", "fmla", "tbl"}, set())],
+    [
+        ("neon_dotprod", {"sdot", "smlal", "fmla", "tbl"}, {"smmla"}),
+        ("neon_i8mm", {"sdot", "smmla", "smlal", "fmla", "tbl"}, set()),
+    ],
 )
 def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused: set[str]) -> None:
     """Kernels multiply by the instructions that their set is named after, and by none that it lacks."""

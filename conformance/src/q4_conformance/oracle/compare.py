@@ -25,8 +25,9 @@ they are subnormal; Σ |x| of that, the *slack*, is added to the bound, with its
 verdict names such *blind* elements, and whoever runs a case draws again until each element has been seen.
 
 **Statistical tier.** Free-range activations meet the path's quantiser. Its noise is modelled as uniform: variance δ²/12
-for a step δ, the coarsest that the precision allows (int8 per row: max |x| / 127; int16 per block of 32: max |x| / 16383;
-E2M1 per block of 32: a third of max |x|). The normalised mean square error may be four times what that predicts.
+for a step δ, the coarsest that the precision allows (int8 per row: max |x| / 127; int16 per block of 32:
+max |x| / 16383; E2M1 per block of 32: a third of max |x|). The normalised mean square error may be four times what that
+predicts.
 
 Reference:
     Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 3.1.

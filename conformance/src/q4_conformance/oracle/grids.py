@@ -9,7 +9,8 @@ blocks, so that quantisers of int8 per block and per row are both without loss, 
 | w4a4 | E2M1 values, one power of two for all rows (a per-tensor global must not move a block's scale) | ±6 in 16 |
 |      | which, where the weight has a static activation scale, lies within reach of block scales over it | |
 | w4a8 | integers up to 127 | ±127 in 32 |
-| w4i16 | integers up to 16383 where x is float32; else up to 129, which divides 16383, and not 127 | ±16383, ±129 in 32 |
+| w4i16 | integers up to 16383 where x is float32 | ±16383 in 32 |
+|      | else up to 129, which divides 16383, so that int16 holds them, and int8 does not | ±129 in 32 |
 | w4a16 | integers up to 255, exact in bfloat16 and float16, not in int8 | ±255 in 32 |
 | w4a32 | integers up to 65535 where x is float32, exact in neither 16-bit dtype | ±65535 in 32 |
 """

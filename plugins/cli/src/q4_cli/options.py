@@ -48,7 +48,8 @@ ComputePath = Annotated[
     ),
 ]
 Precision = Annotated[
-    str | None, typer.Option("--precision", metavar="KIND", help="How x may be rounded: auto, exact, int16, int8 or fp4.")
+    str | None,
+    typer.Option("--precision", metavar="KIND", help="How x may be rounded: auto, exact, int16, int8 or fp4."),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="dtype of x: float32, bfloat16 or float16.")

@@ -116,7 +116,7 @@ class CpuNative:
         values: dict[int, tuple[float, ...] | None] = {}
         if request.format.bits == 4 and request.format.form is Form.CODEBOOK:  # noqa: PLR2004  # or 8
             words = words_of(request.format.codebook)
-            values = {_A8: table_of(request.format.codebook).values, _A16: words and words.values}
+            values = {_A8: table_of(request.format.codebook).values, _A16: words.values if words else None}
         # Where int16 was never measured, the default is exact.
         tiers = {_A8: Tier.TUNED, _A16: Tier.TUNED if self._chosen.was_run else Tier.DEQUANT_GEMM}
         paths += [
