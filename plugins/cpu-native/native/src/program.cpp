@@ -359,8 +359,9 @@ int32_t q4_program::run(int threads) {
                 const FloatMode plain;
                 work(static_cast<int>(one), static_cast<int>(team));
             });
-            const int64_t end = now_ns();
-            g_patience.judge(start, end - barrier_.waited_ns(), end);
+            // Waiting for a quarter of its own time, of hundreds of barriers, is no imbalance.
+            const int64_t end = now_ns(), done = end - barrier_.waited_ns();
+            g_patience.judge(done - (done - start) / 4, done, end);
         }
     }
     runner_.store(0);

@@ -176,9 +176,10 @@ Allowed allowed(const q4_step& s, const Layer* layer, int64_t r, int64_t index) 
 std::vector<int64_t> falling(const Row& x) {
     std::vector<int64_t> order;
     for (size_t c = 0; c < x.size(); ++c) order.push_back(static_cast<int64_t>(c));
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
         const double p = x[static_cast<size_t>(a)], q = x[static_cast<size_t>(b)];
-        return std::isnan(p) ? !std::isnan(q) : p > q;
+        if (std::isnan(p) != std::isnan(q)) return std::isnan(p);
+        return std::isnan(p) || p == q ? a < b : p > q;
     });
     return order;
 }
