@@ -27,6 +27,7 @@ from benchmarks.cpu import (
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
 from benchmarks.problem import Problem, last_level_cache_bytes, rotation_bytes
 from tests.support.benchmark_results import SHAPE, decode_stage, prefill_stage
+from tools.examples import read_figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,3 +249,23 @@ def test_small_layers_time_kernel_and_forward(monkeypatch: pytest.MonkeyPatch) -
     assert all(
         set(layer["calls"]) == {"kernel", "backend", "forward with out=", "forward without out="} for layer in found
     )
+
+
+def test_stored_embeddings_are_those_of_the_page() -> None:
+    """The table of sentence embeddings holds each stored row, and training in four bits reaches a cosine of 0.985."""
+    result = json.loads((record.RESULTS / "embeddings.json").read_text(encoding="utf-8"))
+    page = (record.RESULTS.parents[1] / "docs" / "models-from-files.md").read_text(encoding="utf-8")
+    assert result["greatest_difference_to_transformers"] < 1e-5
+    assert {row["format"] for row in result["rows"]} == {"nf4", "nvfp4"}
+    for row in result["rows"]:
+        assert f"| {row['format']} | {row['name']} | {row['mean_cosine']:.4f} | {row['least_cosine']:.4f} |" in page
+        assert row["mean_cosine"] >= 0.985 or "trained" not in row["name"]
+
+
+def test_figures_of_a_report(tmp_path: Path) -> None:
+    """Of a report of pytest's, only tests that recorded figures are kept, with their seconds."""
+    report = tmp_path / "report.xml"
+    case = '<testcase name="{}" time="1.5">{}</testcase>'
+    figures = '<properties><property name="loss" value="[1.25, 2]" /></properties>'
+    report.write_text(f"<testsuites>{case.format('a', figures)}{case.format('b', '')}</testsuites>", encoding="utf-8")
+    assert read_figures(report) == {"a": {"seconds": 1.5, "loss": [1.25, 2]}}
