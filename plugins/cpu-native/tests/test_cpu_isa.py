@@ -27,7 +27,7 @@ class FakeModule:
     """A native module on a machine of our making: name -> (state, whether it was run on hardware)."""
 
     sets: dict[str, tuple[int, bool]]
-    ABI_VERSION: int = 3
+    ABI_VERSION: int = 4
 
     def isa_name(self, number: int) -> str | None:
         """Return the name of a set, or None past the last."""
@@ -42,7 +42,7 @@ class FakeModule:
         return list(self.sets.values())[number - 1][1]
 
     def panel_from(self, number: int, family: int) -> int:
-        """Return from how many rows of x on there are panels: for the second family alone."""
+        """Return from how many rows of x on there are panels: for all families but the first."""
         return 12 * family if number else 0
 
     def best_isa(self) -> int:
@@ -55,7 +55,7 @@ class FakeModule:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what puts a machine of those sets in place of this one."""
 
-    def place(sets: dict[str, tuple[int, bool]], abi: int = 3) -> None:
+    def place(sets: dict[str, tuple[int, bool]], abi: int = 4) -> None:
         module = FakeModule(sets, abi)
         monkeypatch.setattr(q4_cpu_native.isa, "native", lambda: module)
 
@@ -79,6 +79,8 @@ def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
         "exact_neon_dotprod": (1, None),
         "w4a8_neon_dotprod": (1, 11),
         "w4a8_neon_dotprod_panel": (12, None),
+        "w4i16_neon_dotprod": (1, 23),
+        "w4i16_neon_dotprod_panel": (24, None),
     }
 
 
@@ -94,14 +96,14 @@ def test_the_state_says_what_never_ran_on_such_hardware(was_run: bool, machine: 
 def test_a_set_run_on_hardware_comes_first(machine: Callable[..., None]) -> None:
     """Beside a set that was run on hardware, a later one that was not is left alone."""
     machine({"old": (HERE, True), "new": (HERE, False)})
-    assert choose("") == Isa(1, "old", panels_from=(0, 12), was_run=True)
-    assert choose("new") == Isa(2, "new", panels_from=(0, 12), was_run=False)
+    assert choose("") == Isa(1, "old", panels_from=(0, 12, 24), was_run=True)
+    assert choose("new") == Isa(2, "new", panels_from=(0, 12, 24), was_run=False)
 
 
 def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
     """A machine may have a later set without an earlier one: asking for that one is refused, as its own lack."""
     machine({"avx2": (HERE, True), "avxvnni": (NOT_HERE, True), "avx512": (HERE, True)})
-    assert choose("") == Isa(3, "avx512", panels_from=(0, 12), was_run=True)
+    assert choose("") == Isa(3, "avx512", panels_from=(0, 12, 24), was_run=True)
     refused = choose("avxvnni")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.ARCH
@@ -124,7 +126,7 @@ def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> 
     refused = choose("avx2")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.NOT_BUILT
-    assert "has ABI 1, and 3 is wanted" in refused.told
+    assert "has ABI 1, and 4 is wanted" in refused.told
 
 
 def test_the_built_module_and_the_readme_name_the_same_sets() -> None:
