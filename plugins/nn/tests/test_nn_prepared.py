@@ -335,6 +335,19 @@ def test_every_wish_has_its_own_file(tiny_llama: Path, tmp_path: Path, told: Any
     assert told() == ["written", "written", "opened", "opened"]
 
 
+def test_what_backends_are_told_by_variables_has_its_own_file(
+    tiny_llama: Path, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another instruction set is another file; logs are no part of the key."""
+    for value in ("here", "elsewhere"):
+        monkeypatch.setenv("Q4_TEST_ISA", value)
+        logits(tiny_llama, tmp_path)
+        monkeypatch.setenv("Q4_LOG", "error")
+        logits(tiny_llama, tmp_path)
+        monkeypatch.delenv("Q4_LOG")
+    assert told() == ["written", "opened", "written", "opened"]
+
+
 # -- disks and other processes
 
 

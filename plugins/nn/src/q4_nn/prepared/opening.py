@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,8 @@ _T = TypeVar("_T")
 _VERSION = 1
 _HEAD_BYTES = 1 << 18
 _WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
+_UNHEARD = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
+"""Variables that change nothing of what is prepared; the others, such as ``Q4_CPU_ISA``, are part of the key."""
 _DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
 """What a header that is not ours can raise; a digest stands before it, so it takes malice or another version."""
 
@@ -59,7 +62,9 @@ class CachedModel:
     @property
     def path(self) -> Path:
         """Where the model's file is, whether or not there is one."""
-        return self.store.path_of({"source": str(self.source.resolve()), **self._wishes()})
+        told = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _UNHEARD}
+        key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": told}
+        return self.store.path_of({**key, **self._wishes()})
 
     def _wishes(self) -> dict[str, str]:
         config = q4.resolve_config(self.session.config)
@@ -74,7 +79,7 @@ class CachedModel:
             "source": _identity(self.source),
             "wishes": self._wishes(),
             "software": software,
-            "machine": [platform.machine(), *q4.machine_facts().cpu_features],
+            "machine": _machine(),
         }
 
     def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
@@ -130,6 +135,10 @@ class CachedModel:
     def _tell(self, path: Path, why: str) -> None:
         self._emit(f"not cached: the file {why}", level=logging.WARNING)
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+def _machine() -> list[str]:
+    return [platform.machine(), *q4.machine_facts().cpu_features]
 
 
 def _identity(source: Path) -> list[list[Any]]:
