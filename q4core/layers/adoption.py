@@ -18,14 +18,14 @@ from q4core.backend import Prepared, Request
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import bound, emit, muted
 from q4core.errors import PLUGIN_FAULTS, LifecycleError
-from q4core.formats import as_bytes
+from q4core.formats import BlockOrder, as_bytes
 from q4core.layers.preparation import tell_selection
 from q4core.layers.prepared_module import Content
 from q4core.machine import outside_inference, without_casts
 from q4core.ops.plan import make_plan
 from q4core.ops.registration import LiveLayer
 from q4core.policy import UnifiedMemoryPolicy
-from q4core.probes.runner import can_export, prove_adopted
+from q4core.probes.runner import can_export, exported_rows, prove_adopted
 from q4core.selection.cache import apply_config, select_for
 from q4core.selection.probe_results import probe_results
 from q4core.weight import Feature, WeightSpec
@@ -127,7 +127,10 @@ def _adopted(  # noqa: PLR0913  # the facts of one layer
     key = ("adopt", text, selection.segments, selection.gradients)
     plan = warm.get(key)
     if plan is None:
-        plan = warm[key] = make_plan(selection, backend, Prepared(own, backend.meta_from(told["meta"])), None)
+        prepared = Prepared(own, backend.meta_from(told["meta"]))
+        some = None if spec.blocks is BlockOrder.FLAT else torch.zeros(1, dtype=torch.int64)
+        exported_rows(backend, prepared, request, some)  # refused where the layout is of other sizes than the tensors
+        plan = warm[key] = make_plan(selection, backend, prepared, None)
     if plan.stem != told["plan"]:
         raise _foreign(name, f"prepared under plan {told['plan']}, and {plan.stem} serves it here")
     if not prove_adopted(probe_results(registry), selection, backend, Prepared(own, plan.meta)):

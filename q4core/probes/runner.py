@@ -18,6 +18,7 @@ from q4core.ops.plan import exported_weight
 from q4core.probes.export import probe_export
 from q4core.probes.linear import probe_path
 from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts, warn_of_fault
+from q4core.weight import Feature
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, KernelPath, PrepareContext, Request
@@ -162,10 +163,11 @@ def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend,
         path, rows = segment.path, row_counts(segment.path, segment.m)[:1]
         known = results.result(backend.name, path, request, rows)
         if known is None:
-            # An input gradient sums over all out-features.
-            columns = _few(request.out_features) if request is asked else None
+            # An input gradient sums over all out-features, and blocks that run across rows are exported whole.
+            is_whole = request is not asked or Feature.FLAT_BLOCKS in request.features
+            columns = None if is_whole else _few(request.out_features)
             with torch.no_grad():
-                source = _exported(backend, prepared, request, columns)
+                source = exported_rows(backend, prepared, request, columns)
                 known = probe_path(backend, prepared, source, request, path, rows, columns)
             results.record(backend.name, path, request, known, rows)
         if known.fault is not None:
@@ -178,7 +180,8 @@ def _few(total: int) -> torch.Tensor:
     return torch.linspace(0, total - 1, min(total, _FEW_ROWS), dtype=torch.float64).round().to(torch.int64)
 
 
-def _exported(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:
+def exported_rows(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:
+    """Return rows of what a backend exports, all of them for None."""
     index = None if rows is None else rows.to(request.device)
     count = request.out_features if rows is None else rows.numel()
     return exported_weight(backend, prepared, index, (count, request.in_features))

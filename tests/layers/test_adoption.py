@@ -65,6 +65,19 @@ def test_an_adopted_layer_is_the_same_layer(backend: str, format_: str) -> None:
         twin(torch.randn(1, 128))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_blocks_across_rows_and_gradients_are_adopted_too(*, gradients: bool) -> None:
+    """What can't be exported by rows is probed on all of its values."""
+    config = q4.SessionConfig(backend="dequant-fallback", compute_path="auto", gradients=gradients)
+    dense = torch.randn(48, 100)
+    weight = q4.quantize(dense, "nf4", block_size=64, scale_kind=q4.ScaleKind.DOUBLE_QUANT)
+    assert q4.Feature.FLAT_BLOCKS in weight.features
+    layer = q4.Session(config).linear(weight)
+    twin = q4.adopt_prepared(*told(layer), q4.Session(config, registry=q4.Registry()))
+    x = torch.randn(3, 100)
+    assert torch.equal(layer(x), twin(x))
+
+
 def test_the_first_of_a_kind_is_probed_and_no_other() -> None:
     """An adopted weight runs each path once before it serves; the second of its kind does not, in this process."""
     header, tensors = told(made(Describing()))
