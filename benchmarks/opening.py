@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,7 @@ def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
     for _ in range(count):
         if os.fork():
             continue
+        signal.alarm(LIMIT_S)  # should the others fail
         try:
             with LanguageModel.open(path, cache=cache) as model:
                 for layer in model.session.layers():

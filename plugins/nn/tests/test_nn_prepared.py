@@ -469,6 +469,7 @@ def mapped():
 ready, go, end, back = os.pipe(), os.pipe(), os.pipe(), os.pipe()
 for _ in range(count):
     if not os.fork():
+        signal.alarm(120)  # should the others fail
         with LanguageModel.open(source, cache=cache) as model, torch.inference_mode():
             model.decoder(torch.tensor([list(range(40))]))
             for layer in model.session.layers():
