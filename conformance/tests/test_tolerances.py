@@ -33,7 +33,7 @@ IN_CODE = {
         for dtype, (relative, _) in exact._ROUNDING.items()
     },
     "noise allowance": judge._NOISE_ALLOWANCE,
-    "FP4 block": judge._FP4_BLOCK,
+    "block of a scale": judge._BLOCK,
     "draws by chance": device._DRAWS,
     "one mean": device._MOST_ONE,
     "all means": device._MOST_ALL,

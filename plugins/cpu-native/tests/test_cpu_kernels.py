@@ -340,7 +340,7 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
     """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and another backend serves."""
     request = q4.Request.for_weight(_weight())
     monkeypatch.setenv("Q4_CPU_ISA", "avx2")
-    kinds = ("exact_avx2", "exact_avx2_panel", "w4a8_avx2", "w4a8_avx2_panel")
+    kinds = tuple(f"{family}_avx2{many}" for family in ("exact", "w4i16", "w4a8") for many in ("", "_panel"))
     assert tuple(path.name for path in CpuNative().check(request).paths) == kinds
     monkeypatch.setenv("Q4_CPU_ISA", "sse9")
     verdict = CpuNative().check(request)
@@ -372,7 +372,7 @@ def test_the_installed_plugin_serves_by_default() -> None:
         for format_ in q4.BUILTIN_FORMATS:
             record = session.linear(_weight(format_)).diagnostics()
             assert record.backend == "cpu-native"
-            assert record.path_name.startswith("w4a8_")
+            assert record.path_name.startswith("w4i16_")
             assert record.proven
             assert "dequant-fallback" in {item.backend for item in record.rejections}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import generate, precision, record, waiting
+from benchmarks import generate, opening, precision, record, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +46,14 @@ def test_precision(run: Callable[..., dict[str, Any]], monkeypatch: pytest.Monke
     monkeypatch.setattr(precision, "WINDOW", 64)
     result = run(precision)
     assert result["programs"][precision.EXACT]["kl_divergence"] < 1e-6
+
+
+def test_opening(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Openings take turns in processes of their own, and several share one prepared file."""
+    monkeypatch.setattr(opening, "PROCESSES", 2)
+    result = run(opening)
+    assert result["ways"]["cached"]["seconds"]["median"] > 0
+    assert len(result["shared"]["processes"]) == 2
 
 
 @pytest.mark.slow
