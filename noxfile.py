@@ -14,14 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import (
-    install,
-    install_group,
-    install_packages,
-    lowest_versions,
-    run,
-    runnable,
-)
+from tools.environments import install, install_group, install_packages, lowest_versions, run, runnable
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -37,7 +30,7 @@ FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
 JUDGED = [  # what one process judges comes first: in CI, other sessions run beside it
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
-    *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "dequant-fallback", "cpu-native"),
+    *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
 WORKERS = min(8, 1 + (os.cpu_count() or 1))  # one more than cores: a fifth of the time is waited for other processes
@@ -76,13 +69,14 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("plugin", [nox.param(name, id=name) for name in (NAMED or JUDGED)])
 def conformance(session: nox.Session, plugin: str) -> None:
     """Judge a plugin and compare with its page in docs/certificates; ``-- NAME`` judges any that is installed."""
-    report = Path("build/certificates") / plugin
+    report = f"build/certificates/{plugin}"
     shutil.rmtree(report, ignore_errors=True)
     options = [word for case in FEW_CASES for word in ("--case", case)] if plugin in INTERPRETED else []
+    options += ["--profile", "program"] if plugin.endswith("-programs") else []
     for page in Path("docs/certificates", plugin).glob("*.md"):
         options += ["--check", page.as_posix()]
     variables = {"TRITON_INTERPRET": "1"} if plugin in INTERPRETED else {}
-    run(session, "q4", "conform", plugin, *options, "--report", report.as_posix(), **variables)
+    run(session, "q4", "conform", plugin.removesuffix("-programs"), *options, "--report", report, **variables)
 
 
 @nox.session(venv_backend="none")

@@ -150,6 +150,7 @@ def _plugin_of(name: str) -> str:
     """Return the plugin that brings what a certificate is of."""
     if name.startswith("simple-"):
         return "q4core"
+    name = name.removesuffix("-programs")  # a backend's page of another profile
     return name if name == "q4core" or (ROOT / "plugins" / name).is_dir() else "dialects"
 
 

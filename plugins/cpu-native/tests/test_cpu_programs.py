@@ -107,6 +107,19 @@ class Block:
         return logits
 
 
+@pytest.mark.parametrize("op", [Op.SILU, Op.GELU, Op.GELU_TANH, Op.SIGMOID, Op.TANH])
+def test_activations_of_large_numbers_pass_the_probe(registry: q4.Registry, op: Op) -> None:
+    """Where torch's exponential ends in 0 or infinity, numbers below float32's normal ones are right as well."""
+    buffers = [Buffer("x", 4096, torch.float32, True), Buffer("y", 4096)]
+    x, y = View(0, 1, 4096), View(1, 1, 4096)
+    steps = (Step(Op.AFFINE, (x,), (y,), numbers=(40.0, 0.0)), Step(op, (y,), (x,)))
+    given = torch.linspace(-3, 3, 4096)
+    bound = bind(Program(buffers, steps), [given], registry=registry)
+    assert bound.record.backend == "cpu-native"
+    bound()
+    assert given.isfinite().all()
+
+
 @pytest.mark.parametrize("precision", ["exact", "int8"])
 @pytest.mark.usefixtures("_threads")
 def test_a_block_runs_natively_with_the_same_bits_on_any_threads(registry: q4.Registry, precision: str) -> None:
