@@ -35,6 +35,12 @@ def is_transformed() -> bool:
     return innermost_transform() is not None
 
 
+def is_plain_call() -> bool:
+    """Return whether nothing records, transforms or casts the operations of torch that are called now."""
+    modes = dispatch_modes() or function_modes() or casts() or is_recorded() or torch.compiler.is_compiling()
+    return not (modes or is_transformed() or is_forward_mode())
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return what makes a CUDA device the current one inside a ``with`` block; on a CPU it does nothing."""
     if device.type != "cuda" or device.index in {None, torch.cuda.current_device()}:

@@ -19,6 +19,7 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name
 from q4core.formats import FLOATS
+from q4core.machine import is_plain_call
 from q4core.plugins.discovery import plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import find_dialect
@@ -34,6 +35,7 @@ __all__ = [
     "emit",
     "find_dialect",
     "find_layers",
+    "is_plain_call",
     "is_there",
     "map_privately",
     "open_regular",

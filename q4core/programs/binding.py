@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -36,11 +37,25 @@ if TYPE_CHECKING:
 
 _REFERENCE = "dequant-fallback"
 _ALIGNMENT = 64
-_ADDRESS, _SIZE, _CONTENT = torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("_content")
+_ADDRESS, _CONTENT = torch.Tensor.data_ptr, operator.attrgetter("_content")
+_SIZE, _STRIDE = torch.Tensor.numel, torch.Tensor.stride
 _BIAS = operator.methodcaller("get", "bias")
 
 _faults: weakref.WeakKeyDictionary[Registry, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
 """What probes showed, by backend and kind of program: None where it is right."""
+
+
+_bound: weakref.WeakSet[BoundProgram] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Give a forked child's programs locks of its own: threads of the parent, which it lacks, may hold theirs."""
+    for program in _bound:
+        program.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class BoundProgram:
@@ -67,7 +82,10 @@ class BoundProgram:
         self.program = program
         self.buffers = tuple(buffers)
         self.record = record
-        self._run, self._backend, self._lock = runner, backend, threading.Lock()
+        self.lock = threading.RLock()
+        """Held in each run; who fills the buffers and reads them holds it round both, so that threads take turns."""
+        _bound.add(self)
+        self._run, self._backend = runner, backend
         self._layers = tuple(layers)
         self._contents = [*map(_CONTENT, layers)]
         self._parameters = [layer._parameters for layer in layers]  # noqa: SLF001  # own class
@@ -79,7 +97,7 @@ class BoundProgram:
         kept = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
         self._names, self._given = [item.name for item, _ in kept], [tensor for _, tensor in kept]
         self._tensors = [*self._given, *own]
-        self._addresses, self._sizes = [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self._given)]
+        self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
         if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
             rows = ((step.layer, step.inputs[0].rows) for step in program.steps if step.op.value == "linear")
@@ -94,13 +112,8 @@ class BoundProgram:
             LifecycleError: A buffer was resized, moved or freed, or a layer was closed, moved or loaded again.
             BackendError: The backend raised.
         """
-        with self._lock:
-            if (
-                [*map(_ADDRESS, self._tensors)] != self._addresses
-                or [*map(_SIZE, self._given)] != self._sizes
-                or [*map(_CONTENT, self._layers)] != self._contents
-                or not all(map(operator.is_, map(_BIAS, self._parameters), self._biases))
-            ):
+        with self.lock:
+            if not self.is_whole():
                 self._refuse()
             try:
                 self._run()
@@ -110,6 +123,17 @@ class BoundProgram:
             for counts, index in self._counts:
                 counts[index] += 1
 
+    def is_whole(self) -> bool:
+        """Return whether every buffer and layer is where and what it was: whether a call runs, and does not raise."""
+        return (
+            self._found() == self._places
+            and [*map(_CONTENT, self._layers)] == self._contents
+            and all(map(operator.is_, map(_BIAS, self._parameters), self._biases))
+        )
+
+    def _found(self) -> tuple[list[int], list[int], list[Any]]:
+        return [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self._given)], [*map(_STRIDE, self._given)]
+
     def _refuse(self) -> None:
         hint = "Make the program again."
         for layer, content, bias in zip(self._layers, self._contents, self._biases, strict=True):
@@ -117,9 +141,8 @@ class BoundProgram:
                 layer._require_ready()  # noqa: SLF001  # which tells of a closed one
                 what = f"layer {layer.name!r} was moved or loaded after it was bound to program {self.record.name!r}"
                 raise LifecycleError(what, hint=hint)
-        places = zip(self._names, self._given, self._addresses, self._sizes, strict=False)  # addresses are more
-        for name, tensor, address, size in places:
-            if tensor.data_ptr() != address or tensor.numel() != size:
+        for name, tensor, *place in zip(self._names, self._given, *self._places, strict=False):  # addresses are more
+            if [tensor.data_ptr(), tensor.numel(), tensor.stride()] != place:
                 what = f"buffer {name!r} of program {self.record.name!r} was resized, moved or freed"
                 raise LifecycleError(what, hint=hint)
         raise LifecycleError(f"the weight of a layer of program {self.record.name!r} was moved or freed", hint=hint)

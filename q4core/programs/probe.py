@@ -163,7 +163,8 @@ def _bound(step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor) -> t
 
     Two sums of C products each differ from the exact one by (C + roundings) · 2⁻²⁴ of the sum of their magnitudes.
     """
-    x, least = inputs[0].double(), torch.finfo(torch.float32).tiny
+    x = inputs[0].double()
+    least: Any = torch.finfo(torch.float32).tiny
     right, columns, op = right.double().abs(), inputs[0].shape[-1], step.op
     if op is Op.LINEAR and step.layer is None:
         weights = inputs[1].double().abs()
@@ -185,7 +186,8 @@ def _bound(step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor) -> t
         magnitude = right * (1 + x.amax(-1, keepdim=True) - x)
     elif op in {Op.GELU, Op.GELU_TANH, Op.SILU, Op.SIGMOID, Op.TANH}:
         columns, magnitude = 1, right * (1 + x.abs()) + (x.abs() if op in {Op.GELU, Op.GELU_TANH} else 0)
-        least *= 1 + x.abs()  # where exp(-x) is infinite in float32, x / (1 + exp(-x)) is 0
+        least = least * (1 + x.abs())  # where exp(-x) is infinite in float32, x / (1 + exp(-x)) is 0
     else:
         return None
-    return 2 * (columns + _ROUNDINGS) * _UNIT * magnitude + least
+    bound: torch.Tensor = 2 * (columns + _ROUNDINGS) * _UNIT * magnitude + least
+    return bound

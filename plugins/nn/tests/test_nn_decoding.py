@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -227,3 +228,35 @@ def test_changing_frequencies_are_not_emitted() -> None:
     decoder = build(rope_scaling=scaling)
     assert decoding_program(decoder, decoder.make_cache(33)) is None
     assert decoding_program(decoder, decoder.make_cache(32)) is not None
+
+
+def test_a_cache_goes_on_after_a_parameter_moved(tiny_llama: Path) -> None:
+    """The next generation over the cache makes a program of its own."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        cache = model.decoder.make_cache(16)
+        before = list(Generation(model.decoder, [1, 2], max_tokens=4, cache=cache))
+        weight = dict(model.decoder.named_parameters())["norm.weight"]
+        weight.data = weight.data.clone()
+        cache.clear()
+        assert list(Generation(model.decoder, [1, 2], max_tokens=4, cache=cache)) == before
+
+
+def test_a_used_cache_is_copied(tiny_llama: Path) -> None:
+    """A copy holds the keys and values, goes on by itself, and leaves the first one alone."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model, torch.inference_mode():
+        cache = model.decoder.make_cache(16)
+        list(Generation(model.decoder, [1, 2], max_tokens=4, cache=cache))
+        twin = copy.deepcopy(cache)
+        ends = [list(Generation(model.decoder, [7], max_tokens=4, cache=one)) for one in (twin, cache)]
+        assert ends[0] == ends[1]
+
+
+def test_any_function_may_choose_tokens(tiny_llama: Path) -> None:
+    """A sampler of the caller's takes logits alone."""
+
+    def least(logits: torch.Tensor) -> int:
+        return int(logits.argmin())
+
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        chosen = list(Generation(model.decoder, [1, 2], max_tokens=4, sampler=least))
+    assert len(chosen) == 4

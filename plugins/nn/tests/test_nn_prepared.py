@@ -154,6 +154,29 @@ def test_a_cache_that_is_none(tiny_llama: Path, bad: Any) -> None:
         LanguageModel.open(tiny_llama, cache=bad)
 
 
+def test_a_user_without_a_home_has_no_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container of an unknown user the model opens; a folder below ``~`` is an error."""
+
+    def unknown(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", unknown)
+    monkeypatch.delenv("Q4_CACHE", raising=False)
+    with LanguageModel.open(tiny_llama) as model:
+        assert model.cached is None
+    with pytest.raises(q4.ConfigError, match="unknown here"):
+        LanguageModel.open(tiny_llama, cache="~/models")
+
+
+def test_unified_memory_is_not_kept(tiny_llama: Path, tmp_path: Path) -> None:
+    """What lies in memory of its own is no mapped file; nothing is written, and the reason stands there."""
+    config = q4.SessionConfig(unified_memory="prefer_unified")
+    with LanguageModel.open(tiny_llama, config, cache=tmp_path / "cache") as model:
+        assert model.cached is not None
+        assert "unified memory" in model.cached.state
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_limit_that_is_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Q4_CACHE_LIMIT is read strictly."""
     monkeypatch.setenv("Q4_CACHE_LIMIT", "much")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -324,3 +326,121 @@ def test_a_token_out_of_range() -> None:
     program = make_program(nn.Embedding(9, 4).eval(), torch.tensor([1, 2]))
     with torch.no_grad(), pytest.raises(q4.InputError, match="token or position must be"):
         program(torch.tensor([1, 9]))
+
+
+def small() -> nn.Sequential:
+    """Return a network in eval mode."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8)).eval()
+
+
+def test_threads_get_their_own_answers() -> None:
+    """Threads that call one program take turns: none reads another's results."""
+    model = small()
+    wrong: list[int] = []
+    program = make_program(model, X)
+
+    def work(seed: int) -> None:
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            expected = model(x)
+            wrong.extend(seed for _ in range(300) if not torch.allclose(program(x), expected, atol=1e-5))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_child_forked_during_a_run_does_not_wait() -> None:
+    """A lock that another thread of the parent holds is none of the child's."""
+    program = make_program(small(), X)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with program._bound.lock:  # type: ignore[union-attr]  # it is bound
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if not child:
+        with torch.no_grad():
+            os._exit(0 if program(X).isfinite().all() else 1)
+    try:
+        for _ in range(600):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            threading.Event().wait(0.1)
+        else:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits for a lock of its parent")
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.append(nn.ReLU()), "added or removed"),
+        (lambda model: setattr(model[1], "forward", torch.relu), "added or removed"),
+        (lambda model: model[2].train(), "training mode"),
+    ],
+)
+def test_a_changed_network_is_never_served_by_an_old_program(change: Any, reason: str) -> None:
+    """What was appended, replaced on one module, or set to training runs, and the record says why."""
+    model = small()
+    program = make_program(model, X)
+    change(model)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        expected = model(X)
+        torch.manual_seed(3)
+        assert torch.equal(program(X), expected)
+    assert reason in program.record.reasons[-1]
+
+
+def test_a_program_made_in_inference_mode_runs_outside_it() -> None:
+    """Its memory is ordinary, and strides of the examples do not count."""
+    model = small()
+    with torch.inference_mode():
+        program = make_program(model, torch.randn(8, 3).t())
+    with torch.no_grad():
+        assert torch.allclose(program(X), model(X), atol=1e-6)
+    assert program.record.calls == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_what_records_or_transforms_runs_the_modules() -> None:
+    """A traced program is no constant, maps and tangents pass, and autocast casts."""
+    model = small().requires_grad_(requires_grad=False)  # which a trace takes as constants
+    program = make_program(model, X)
+    other = torch.randn(3, 8)
+
+    def call(x: torch.Tensor) -> Any:
+        return program(x)
+
+    with torch.no_grad():
+        traced: Any = torch.jit.trace(call, (X,), check_trace=False)
+        assert torch.allclose(traced(other), model(other), atol=1e-6)
+        assert torch.allclose(torch.func.vmap(call)(other), model(other), atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert program(X).dtype is torch.bfloat16
+
+
+def test_a_transposed_parameter_is_an_error() -> None:
+    """Of the same address and size, it is another matrix."""
+    model = small()
+    program = make_program(model, X)
+    first: Any = model[0]
+    first.weight.data = first.weight.data.t()
+    with torch.no_grad(), pytest.raises(q4.LifecycleError, match="resized, moved or freed"):
+        program(X)

@@ -143,6 +143,10 @@ class KVCache:
         self.program: Any = None
         """What decodes over this cache by one call, once somebody has made it."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle what is cached; a program is bound to this cache's own memory."""
+        return {**vars(self), "program": None}
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""

@@ -44,7 +44,7 @@ class Generation:
         decoder: The model.
         prompt: Token numbers, at least one.
         max_tokens: Most new tokens, at least 1.
-        sampler: Chooses each token; greedy unless told.
+        sampler: Takes logits [vocabulary] and chooses a token; greedy unless told.
         stops: Token numbers that end the run; they are not given.
         cache: A cache to go on from, whose content the prompt follows; None makes one that is just large enough.
         clock: Seconds, for the statistics.
@@ -57,7 +57,7 @@ class Generation:
     decoder: TransformerDecoder = attrs.field(repr=False)
     prompt: Sequence[int] = attrs.field(repr=False)
     max_tokens: int = 256
-    sampler: Sampler = attrs.field(factory=Sampler)
+    sampler: Callable[..., int] = attrs.field(factory=Sampler)
     stops: Collection[int] = ()
     cache: KVCache | None = attrs.field(default=None, repr=False)
     clock: Callable[[], float] = attrs.field(default=time.perf_counter, repr=False)
@@ -129,6 +129,8 @@ class Generation:
             if program is None:
                 token = self.sampler(self._logits((token,), cache))
             else:
-                token = self.sampler(program(token, cache), program.best())
+                logits = program(token, cache)
+                known = (program.best(),) if isinstance(self.sampler, Sampler) else ()  # else whatever takes logits
+                token = self.sampler(logits, *known)
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

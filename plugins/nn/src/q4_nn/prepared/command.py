@@ -42,7 +42,9 @@ def prepare(  # noqa: PLR0913  # one argument per option
         if cached is None or cached.state not in {"opened", "written"}:
             why = "there is no cache" if cached is None else cached.state
             raise q4.LifecycleError(f"q4 prepare: {path} is not kept: {why}", hint="It is prepared whenever it opens.")
-        found = next(entry for entry in store.entries() if entry.path == cached.path)
+        found = next((entry for entry in store.entries() if entry.path == cached.path), None)
+        if found is None:
+            raise q4.LifecycleError(f"q4 prepare: {cached.path} was removed meanwhile", hint="Prepare it again.")
     seconds = time.perf_counter() - started
     if as_json:
         typer.echo(

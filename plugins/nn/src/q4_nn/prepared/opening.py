@@ -66,6 +66,14 @@ class CachedModel:
         key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": told}
         return self.store.path_of({**key, **self._wishes()})
 
+    def _is_served(self) -> bool:
+        """Return whether what is asked for may lie in a mapped file: unified memory is memory of its own."""
+        policy = q4.resolve_config(self.session.config).unified_memory
+        if policy in {None, q4.UnifiedMemoryPolicy.DISABLED}:
+            return True
+        self.state = f"not cached: unified memory is asked for ({policy})"
+        return False
+
     def _wishes(self) -> dict[str, str]:
         config = q4.resolve_config(self.session.config)
         return {name: str(getattr(config, name)) for name in _WISHES}
@@ -85,6 +93,8 @@ class CachedModel:
     def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
         """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
         path = self.path
+        if not self._is_served():
+            return None
         try:
             self._before = self._facts()
             container = self.store.open(path)
@@ -115,6 +125,8 @@ class CachedModel:
             extra: What else to store, as what JSON holds.
         """
         path = self.path
+        if not self._is_served():
+            return
         try:
             header, tensors = tell_decoder(decoder)
             state = "not cached: the source changed while it was read"

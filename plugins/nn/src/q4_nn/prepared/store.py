@@ -38,7 +38,8 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
             ``q4core`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``) where it is not set.
 
     Raises:
-        ConfigError: ``cache`` is something else, or ``Q4_CACHE_LIMIT`` is no size such as 20GB.
+        ConfigError: ``cache`` is something else, or below the home folder of a user who has none; or
+            ``Q4_CACHE_LIMIT`` is no size such as 20GB.
     """
     if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
         raise ConfigError("cache", name="cache", rule="'auto', 'off' or a folder", value=cache)
@@ -49,10 +50,13 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
         return None
     told_limit = os.environ.get("Q4_CACHE_LIMIT")
     limit = parse_size("Q4_CACHE_LIMIT", told_limit) if told_limit else _LIMIT_BYTES
-    if told != "auto":
-        return Store(Path(told).expanduser(), limit)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")  # noqa: PTH118  # expanded below
-    return Store(Path(home).expanduser() / "q4core", limit)
+    try:
+        return Store(Path(told).expanduser() if told != "auto" else Path(home).expanduser() / "q4core", limit)
+    except RuntimeError:  # neither HOME nor an entry of this user, as in containers
+        if told == "auto":
+            return None
+        raise ConfigError("cache", name="cache", rule="a folder; '~' is unknown here", value=told) from None
 
 
 def parse_size(name: str, text: str) -> int:

@@ -277,6 +277,10 @@ class Watch:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         lists = [child for module in modules for child in module.children() if isinstance(child, nn.ModuleList)]
         modules = self._modules = (*modules, *lists)  # lists emit nothing, but hold what does
+        self._states = [vars(module) for module in modules]
+        held = [(vars(module), module._parameters, module._modules) for module in modules]  # noqa: SLF001  # as below
+        self._holders = [holder for holders in held for holder in holders]
+        self._count = sum(map(len, self._holders))
         self._hooks = -1
         parts: list[tuple[Any, str, Any]] = [
             (parts, name, part)
@@ -293,8 +297,10 @@ class Watch:
                 if hook := _hook_of(module):
                     return f"{type(module).__name__} has a hook ({hook})"
             self._hooks = RemovableHandle.next_id
-        if self._modules[0].training:
+        if any(map(operator.itemgetter("training"), self._states)):
             return "training mode"
+        if sum(map(len, self._holders)) != self._count:
+            return "a module, a parameter or an attribute was added or removed"
         with contextlib.suppress(KeyError):
             if all(map(operator.is_, map(operator.getitem, self._dicts, self._names), self._parts)):
                 return None

@@ -50,6 +50,10 @@ class DecodingProgram:
         """Return why the program is no more the decoder's, or None."""
         return self._watch.change()
 
+    def is_whole(self) -> bool:
+        """Return whether the decoder, and the memory of all that is bound, is what it was."""
+        return self.change() is None and self.bound.is_whole()
+
     @torch.inference_mode()
     def __call__(self, token: int, cache: KVCache) -> torch.Tensor:
         """Return logits [vocabulary], which the next call overwrites.
@@ -76,7 +80,7 @@ class DecodingProgram:
 def decoding_program(decoder: Any, cache: KVCache) -> DecodingProgram | None:
     """Return the program of a decoder over a cache, made once; None where the modules run, which reports explain."""
     found = cache.program
-    if isinstance(found, DecodingProgram) and found.decoder is decoder and found.change() is None:
+    if isinstance(found, DecodingProgram) and found.decoder is decoder and found.is_whole():
         return found
     cache.program = made = None
     if not isinstance(decoder, nn.Module):  # what is called like one has nothing to emit

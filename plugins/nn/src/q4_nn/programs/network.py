@@ -9,6 +9,7 @@ from torch import nn
 
 from q4_nn.programs.builder import ProgramBuilder, Watch
 from q4core import Q4Error, Q4Linear
+from q4core.plugin_api import is_plain_call
 from q4core.programs import ProgramRecord, refuse
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class NetworkProgram:
         device = tensors[0].device if tensors else torch.device("cpu")
         builder = ProgramBuilder(model, device, name)
         try:
-            values = _mapped(examples, lambda item: builder.bound(torch.zeros_like(item), "input"))
-            self._inputs = [builder.tensor(value) for value in _flat(values)]
-            results = _mapped(builder.emit(model, *values), builder.keep)
-            self._results = _mapped(results, builder.tensor)
-            self._bound = builder.bind()
+            with torch.inference_mode(False):  # noqa: FBT003  # torch's signature; runs may be outside it
+                values = _mapped(examples, lambda item: builder.bound(_empty_like(item), "input"))
+                self._inputs = [builder.tensor(value) for value in _flat(values)]
+                results = _mapped(builder.emit(model, *values), builder.keep)
+                self._results = _mapped(results, builder.tensor)
+                self._bound = builder.bind()
             self.record = self._bound.record
             self._watch = Watch(builder.modules)
             self._trained = [part for module in builder.modules for part in module.parameters(recurse=False)]
@@ -50,11 +52,12 @@ class NetworkProgram:
             self.record = refuse(name, layers_of(model), error.summary)
 
     @torch.no_grad()
-    def _run(self, tensors: list[torch.Tensor]) -> Any:
-        for own, given in zip(self._inputs, tensors, strict=True):
-            own.copy_(given)
-        self._bound()  # type: ignore[misc]  # looked at by the caller
-        return _mapped(self._results, torch.clone)
+    def _run(self, bound: BoundProgram, tensors: list[torch.Tensor]) -> Any:
+        with bound.lock:  # no other thread's inputs between, and no other one's results
+            for own, given in zip(self._inputs, tensors, strict=True):
+                own.copy_(given)
+            bound()
+            return _mapped(self._results, torch.clone)
 
     def __call__(self, *inputs: Any) -> Any:
         """Return what the network gives.
@@ -74,12 +77,12 @@ class NetworkProgram:
                 if told not in self.record.reasons:
                     self.record.reasons += (told,)
             return self.model(*inputs)
-        return self._run(tensors)
+        return self._run(self._bound, tensors)
 
     def _refusal(self, tensors: list[Any]) -> str | None:
         """Return why these inputs don't run as a program, or None."""
-        if torch.compiler.is_compiling():
-            return "inside a trace"
+        if not is_plain_call():
+            return "inside a trace, a transform, a mode or autocast"
         if change := self._watch.change():
             return change
         if len(tensors) != len(self._inputs):
@@ -112,6 +115,11 @@ def make_program(model: nn.Module, *examples: Any, name: str | None = None) -> N
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of a tensor's facts, contiguous whatever its strides."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _flat(given: Any) -> list[Any]:
