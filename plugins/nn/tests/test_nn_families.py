@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_nn import LanguageModel, build_transformer, config_from_hf, load_model
+from q4_nn import LanguageModel, TransformerConfig, build_transformer, load_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +61,7 @@ def write(path: Path, arch: str, **changes: Any) -> Any:
     """Write a random decoder as a family's GGUF file, with a vocabulary of pieces, and return the decoder."""
     torch.manual_seed(0)
     told = {**SIZES, **FAMILIES.get(arch, FAMILIES["qwen3"])}
-    decoder: Any = build_transformer(config_from_hf(told)).eval()
+    decoder: Any = build_transformer(TransformerConfig.from_hf(told)).eval()
     writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>" for number in range(40)])
@@ -114,8 +115,20 @@ def test_family(arch: str, tmp_path: Path) -> None:
     same = {name: value for name, value in found.config.to_dict().items() if name != "norm"}
     assert same == {name: value for name, value in expected.config.to_dict().items() if name in same}
     assert found.config.windows == {"qwen3": (None,) * 6, "gemma3": (5,) * 5 + (None,), "phi3": (9,) * 6}[arch]
+    assert TransformerConfig.from_gguf(tmp_path / "model.gguf") == found.config
     with pytest.raises(q4.CheckpointError, match=r"tokenizer\.ggml"):
         LanguageModel.open(tmp_path / "model.gguf", EXACT)
+
+
+def test_a_config_from_a_folder(tmp_path: Path) -> None:
+    """A folder's config is that of its values, goes back to such, and is an error where there is none."""
+    told = {**SIZES, **FAMILIES["qwen3"]}
+    (tmp_path / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    config = TransformerConfig.from_hf(tmp_path)
+    assert config == TransformerConfig.from_hf(told)
+    assert TransformerConfig.from_hf(config.to_hf("qwen3")) == config
+    with pytest.raises(q4.CheckpointError, match=r"config\.json"):
+        TransformerConfig.from_hf(tmp_path / "nothing")
 
 
 def test_unknown_family(tmp_path: Path) -> None:

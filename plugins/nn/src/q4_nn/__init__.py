@@ -23,7 +23,6 @@ from q4_nn.generation.stream import TextStream
 from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.models.architecture import Architecture, architectures, build_decoder
 from q4_nn.models.config import TransformerConfig
-from q4_nn.models.hf_config import config_from_hf, config_to_hf
 from q4_nn.models.initialise import initialise_
 from q4_nn.models.load import Names
 from q4_nn.models.metadata import Metadata
@@ -105,8 +104,6 @@ __all__ = [
     "build_tokenizer",
     "build_transformer",
     "clear_eval_cache",
-    "config_from_hf",
-    "config_to_hf",
     "convert_linears_",
     "dequantize_packed",
     "describe",

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import q4core as q4
-from q4_nn.models.hf_config import config_from_hf
+from q4_nn.models.hf_config import read_config
 from q4_nn.models.hf_names import from_hf_name, fused_parts, to_hf_name
 from q4_nn.models.load import Names, load_weights_
-from q4_nn.models.read_json import read_json
 from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
 
 if TYPE_CHECKING:
@@ -37,11 +36,7 @@ def build_from_hf(folder: str | Path, session: Session) -> TransformerDecoder | 
             another shape, or has no place in the model.
     """
     folder = Path(folder)
-    where = str(folder / "config.json")
-    values = read_json(folder / "config.json")
-    if not values:
-        raise q4.CheckpointError("model folder", name="config.json", rule="present", where=str(folder))
-    config = config_from_hf(values, where=where)
+    config = read_config(folder)
     with torch.device("meta"):
         model = TransformerDecoder(config) if config.causal else TransformerEncoder(config)
     names = Names(

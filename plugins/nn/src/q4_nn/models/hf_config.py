@@ -8,13 +8,15 @@ import attrs
 
 from q4_nn.blocks.rotary import RopeScaling
 from q4_nn.models.config import TransformerConfig
+from q4_nn.models.read_json import read_json
 from q4core import CheckpointError, ConfigError
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-__all__ = ["DECODERS", "config_from_hf", "config_to_hf"]
+__all__ = ["DECODERS", "config_from_hf", "config_to_hf", "read_config"]
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "smollm3")
 _KNOWN = (*DECODERS, "bert")
@@ -52,6 +54,14 @@ class _Values:
         value = self.values.get(name)
         if value not in (None, *legal):
             self.fail(name, f"one of {', '.join(map(repr, (None, *legal)))}", value)
+
+
+def read_config(folder: Path) -> TransformerConfig:
+    """Return the config of a model folder, as ``TransformerConfig.from_hf`` does."""
+    values = read_json(folder / "config.json")
+    if not values:
+        raise CheckpointError("model folder", name="config.json", rule="present", where=str(folder))
+    return config_from_hf(values, where=str(folder / "config.json"))
 
 
 def config_from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> TransformerConfig:
