@@ -18,7 +18,7 @@ from q4_nn.generation.command import find_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-TEXT = Path(__file__).parents[1] / "LICENSE"
+TEXTS = Path(__file__).parents[1] / "LICENSE", Path(__file__).parent / "sentences.txt"
 """English prose that every clone has and nobody edits."""
 WINDOW = 512
 PRECISIONS = {
@@ -69,7 +69,8 @@ def measure(characters: int) -> dict[str, Any]:
     else:
         peer |= {"installed": True, "version": importlib.metadata.version("llama-cpp-python")}
         programs[LLAMA] = lambda tokens: torch.from_numpy(llama.all_logits(tokens)).double()
-    tokens = model.tokenizer.encode(TEXT.read_text(encoding="utf-8")[:characters])
+    text = "".join(path.read_text(encoding="utf-8") for path in TEXTS)
+    tokens = model.tokenizer.encode(text[:characters])
     sums = {name: {"divergence": 0.0, "equal": 0} for name in programs}
     for window in _windows(tokens):
         told = base(window).log_softmax(-1)
@@ -80,7 +81,7 @@ def measure(characters: int) -> dict[str, Any]:
     count = len(tokens)
     return {
         "file": path.name,
-        "text": TEXT.name,
+        "text": ", ".join(path.name for path in TEXTS),
         "tokens": count,
         "against": BASE,
         "peers": {LLAMA: peer},
