@@ -183,7 +183,7 @@ STORED: dict[str, tuple[str, Callable[[dict[str, Any], Path], Path | None]]] = {
     "decode-1": ("cpu-avx2", lambda result, path: decode_picture.draw(result, 1, path)),
     "prefill": ("cpu-avx512", prefill_picture.draw),
     "roofline": ("cpu-avx512", roofline_picture.draw),
-    "generate": ("generate", generate.draw),
+    "generate": ("generate-avx512", generate.draw),
     "overhead": ("overhead", overhead.draw),
 }
 
