@@ -53,11 +53,11 @@ def find_model(name: str) -> Path:
             if found := next((file for file in files if file.suffix == ".gguf" and file.is_file()), None):
                 return found
         what = f"package {DEMO_PACKAGE}"
-        raise q4.CheckpointError("q4 generate", name=what, rule="installed", value="not installed", hint=_HOW_TO_GET)
+        raise q4.CheckpointError("model", name=what, rule="installed", value="not installed", hint=_HOW_TO_GET)
     if path.is_dir():
-        raise q4.CheckpointError("q4 generate: FILE is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
+        raise q4.CheckpointError("model is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
     rule = f"a model file, or {DEMO_NAME!r}"
-    raise q4.CheckpointError("q4 generate", name="FILE", rule=rule, value=name, hint=_HOW_TO_GET)
+    raise q4.CheckpointError("model", name="MODEL", rule=rule, value=name, hint=_HOW_TO_GET)
 
 
 def printable(text: str) -> str:
