@@ -202,9 +202,14 @@ def test_networks_that_are_dropped_leave_nothing(cycles: int) -> None:
     with q4.Session(q4.SessionConfig(device="cpu")) as session:
         for number in range(50):
             cycle(session, number)
-        count, before = tensors(), resident()
-        for number in range(cycles):
-            cycle(session, number)
-        assert tensors() == count
-        assert resident() - before < 8 << 20
+        count, grown = tensors(), []
+        for _ in range(3):  # what leaks grows each time; a heap that earlier tests left in pieces may grow once
+            before = resident()
+            for number in range(cycles):
+                cycle(session, number)
+            assert tensors() == count
+            grown.append(resident() - before)
+            if grown[-1] < 8 << 20:
+                break
+        assert min(grown) < 8 << 20
     assert eval_cache_bytes() == 0
