@@ -22,78 +22,71 @@ template <class V, int Rows, int Kind, bool Bytes> constexpr bool is_shifted_lat
 template <class V, int Kind, int Second, int ScaleType, bool Bytes, bool IsLater> struct A16Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Pairs<Kind>& table;
     const uint8_t* codes;
-    Q4_INLINE void octet(int eight, int part, typename V::Ints (&pair)[4]) const {
+    // Of eight in-features, 0 and 2, 1 and 3, or 4 and 6, 5 and 7.
+    Q4_INLINE void pairs(int eight, bool is_high, int part, typename V::Ints& even, typename V::Ints& odd) const {
         const int lane = part * V::kLanes * 4;
         if constexpr (Bytes)
-            V::byte_pairs(V::line(codes + eight * 128 + lane), V::line(codes + eight * 128 + 64 + lane), pair);
+            V::byte_pairs(V::line(codes + eight * 128 + is_high * 64 + lane), even, odd);
         else
-            table.template pairs<IsLater>(V::line(codes + eight * 64 + lane), pair);
+            table.template pairs<IsLater>(V::line(codes + eight * 64 + lane), is_high, even, odd);
     }
 };
 
-template <class V> struct A16Panel : PanelNumbers<V> {
-    Q4_INLINE void octet(int eight, int part, typename V::Ints (&pair)[4]) const {
-        const uint8_t* from = this->panel.codes + (this->chunk * 4 + eight) * 256 + part * V::kLanes * 4;
-#pragma GCC unroll 4
-        for (int p = 0; p < 4; ++p) pair[p] = V::line(from + p * 64);
-    }
-};
-
-// One chunk's share of the sums of one part of the lanes.
-template <class V, int Rows, int Kind, int Second, bool Halves, bool IsLater, class Source>
-Q4_INLINE void a16_chunk(const Source& source, const Activations& x, int64_t chunk, int part,
-                         typename V::Floats (&sum)[Rows]) {
-    constexpr bool kApart = Halves || Kind == V::kWordPairs;  // sums of words would overflow
-    constexpr int kRowBytes = kChunk * 2;
-    const int8_t* levels = x.levels + chunk * Rows * kRowBytes;
-    const float* scale = x.scale + chunk * Rows;
-    const int32_t* start = x.start + chunk * Rows * 2;
-    const float* side = x.side + chunk * Rows * 2;
-    typename V::Sums dots[Rows], high = V::sums(0);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        if (kApart || half == 0) {
-            high = V::sums(0);
-#pragma GCC unroll 16
-            for (int r = 0; r < Rows; ++r) dots[r] = V::sums(start[2 * r + half]);
-        }
-#pragma GCC unroll 2
-        for (int eight = 2 * half; eight < 2 * half + 2; ++eight) {
-            typename V::Ints pair[4];
-            source.octet(eight, part, pair);
-#pragma GCC unroll 4
-            for (int p = 0; p < 4; ++p) {
-#pragma GCC unroll 16
-                for (int r = 0; r < Rows; ++r) {
-                    typename V::Sums& to = IsLater && p % 2 ? high : dots[r];
-                    to = V::dot_pair(to, pair[p], levels + r * kRowBytes + eight * 16 + p * 4);
-                }
-            }
-        }
-        if (!kApart && half == 0) continue;
-        if constexpr (IsLater) dots[0] = V::add_sixteenth(dots[0], high);  // a multiple of 16: nothing is lost
-        add_set<V, Rows, Second>(source, Halves ? half : 0, part, scale, side,
-                                 [&](int r) __attribute__((always_inline)) { return V::floats(dots[r]); }, sum);
-    }
-}
-
+// One row of x meets V::kA16Parts parts of the lanes at once, more rows one: codes are decoded once for all of them.
 template <class V, int Rows, int Kind, int Second, int ScaleType, bool Bytes, bool Halves>
 void a16_direct(const Tile& t, const Activations& x, float* y) {
-    constexpr int kParts = kTileRows / V::kLanes;
+    constexpr int kAll = kTileRows / V::kLanes, kParts = Rows == 1 ? V::kA16Parts : 1;
     constexpr bool kIsLater = is_shifted_later<V, Rows, Kind, Bytes>();
+    constexpr bool kApart = Halves || Kind == V::kWordPairs;  // sums of words would overflow
+    constexpr int kRowBytes = kChunk * 2;
     const typename V::template Pairs<Kind> table(t.matrix);
-    typename V::Floats sum[kParts][Rows];
+    typename V::Floats sum[kAll][Rows];
     for (auto& part : sum)
         for (auto& row : part) row = V::zero();
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
         const A16Codes<V, Kind, Second, ScaleType, Bytes, kIsLater> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const int64_t row = chunk * Rows;
 #pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part)
-            a16_chunk<V, Rows, Kind, Second, Halves, kIsLater>(source, x, chunk, part, sum[part]);
+        for (int first = 0; first < kAll; first += kParts) {
+            typename V::Sums dots[kParts][Rows], high[kParts];
+#pragma GCC unroll 4
+            for (int eight = 0; eight < 4; ++eight) {
+                const int half = eight / 2;
+#pragma GCC unroll 4
+                for (int p = 0; p < kParts && (eight == 0 || (kApart && eight == 2)); ++p) {
+                    high[p] = V::sums(0);
+#pragma GCC unroll 16
+                    for (int r = 0; r < Rows; ++r) dots[p][r] = V::sums(x.start[2 * (row + r) + half]);
+                }
+#pragma GCC unroll 2
+                for (int is_high = 0; is_high < 2; ++is_high) {
+                    typename V::Ints pair[2][kParts];
+#pragma GCC unroll 4
+                    for (int p = 0; p < kParts; ++p) source.pairs(eight, is_high, first + p, pair[0][p], pair[1][p]);
+#pragma GCC unroll 2
+                    for (int i = 0; i < 2; ++i)
+#pragma GCC unroll 16
+                        for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+                            for (int p = 0; p < kParts; ++p) {
+                                typename V::Sums& to = kIsLater && is_high ? high[p] : dots[p][r];
+                                to = V::dot_pair(to, pair[i][p],
+                                                 x.levels + (row + r) * kRowBytes + eight * 16 + is_high * 4 + i * 8);
+                            }
+                }
+#pragma GCC unroll 4
+                for (int p = 0; p < kParts && (eight == 3 || (kApart && eight == 1)); ++p) {
+                    if constexpr (kIsLater) dots[p][0] = V::add_sixteenth(dots[p][0], high[p]);  // a multiple of 16: nothing is lost
+                    add_set<V, Rows, Second>(source, Halves ? half : 0, first + p, x.scale + row, x.side + 2 * row,
+                                             [&](int r) __attribute__((always_inline)) { return V::floats(dots[p][r]); },
+                                             sum[first + p]);
+                }
+            }
+        }
     }
-    for (int part = 0; part < kParts; ++part)
+    for (int part = 0; part < kAll; ++part)
         for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[part][r]);
 }
 
@@ -108,25 +101,49 @@ void a16_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
         stream.prefetch();
         const A16Codes<V, Kind, Second, kAnyType, Bytes, false> source{{t.matrix, t.at, stream.head}, table, stream.codes};
         for (int eight = 0; eight < 4; ++eight, to += 256)
-            for (int part = 0; part < kParts; ++part) {
-                typename V::Ints pair[4];
-                source.octet(eight, part, pair);
-                for (int p = 0; p < 4; ++p) V::store(to + p * 64 + part * V::kLanes * 4, pair[p]);
-            }
+            for (int part = 0; part < kParts; ++part)
+                for (int is_high = 0; is_high < 2; ++is_high) {
+                    typename V::Ints even, odd;
+                    source.pairs(eight, is_high, part, even, odd);
+                    uint8_t* place = to + is_high * 64 + part * V::kLanes * 4;
+                    V::store(place, even), V::store(place + 128, odd);
+                }
         decode_numbers<V, Second, Halves>(source, scale, second);
         scale += kSets * kTileRows, second += kSets * kTileRows;
     }
 }
 
+template <class V, int Rows> struct A16Dots {
+    typename V::Sums sum[V::kA16Parts][Rows];
+    Q4_INLINE auto floats(int p, int r) const { return V::floats(sum[p][r]); }
+};
+
 template <class V, int Rows, int Kind, int Second, bool Halves>
 void a16_panel(const Panel& panel, const Activations& x, int64_t chunks, float* y) {
-    for (int part = 0; part < kTileRows / V::kLanes; ++part) {
-        typename V::Floats sum[Rows];
-        for (int r = 0; r < Rows; ++r) sum[r] = V::load(y + r * kTileRows + part * V::kLanes);
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            a16_chunk<V, Rows, Kind, Second, Halves, false>(A16Panel<V>{{panel, chunk, Halves ? 2 : 1}}, x, chunk, part, sum);
-        for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[r]);
-    }
+    constexpr int kParts = V::kA16Parts, kRowBytes = kChunk * 2;
+    constexpr int kTurns = Halves || Kind == V::kWordPairs ? 2 : 1;  // sums of words would overflow
+    constexpr int kPairs = kChunk / 2 / kTurns;
+    add_panel<V, Rows, kParts, kTurns, Second, Halves>(panel, x, chunks, y, [&](int64_t chunk, int turn, int first) __attribute__((always_inline)) {
+        const uint8_t* codes = panel.codes + (chunk * kTurns + turn) * kPairs * 64 + first * V::kLanes * 4;
+        const int8_t* levels = x.levels + chunk * Rows * kRowBytes + turn * kPairs * 4;
+        A16Dots<V, Rows> dots;
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) dots.sum[p][r] = V::sums(x.start[2 * (chunk * Rows + r) + turn]);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < kPairs; ++pair) {
+            typename V::Ints pairs[kParts];
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) pairs[p] = V::line(codes + pair * 64 + p * V::kLanes * 4);
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+                for (int p = 0; p < kParts; ++p)
+                    dots.sum[p][r] = V::dot_pair(dots.sum[p][r], pairs[p], levels + r * kRowBytes + pair * 4);
+        }
+        return dots;
+    });
 }
 
 }  // namespace q4

@@ -29,12 +29,6 @@ template <class V> struct PanelNumbers {
     Q4_INLINE typename V::Floats second(int set, int part) const { return number(panel.second, set, part); }
 };
 
-template <class V> struct A8Panel : PanelNumbers<V> {
-    Q4_INLINE typename V::Ints levels(int step, int part) const {
-        return V::line(this->panel.codes + (this->chunk * 8 + step) * 64 + part * V::kLanes * 4);
-    }
-};
-
 // Add one set's dot products of whole numbers to the sums: floats(r) is row r's.
 template <class V, int Rows, int Second, class Source, class Dots>
 Q4_INLINE void add_set(const Source& source, int set, int part, const float* scale, const float* side, const Dots& floats,
@@ -125,15 +119,55 @@ void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     }
 }
 
+// Add a panel's products to y, by so many parts of the lanes at once that each broadcast of activations serves them all;
+// multiply(chunk, turn, first) gives those of a part p with a row r as floats(p, r).
+template <class V, int Rows, int Parts, int Turns, int Second, bool Halves, class Multiply>
+Q4_INLINE void add_panel(const Panel& panel, const Activations& x, int64_t chunks, float* y, const Multiply& multiply) {
+    for (int first = 0; first < kTileRows / V::kLanes; first += Parts) {
+        typename V::Floats sum[Parts][Rows];
+        for (int p = 0; p < Parts; ++p)
+            for (int r = 0; r < Rows; ++r) sum[p][r] = V::load(y + r * kTileRows + (first + p) * V::kLanes);
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            const PanelNumbers<V> source{panel, chunk, Halves ? 2 : 1};
+#pragma GCC unroll 2
+            for (int turn = 0; turn < Turns; ++turn) {
+                auto dots = multiply(chunk, turn, first);
+#pragma GCC unroll 4
+                for (int p = 0; p < Parts; ++p)
+                    add_set<V, Rows, Second>(source, Halves ? turn : 0, first + p, x.scale + chunk * Rows, x.side + chunk * Rows * 2,
+                                             [&](int r) __attribute__((always_inline)) { return dots.floats(p, r); }, sum[p]);
+            }
+        }
+        for (int p = 0; p < Parts; ++p)
+            for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + (first + p) * V::kLanes, sum[p][r]);
+    }
+}
+
+template <class V, int Rows, int Kind> struct A8Dots {
+    typename V::template Dots<Kind, Rows> part[V::kA8Parts];
+    Q4_INLINE auto floats(int p, int r) { return part[p].floats(r); }
+};
+
 template <class V, int Rows, int Kind, int Second, bool Halves>
 void a8_panel(const Panel& panel, const Activations& x, int64_t chunks, float* y) {
-    for (int part = 0; part < kTileRows / V::kLanes; ++part) {
-        typename V::Floats sum[Rows];
-        for (int r = 0; r < Rows; ++r) sum[r] = V::load(y + r * kTileRows + part * V::kLanes);
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            a8_chunk<V, Rows, Kind, Second, Halves>(A8Panel<V>{{panel, chunk, Halves ? 2 : 1}}, x, chunk, part, sum);
-        for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[r]);
-    }
+    constexpr int kParts = V::kA8Parts, kTurns = Halves ? 2 : 1, kSteps = 8 / kTurns;
+    add_panel<V, Rows, kParts, kTurns, Second, Halves>(panel, x, chunks, y, [&](int64_t chunk, int turn, int first) __attribute__((always_inline)) {
+        const uint8_t* codes = panel.codes + (chunk * 8 + turn * kSteps) * 64 + first * V::kLanes * 4;
+        const int8_t* levels = x.levels + chunk * Rows * kChunk;
+        A8Dots<V, Rows, Kind> dots;
+#pragma GCC unroll 4
+        for (int p = 0; p < kParts; ++p) dots.part[p].begin(x.start + chunk * Rows * 2 + turn);
+#pragma GCC unroll 8
+        for (int step = 0; step < kSteps; step += 2) {
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p) {
+                if (step == 4) dots.part[p].half();
+                const uint8_t* from = codes + step * 64 + p * V::kLanes * 4;
+                dots.part[p].add(V::line(from), V::line(from + 64), levels, turn * kSteps + step);
+            }
+        }
+        return dots;
+    });
 }
 
 }  // namespace q4

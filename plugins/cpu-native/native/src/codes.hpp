@@ -21,7 +21,7 @@ template <class V> Q4_INLINE typename V::Floats numbers(int32_t type, const uint
 }
 
 // Codes are prefetched this far ahead of the loads.
-constexpr int kAhead = 8192;
+constexpr int kAhead = 4096;
 
 // Walks through the chunks of one tile.
 template <bool Bytes> struct Stream {

@@ -12,7 +12,8 @@ struct Avx2 {
     static constexpr int kLanes = 8;
     static constexpr int kDirectRows = 4;  // 16 registers: more rows of x would spill
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 4, kA16PanelRows = 4;
-    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12, kA16PanelFrom = 12;
+    static constexpr int kA8Parts = 2, kA16Parts = 2;  // each broadcast of activations serves 16 rows
+    static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12, kA16PanelFrom = 6;
     static constexpr int kKinds = 2, kNarrow = 0, kWide = 1;
     static constexpr bool kIsWideSigned = true;
     using Floats = __m256;
@@ -129,6 +130,13 @@ struct Avx2 {
         return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(line, 24 - 8 * Byte), 24));
     }
 
+    // A sum that GCC leaves where it stands: else it adds products to each other first, which then don't fit the registers,
+    // and int16 panels take 1.3 times as long.
+    static Ints in_order(Ints sum) {
+        asm("" : "+x"(sum));
+        return sum;
+    }
+
     // -- dot products of levels with int8 activations, four in-features of each row at once
     template <int Kind> struct Levels {
         __m256i table;
@@ -154,10 +162,10 @@ struct Avx2 {
             __builtin_memcpy(&four, x, 4);
             const __m256i wide_x = _mm256_set1_epi32(four);
             if constexpr (Kind == kNarrow) {
-                sixteen = _mm256_add_epi16(sixteen, _mm256_maddubs_epi16(levels, wide_x));
+                sixteen = in_order(_mm256_add_epi16(sixteen, _mm256_maddubs_epi16(levels, wide_x)));
             } else {
                 const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(wide_x, levels));
-                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+                sum = in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
             }
         }
         // After at most four narrow additions.
@@ -187,41 +195,29 @@ struct Avx2 {
             low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
             high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
         }
-        template <bool IsLater> void pairs(Ints line, Ints (&to)[4]) const {
+        template <bool IsLater> void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
             if constexpr (Kind == kPlainPairs) {
-                const __m256i mask = _mm256_set1_epi32(0x000f000f);
-                if constexpr (IsLater) {
-                    const __m256i others = _mm256_srli_epi32(line, 8), upper = _mm256_set1_epi32(0x00f000f0);
-                    to[0] = _mm256_and_si256(line, mask), to[1] = _mm256_and_si256(line, upper);
-                    to[2] = _mm256_and_si256(others, mask), to[3] = _mm256_and_si256(others, upper);
-                } else {
-                    to[0] = _mm256_and_si256(line, mask), to[1] = _mm256_and_si256(_mm256_srli_epi32(line, 4), mask);
-                    to[2] = _mm256_and_si256(_mm256_srli_epi32(line, 8), mask);
-                    to[3] = _mm256_and_si256(_mm256_srli_epi32(line, 12), mask);
-                }
+                const __m256i mask = _mm256_set1_epi32(IsLater && is_high ? 0x00f000f0 : 0x000f000f);
+                const __m256i first = is_high && !IsLater ? _mm256_srli_epi32(line, 4) : line;
+                even = _mm256_and_si256(first, mask), odd = _mm256_and_si256(_mm256_srli_epi32(first, 8), mask);
             } else {
-                const __m256i mask = _mm256_set1_epi8(15);
-                four(_mm256_and_si256(line, mask), to[0], to[2]);
-                four(_mm256_and_si256(_mm256_srli_epi16(line, 4), mask), to[1], to[3]);
-            }
-        }
-        void four(Ints codes, Ints& even, Ints& odd) const {
-            const __m256i bytes = _mm256_shuffle_epi8(low, codes);
-            if constexpr (Kind == kLevelPairs) {
+                const __m256i codes = _mm256_and_si256(is_high ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+                const __m256i bytes = _mm256_shuffle_epi8(low, codes);
                 split(bytes, even, odd);
-            } else {
-                const __m256i upper = _mm256_shuffle_epi8(high, codes), is_upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
-                even = _mm256_blendv_epi8(bytes, _mm256_slli_epi16(upper, 8), is_upper);
-                odd = _mm256_blendv_epi8(_mm256_srli_epi16(bytes, 8), upper, is_upper);
+                if constexpr (Kind == kWordPairs) {
+                    const __m256i upper = _mm256_shuffle_epi8(high, codes);
+                    const __m256i is_upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
+                    even = _mm256_blendv_epi8(bytes, _mm256_slli_epi16(upper, 8), is_upper);
+                    odd = _mm256_blendv_epi8(odd, upper, is_upper);
+                }
             }
         }
     };
     static void split(Ints bytes, Ints& even, Ints& odd) {
         even = _mm256_and_si256(bytes, _mm256_set1_epi32(0x00ff00ff)), odd = _mm256_srli_epi16(bytes, 8);
     }
-    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
-        const __m256i center = _mm256_set1_epi8(-128);
-        split(_mm256_xor_si256(first, center), to[0], to[2]), split(_mm256_xor_si256(others, center), to[1], to[3]);
+    static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
+        split(_mm256_xor_si256(line, _mm256_set1_epi8(-128)), even, odd);
     }
     using Sums = Ints;
     static Sums sums(int32_t value) { return _mm256_set1_epi32(value); }
@@ -231,7 +227,7 @@ struct Avx2 {
         return _mm256_set1_epi32(two);
     }
     static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) {
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(pair, two_levels(x)));
+        return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pair, two_levels(x))));
     }
     static Sums add_sixteenth(Sums sum, Sums other) { return _mm256_add_epi32(sum, _mm256_srai_epi32(other, 4)); }
     static Floats floats(Sums sum) { return _mm256_cvtepi32_ps(sum); }

@@ -12,6 +12,7 @@ struct Avx512 {
     static constexpr int kLanes = 16;
     static constexpr int kDirectRows = 8;  // rows of x per pass: 8 sums, 8 dot products, and room for the codes
     static constexpr int kExactPanelRows = 12, kA8PanelRows = 12, kA16PanelRows = 12;
+    static constexpr int kA8Parts = 1, kA16Parts = 1;
     // One operation decodes, so that the exact path gains nothing from a panel.
     static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48, kA16PanelFrom = 48;
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
@@ -130,31 +131,21 @@ struct Avx512 {
             for (int i = 0; i < 32; ++i) words[i] = Kind == kWordPairs ? m.word[i % 16] : m.level[i % 16];
             table = _mm512_load_si512(words);
         }
-        template <bool IsLater> void pairs(Ints line, Ints (&to)[4]) const {
+        template <bool IsLater> void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
             if constexpr (Kind == kPlainPairs) {
-                const __m512i mask = _mm512_set1_epi32(0x000f000f);
-                if constexpr (IsLater) {
-                    const __m512i others = _mm512_srli_epi32(line, 8), upper = _mm512_set1_epi32(0x00f000f0);
-                    to[0] = _mm512_and_si512(line, mask), to[1] = _mm512_and_si512(line, upper);
-                    to[2] = _mm512_and_si512(others, mask), to[3] = _mm512_and_si512(others, upper);
-                } else {
-                    to[0] = _mm512_and_si512(line, mask), to[1] = _mm512_and_si512(_mm512_srli_epi32(line, 4), mask);
-                    to[2] = _mm512_and_si512(_mm512_srli_epi32(line, 8), mask);
-                    to[3] = _mm512_and_si512(_mm512_srli_epi32(line, 12), mask);
-                }
+                const __m512i mask = _mm512_set1_epi32(IsLater && is_high ? 0x00f000f0 : 0x000f000f);
+                const __m512i first = is_high && !IsLater ? _mm512_srli_epi32(line, 4) : line;
+                even = _mm512_and_si512(first, mask), odd = _mm512_and_si512(_mm512_srli_epi32(first, 8), mask);
             } else {
-                to[0] = _mm512_permutexvar_epi16(line, table);
-                to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 4), table);
-                to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 8), table);
-                to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(line, 12), table);
+                const __m512i first = is_high ? _mm512_srli_epi16(line, 4) : line;
+                even = _mm512_permutexvar_epi16(first, table);
+                odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(first, 8), table);
             }
         }
     };
-    static void split(Ints bytes, Ints& even, Ints& odd) {
+    static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
+        const __m512i bytes = byte_levels(line);
         even = _mm512_and_si512(bytes, _mm512_set1_epi32(0x00ff00ff)), odd = _mm512_srli_epi16(bytes, 8);
-    }
-    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
-        split(byte_levels(first), to[0], to[2]), split(byte_levels(others), to[1], to[3]);
     }
     using Sums = Ints;
     static Sums sums(int32_t value) { return _mm512_set1_epi32(value); }

@@ -15,6 +15,7 @@ struct NeonDotprod {
     // By llvm-mca's model of Neoverse N2, not measured yet: 8 rows of x would spill, and panels pay early.
     static constexpr int kDirectRows = 4;
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 8, kA16PanelRows = 8;
+    static constexpr int kA8Parts = 1, kA16Parts = 1;
     static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 8, kA16PanelFrom = 8;
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;
     static constexpr bool kIsWideSigned = true;  // sdot takes signed levels, and not every machine has usdot
@@ -183,19 +184,15 @@ struct NeonDotprod {
             }
             low = vld1q_u8(bytes[0]), high = vld1q_u8(bytes[1]);
         }
-        template <bool IsLater> Q4_INLINE void pairs(Ints line, Ints (&to)[4]) const {
-            const Ints ordered = by_pair(line);
-            four(low_codes(ordered), to[0], to[2]), four(high_codes(ordered), to[1], to[3]);
-        }
-        Q4_INLINE void four(Ints codes, Ints& even, Ints& odd) const {
+        template <bool IsLater> Q4_INLINE void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
+            const Ints ordered = by_pair(line), codes = is_high ? high_codes(ordered) : low_codes(ordered);
             const Ints lower = vqtbl1q_u8(low, codes), upper = vqtbl1q_u8(high, codes);
             even = vzip1q_u8(lower, upper), odd = vzip2q_u8(lower, upper);
         }
     };
-    static void byte_pairs(Ints first, Ints others, Ints (&to)[4]) {  // of unsigned bytes: their centre is 128
-        const Ints center = vdupq_n_u8(128), none = vdupq_n_u8(0);
-        const Ints a = veorq_u8(by_pair(first), center), b = veorq_u8(by_pair(others), center);
-        to[0] = vzip1q_u8(a, none), to[2] = vzip2q_u8(a, none), to[1] = vzip1q_u8(b, none), to[3] = vzip2q_u8(b, none);
+    static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
+        const Ints bytes = veorq_u8(by_pair(line), vdupq_n_u8(128)), none = vdupq_n_u8(0);
+        even = vzip1q_u8(bytes, none), odd = vzip2q_u8(bytes, none);
     }
     using Sums = int32x4_t;
     static Sums sums(int32_t value) { return vdupq_n_s32(value); }
