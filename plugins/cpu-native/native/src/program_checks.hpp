@@ -56,6 +56,21 @@ inline bool works_in_place(int32_t op) {
     return op == Q4_RMS_NORM || op == Q4_LAYER_NORM || op == Q4_ROTARY || (op >= Q4_ADD && op <= Q4_SOFTMAX);
 }
 
+inline Split split_of(const q4_step& s) {
+    switch (s.op) {
+    case Q4_RMS_NORM:
+    case Q4_LAYER_NORM:  // one row is shared by its columns, unless others read it after it is overwritten
+        return s.inputs[0].rows == 1 && !is_same(s.inputs[0], s.outputs[0]) ? Split::COLUMNS : Split::ROWS;
+    case Q4_ROTARY:
+    case Q4_STORE:
+    case Q4_ATTENTION:
+    case Q4_SOFTMAX:
+    case Q4_ARGMAX:
+    case Q4_TOP_K: return Split::ROWS;
+    default: return Split::COLUMNS;
+    }
+}
+
 inline bool has_int64_input(const q4_step& s, int i) {
     return (s.op == Q4_EMBEDDING && i == 0) || (s.op == Q4_ROTARY && i == 2) || (s.op == Q4_STORE && i == 1) ||
            (s.op == Q4_ATTENTION && i == 3);

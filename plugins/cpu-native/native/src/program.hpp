@@ -1,0 +1,98 @@
+// A program: bound once, with all the memory that runs need (program_bind.cpp), and run by one team of threads that wait for
+// each other only where a step needs what another thread wrote (program.cpp).
+#pragma once
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "barrier.hpp"
+#include "product.hpp"
+#include "program_checks.hpp"
+
+namespace q4 {
+
+// A packed product of a step.
+struct Linear {
+    q4_layer layer;
+    Layout at;
+    q4_call call, exact;
+    int64_t batch;                   // rows of x at once
+    std::vector<Pass> passes, last;  // of a whole batch, and of what remains after whole ones
+    Pass one;                        // a row that the family can't hold
+    bool has_layout = false;         // the step before has laid the same rows out in the same way
+
+    Linear(const q4_step& s, const Kernels& kernels, int threads)
+        : layer(*s.layer), at(layer.matrix), call(call_of(s)), exact(call) {
+        exact.family = Q4_EXACT;
+        batch = std::min(call.x_rows, batch_rows(at, kernels.panel_rows[call.family], threads));
+        plan(kernels, batch, passes);
+        if (call.x_rows % batch) plan(kernels, call.x_rows % batch, last);
+        one = {0, 1, kernels.direct(layer.matrix, Q4_EXACT, 1), nullptr};
+    }
+    bool has_panels(const Kernels& kernels, int64_t count) const { return count >= kernels.panel_from[call.family]; }
+    bool is_shared() const { return call.x_rows > 1; }  // the rows as laid out; one row is laid out by each thread for itself
+
+    // Whether rows that another product laid out are laid out for this one as well.
+    bool takes_layout_of(const Linear& other) const {
+        q4_matrix mine = layer.matrix, theirs = other.layer.matrix;
+        mine.rows = theirs.rows = 1;
+        return call.x == other.call.x && call.x_rows == other.call.x_rows && call.x_stride == other.call.x_stride &&
+               call.family == other.call.family && std::memcmp(&mine, &theirs, sizeof mine) == 0 &&
+               batch == call.x_rows && other.batch == call.x_rows;
+    }
+
+  private:
+    void plan(const Kernels& kernels, int64_t count, std::vector<Pass>& to) const {
+        each_pass(layer.matrix, call.family, kernels, count, has_panels(kernels, count), [&](const Pass& pass) { to.push_back(pass); });
+    }
+};
+
+struct Access;  // what a step reads or writes
+
+struct Bound {
+    q4_step step;
+    Split split;
+    std::unique_ptr<Linear> linear;
+    const int64_t* indices = nullptr;
+    int64_t range = 0;      // of the indices
+    bool waits = false;     // for all others, before it begins
+};
+
+// Memory of one thread.
+struct Thread {
+    uint8_t *rows, *exact;  // one row of x
+    Panel* panel;
+    float *sums, *scores;
+    uint8_t odd = 0, exact_odd = 0;
+};
+
+}  // namespace q4
+
+struct q4_program {
+    q4_program(const q4_step* steps, int64_t count, int threads, const q4::Kernels& kernels);
+    int32_t run(int threads);
+
+  private:
+    void assign_splits();
+    void link();
+    std::vector<q4::Access> accesses(const q4::Bound& b) const;
+    void take_memory();
+    int32_t read_indices();
+    void work(int me, int team);
+    void perform(const q4::Bound& b, int me, int team);
+    void linear(const q4::Linear& l, int me, int team);
+
+    const q4::Kernels& kernels_;
+    const q4::Operations& do_;
+    int threads_;
+    bool is_shared_ = false;  // any step is done by more than one thread
+    std::vector<q4::Bound> bound_;
+    std::vector<int64_t> indices_, numbers_;  // tokens and positions as they were at the start; 0, 1, 2 …
+    std::vector<q4::Line> memory_;
+    std::vector<q4::Panel> panels_;
+    std::vector<q4::Thread> threads_memory_;
+    uint8_t *rows_ = nullptr, *odd_ = nullptr;  // of products of several rows
+    q4::Barrier barrier_;
+    std::atomic<int32_t> runner_{0};  // 1 + the forks of the process that runs it: a child has its parent's copy
+};

@@ -1,0 +1,186 @@
+// Binding: which part of each step a thread does, where the team must meet, and the memory that runs need.
+#include "program.hpp"
+
+namespace q4 {
+
+// What a step reads or writes, and which part of it a thread does.
+struct Access {
+    Span span;
+    q4_view view;
+    bool is_write, is_whole, is_alone;  // whole: any thread may touch any of it
+    Split split;
+
+    // Whether nothing has to happen between this access and a later one.
+    bool allows(const Access& later) const {
+        if ((!is_write && !later.is_write) || (is_alone && later.is_alone) || !overlap(span, later.span)) return true;
+        return !is_alone && !later.is_alone && !is_whole && !later.is_whole && split == later.split && is_same(view, later.view);
+    }
+};
+
+namespace {
+
+// A step that takes less on one thread is not worth a barrier; a wait between two cores takes about 0.3 µs.
+constexpr double kSmallNs = 600.0;
+
+double cost_ns(const Bound& b) {
+    const q4_step& s = b.step;
+    const q4_view& x = s.inputs[0];
+    const auto rows = static_cast<double>(x.rows), size = rows * static_cast<double>(x.columns);
+    if (b.linear) return static_cast<double>(b.linear->at.tiles * b.linear->at.tile_bytes) * (1.0 + rows / 4.0) / 20.0;
+    if (s.op == Q4_LINEAR) return size * static_cast<double>(s.outputs[0].columns) / 8.0;
+    if (s.op == Q4_EMBEDDING) return static_cast<double>(s.outputs[0].rows * s.outputs[0].columns);
+    if (s.op == Q4_ATTENTION) return size * static_cast<double>(s.inputs[1].rows) / 8.0;
+    return is_activation(s.op) || s.op >= Q4_SOFTMAX ? size : size / 8.0;
+}
+
+}  // namespace
+}  // namespace q4
+
+q4_program::q4_program(const q4_step* steps, int64_t count, int threads, const q4::Kernels& kernels)
+    : kernels_(kernels), do_(*kernels.operations), threads_(threads), barrier_(threads) {
+    using namespace q4;
+    bound_.reserve(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+        Bound b{steps[i], split_of(steps[i]), nullptr};
+        if (b.step.op == Q4_LINEAR && b.step.layer) b.linear = std::make_unique<Linear>(b.step, kernels, threads);
+        if (i && b.linear && bound_.back().linear) b.linear->has_layout = b.linear->takes_layout_of(*bound_.back().linear);
+        bound_.push_back(std::move(b));
+    }
+    assign_splits();
+    take_memory();
+}
+
+std::vector<q4::Access> q4_program::accesses(const q4::Bound& b) const {
+    using namespace q4;
+    const q4_step& s = b.step;
+    std::vector<Access> out;
+    const bool is_alone = b.split == Split::ALONE;
+    const auto add = [&](const q4_view& v, int size, bool is_write, bool is_whole) {
+        out.push_back({Span(v, size), v, is_write, is_whole, is_alone, b.split});
+    };
+    const bool is_product = s.op == Q4_LINEAR || s.op == Q4_EMBEDDING;
+    for (int i = 0; i < s.input_count; ++i) {
+        if (has_int64_input(s, i)) continue;  // copied before the run
+        const bool is_beside = i > 0 && s.op != Q4_ADD && s.op != Q4_MULTIPLY;
+        const bool is_norm = s.op == Q4_RMS_NORM || s.op == Q4_LAYER_NORM;
+        add(s.inputs[i], 4, false, is_product || is_beside || (is_norm && b.split == Split::COLUMNS));
+    }
+    for (int i = 0; i < s.output_count; ++i)
+        add(s.outputs[i], has_int64_output(s, i) ? 8 : 4, true, s.op == Q4_STORE || s.op == Q4_ARGMAX);
+    if (b.linear && b.linear->is_shared()) {  // the rows as laid out, which stand for one byte here
+        const q4_view rows{const_cast<Line*>(memory_.data()), 1, 1, 1};
+        add(rows, 1, !b.linear->has_layout, true);
+    }
+    return out;
+}
+
+// Find before which steps the team must meet.
+void q4_program::link() {
+    using namespace q4;
+    std::vector<Access> since;
+    for (Bound& b : bound_) {
+        const std::vector<Access> mine = accesses(b);
+        b.waits = false;
+        for (const Access& earlier : since)
+            for (const Access& later : mine) b.waits |= !earlier.allows(later);
+        if (b.waits) since.clear();
+        since.insert(since.end(), mine.begin(), mine.end());
+    }
+}
+
+// Steps between barriers of which none is worth the barrier go to one thread, all in turn.
+void q4_program::assign_splits() {
+    using namespace q4;
+    memory_.resize(1);  // stands for the rows as laid out
+    link();
+    const size_t count = bound_.size();
+    std::vector<size_t> begins;
+    std::vector<double> costs;
+    for (size_t i = 0; i < count; ++i) {
+        if (i == 0 || bound_[i].waits) begins.push_back(i), costs.push_back(0.0);
+        costs.back() += cost_ns(bound_[i]);
+    }
+    begins.push_back(count);
+    for (size_t first = 0; first < costs.size();) {
+        size_t last = first;
+        while (last < costs.size() && costs[last] < kSmallNs) ++last;
+        if (last - first > 1 || (last == costs.size() && first == 0))
+            for (size_t i = begins[first]; i < begins[last]; ++i) bound_[i].split = Split::ALONE;
+        first = std::max(last, first + 1);
+    }
+    for (size_t i = 1; i < count; ++i)  // what one thread has laid out, others have not
+        if (bound_[i].linear && bound_[i].split != bound_[i - 1].split) bound_[i].linear->has_layout = false;
+    link();
+    for (const Bound& b : bound_) is_shared_ = is_shared_ || b.split != Split::ALONE;
+}
+
+void q4_program::take_memory() {
+    using namespace q4;
+    const auto lines = [](int64_t bytes) { return ceil_div(bytes, 64); };
+    int64_t shared = 0, odd = 0, rows = 0, exact = 0, sums = 0, scores = 0, indices = 0, numbers = 1;
+    bool has_panels = false;
+    for (const Bound& b : bound_) {
+        const q4_step& s = b.step;
+        if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4));
+        const Indices at(s);
+        if (at.input >= 0) indices += s.inputs[at.input].columns;
+        if (!b.linear) continue;
+        const Linear& l = *b.linear;
+        const int64_t bytes = std::max(Rows::bytes(l.at, l.call.family, l.batch), Rows::bytes(l.at, l.call.family, 1));
+        if (l.is_shared())
+            shared = std::max(shared, lines(bytes)), odd = std::max(odd, lines(l.batch));
+        else
+            rows = std::max(rows, lines(bytes));
+        exact = std::max(exact, lines(Rows::bytes(l.at, Q4_EXACT, 1)));
+        numbers = std::max(numbers, l.call.x_rows);
+        if (!l.has_panels(kernels_, l.batch)) continue;
+        has_panels = true;
+        sums = std::max(sums, l.batch);
+    }
+    const int64_t each = rows + exact + sums + scores + 1;  // a line between two threads
+    memory_ = std::vector<Line>(static_cast<size_t>(shared + odd + each * threads_ + 1));
+    if (has_panels) panels_.resize(static_cast<size_t>(threads_));
+    Line* next = memory_.data();
+    const auto take = [&](int64_t count) {
+        uint8_t* place = next->bytes;
+        next += count;
+        return place;
+    };
+    rows_ = take(shared), odd_ = take(odd);
+    for (int i = 0; i < threads_; ++i) {
+        Thread t{};
+        t.rows = take(rows), t.exact = take(exact);
+        t.sums = reinterpret_cast<float*>(take(sums)), t.scores = reinterpret_cast<float*>(take(scores + 1));
+        t.panel = has_panels ? &panels_[static_cast<size_t>(i)] : nullptr;
+        threads_memory_.push_back(t);
+    }
+    indices_.resize(static_cast<size_t>(indices) + 1);
+    numbers_.resize(static_cast<size_t>(numbers));
+    for (size_t i = 0; i < numbers_.size(); ++i) numbers_[i] = static_cast<int64_t>(i);
+    const int64_t* place = indices_.data();
+    for (Bound& b : bound_) {
+        const Indices at(b.step);
+        b.indices = place, b.range = at.range;
+        if (at.input >= 0) place += b.step.inputs[at.input].columns;
+    }
+}
+
+extern "C" int32_t q4_cpu_program_make(const q4_step* steps, int64_t count, int32_t threads, int32_t isa, q4_program** program) {
+    if (!steps || !program || !q4::is_size(count) || threads < 1 || q4_cpu_has_isa(isa) != 1) return -1;
+    for (int64_t i = 0; i < count; ++i) {
+        if (!q4::is_sound(steps[i])) return static_cast<int32_t>(i) + 1;
+        // What a step gives can't be looked at before the run.
+        const q4::Indices at(steps[i]);
+        for (int64_t j = 0; at.input >= 0 && j < i; ++j)
+            for (int o = 0; o < steps[j].output_count; ++o)
+                if (q4::overlap({steps[j].outputs[o], q4::has_int64_output(steps[j], o) ? 8 : 4}, {steps[i].inputs[at.input], 8}))
+                    return static_cast<int32_t>(i) + 1;
+    }
+    q4::watch_forks();
+    try {
+        *program = new q4_program(steps, count, q4::team_size(q4::kMostThreads, threads), *q4::kernels_of(isa));
+    } catch (...) {
+        return -2;
+    }
+    return 0;
+}
