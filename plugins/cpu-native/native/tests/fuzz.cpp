@@ -92,8 +92,8 @@ int fuzz(const Arguments& a, bool is_guarded) {
 
 namespace {
 
-enum Fault { CODE, SCALE, SECOND, GLOBAL, BIAS, ELEMENT, STRAY, STORED, FAULTS };
-const char* const kFaults[] = {"code", "scale", "second", "global", "bias", "element", "stray", "stored"};
+enum Fault { CODE, SCALE, SECOND, GLOBAL, BIAS, COARSE, ELEMENT, STRAY, STORED, FAULTS };
+const char* const kFaults[] = {"code", "scale", "second", "global", "bias", "coarse", "element", "stray", "stored"};
 
 void flip(uint8_t* byte, int bit) { *byte = static_cast<uint8_t>(*byte ^ 1 << bit); }
 
@@ -121,6 +121,10 @@ bool spoil(Random& r, Case& c, Fault fault) {
         flip(bytes + (n + 1) * width(c.call.y_type) - 1, 7);
         break;
     }
+    case COARSE:  // int8 where int16 is asked for, of numbers that int8 can't hold
+        if (c.call.family != Q4_A16 || c.call.x_type != Q4_F32) return false;
+        c.call.family = Q4_A8;
+        break;
     default: break;
     }
     c.read_source();
