@@ -211,10 +211,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--quick", action="store_true", help="few sentences and updates, for development")
     options = parser.parse_args(arguments)
     choosing, judged = halves()
-    if options.quick:  # judges none of the sentences that are held back
-        result = measure(choosing[::12], choosing[6::12], [(2, 1e-4)])
-    else:
-        result = measure(choosing, judged)
+    quick = choosing[::12], choosing[6::12], [(2, 1e-4)]  # judges none of the sentences that are held back
+    result = measure(*quick) if options.quick else measure(choosing, judged)
     difference = result["greatest_difference_to_transformers"]
     count = result["sentences"]["judged"]
     print(f"{count} sentences; dense vectors differ from transformers' by at most {difference:.1e}")
