@@ -205,6 +205,9 @@ class ProgramBuilder:
         except Q4Error:
             raise
         except Exception as error:  # noqa: BLE001  # a third party's emitter
+            is_ours = str(getattr(emitter, "__module__", "")).startswith("q4_nn.")
+            if is_ours and not all(isinstance(item, Value) for item in values):
+                self.refuse("it takes tensors, not tuples of them")
             self.refuse(f"its emitter raised {describe_exception(error)}")
         finally:
             self._label = label

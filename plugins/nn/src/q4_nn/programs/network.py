@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from q4_nn.programs.builder import ProgramBuilder, Watch
-from q4core import Q4Error, Q4Linear
+from q4core import InputError, Q4Error, Q4Linear
 from q4core.plugin_api import is_plain_call
 from q4core.programs import ProgramRecord, refuse
 
@@ -109,7 +110,21 @@ def make_program(model: nn.Module, *examples: Any, name: str | None = None) -> N
 
     Returns:
         What takes the inputs as the network does, and gives its results to rounding.
+
+    Raises:
+        InputError: ``model`` is no module, or its ``forward`` does not take such examples.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError("make_program", name="model", rule="a torch module", value=type(model).__name__)
+    for item in _flat(examples):
+        if not isinstance(item, torch.Tensor):
+            rule = "tensors, or tuples of them"
+            raise InputError("make_program", name="examples", rule=rule, value=type(item).__name__)
+    try:
+        inspect.signature(model.forward).bind(*examples)
+    except TypeError as error:
+        rule = f"what {type(model).__name__}.forward takes ({error})"
+        raise InputError("make_program", name="examples", rule=rule, value=f"{len(examples)} of them") from None
     return NetworkProgram(model, examples, name or type(model).__name__)
 
 
