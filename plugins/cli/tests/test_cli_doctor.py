@@ -132,6 +132,21 @@ def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], mo
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_names_a_backend_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend whose check does not end is refused and named with its plugin, and the others are surveyed."""
+    monkeypatch.setattr("q4_cli.app.PLUGIN_LIMIT_S", 1.0)
+    hanging = FakeBackend("waits")
+    monkeypatch.setattr(hanging, "check", lambda _: threading.Event().wait(600))
+    mine = q4.Registry([("stuck", plugin(hanging)), ("good", plugin(FakeBackend("good")))])
+    monkeypatch.setattr("q4core.plugins.registry._default", mine)
+    record = answer(capsys, "doctor", "--device", "cpu")
+    (error,) = record["plugin_errors"]
+    assert "plugin 'stuck': check of backend 'waits' did not end within 1 s" in error
+    assert {item["name"]: item["state"] for item in record["backends"]} == {"good": "serves", "stuck": "refused"}
+    assert {item["backend"] for item in record["verdicts"]} == {"good"}
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
 def test_doctor_tells_hooks_that_are_not_marked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

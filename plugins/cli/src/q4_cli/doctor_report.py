@@ -117,14 +117,21 @@ def survey_backends(
     """Return what each backend does with each format on each device; x is float32 on the CPU, bfloat16 elsewhere.
 
     Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
-    paths by M, and the reasons why not (or why not for every M).
+    paths by M, and the reasons why not (or why not for every M). Backends that hang are left out of the registry.
     """
-    return [
-        _verdict(registry, backend, representative_request(kind, device, dtype or usual))
+    requests = {
+        device: [
+            representative_request(kind, device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16))
+            for kind in registry.formats().values()
+        ]
         for device in devices
-        for usual in (torch.float32 if device.type == "cpu" else torch.bfloat16,)
+    }
+    registry.ask_backends([request for group in requests.values() for request in group])
+    return [
+        _verdict(registry, backend, request)
+        for group in requests.values()
         for backend in registry.backends()
-        for kind in registry.formats().values()
+        for request in group
     ]
 
 
