@@ -27,7 +27,7 @@ SENTENCES = Path(__file__).with_name("sentences.txt")
 FORMATS = ("nf4", "nvfp4")
 EXACT = q4.SessionConfig(device="cpu", activation_precision="exact")
 BATCH, LONGEST = 32, 48
-TRIALS = ((80, 1e-4), (160, 1e-4))
+TRIALS = ((40, 1e-4), (80, 1e-4))
 """Updates and learning rates to choose from."""
 
 
