@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from typing import TYPE_CHECKING, Any
@@ -47,13 +46,9 @@ def versions(registry: q4.Registry) -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            is_there = importlib.util.find_spec(name) is not None
-            found[name] = "not a distribution" if is_there else "not installed"
-    for record in registry.records():
-        distribution, _, version = record.source.partition(" ")
-        if version:
-            found[distribution] = version
-    return found
+            found[name] = "not installed"
+    sources = (record.source.partition(" ") for record in registry.records())
+    return found | {distribution: version for distribution, _, version in sources if version}
 
 
 def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:

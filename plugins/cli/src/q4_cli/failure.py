@@ -24,8 +24,6 @@ BROKEN_PIPE = 141
 
 _BROUGHT_BY = {"conform": "q4-conformance", "generate": "q4-nn"}
 """Documented command → the distribution whose plugin adds it."""
-_OPTIONS = {"activation_precision": "--precision", "compute_dtype": "--dtype"}
-"""Field of a configuration → its option, where that is not the field's own name."""
 _SHORT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE}
 
 
@@ -74,8 +72,8 @@ def _describe_usage(error: Any) -> dict[str, Any]:
 
 def _describe_own(error: q4.Q4Error) -> tuple[int, dict[str, Any]]:
     if isinstance(error, q4.ConfigError) and error.what == "configuration":  # made of what the user typed
-        option = _OPTIONS.get(str(error.name), f"--{error.name}".replace("_", "-"))
-        error = q4.ConfigError("option", name=option, rule=error.rule, value=error.value, hint=error.hint)
+        name = f"--{error.name}".replace("compute_dtype", "dtype")
+        error = q4.ConfigError("option", name=name, rule=error.rule, value=error.value)
     cause = error.__cause__
     is_short = isinstance(error, q4.CheckpointError) and isinstance(cause, OSError) and cause.errno in _SHORT_OF
     is_refused = isinstance(error, (q4.BackendError, q4.PluginError, q4.UnifiedMemoryError))

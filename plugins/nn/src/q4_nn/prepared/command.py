@@ -140,7 +140,7 @@ def _fault(entry: Entry) -> str | None:
 def add_cache(app: typer.Typer) -> None:
     """Add ``prepare`` and ``cache`` to the ``q4`` command."""
     app.command("prepare")(prepare)
-    cache = typer.Typer(help="List, remove and verify prepared models.", no_args_is_help=True)
+    cache = typer.Typer(help="List, remove and verify prepared models.")
     for name, command in (("list", list_), ("prune", prune), ("verify", verify)):
         cache.command(name)(command)
     app.add_typer(cache, name="cache")
