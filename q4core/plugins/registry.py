@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import pluggy
 
-    from q4core.backend import Backend
+    from q4core.backend import Backend, Request
 
 
 _KINDS: dict[str, type] = {"q4_formats": Format, "q4_dialects": Dialect}
@@ -61,6 +61,7 @@ class Registry:
         self._manager: pluggy.PluginManager | None = None
         self._records: dict[str, PluginRecord] = {}
         self._items: dict[str, tuple[dict[str, Any], tuple[InvalidItem, ...]]] = {}
+        self._owners: dict[tuple[str, str], str] = {}
         self._lock = threading.RLock()
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
@@ -131,6 +132,7 @@ class Registry:
                 message = f"duplicate name {name!r} in {hook} (from {', '.join(owners)}); none of them is used"
                 invalid += [InvalidItem(name, owner, _broken(message)) for owner in owners]
             valid = {name: given[name][0][1] for name in sorted(given.keys() - duplicates)}
+            self._owners |= {(hook, name): given[name][0][0] for name in valid}
             self._items[hook] = valid, tuple(invalid)
             self._report((self._records[item.plugin], f"hook {hook}: {item.name}: {item.reason}") for item in invalid)
             return self._items[hook]
@@ -177,6 +179,21 @@ class Registry:
             if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
         return (*refused, *failed)
+
+    def ask_backends(self, requests: Sequence[Request]) -> None:
+        """Ask each backend's ``check`` under the time limit; one that does not end may not serve from then on."""
+        for name, backend in [*self.backends().items()]:
+            record = self._records[self._owners["q4_backends", name]]
+
+            def ask(backend: Backend = backend) -> None:
+                for request in requests:
+                    if not backend.capabilities.refusals(request, any_precision=True):
+                        backend.check(request)
+
+            _, fault = call_plugin(record, f"check of backend {name!r}", ask, limit_s=self.time_limit_s)
+            if fault is not None and record.state == "failed":  # what it raises is told by the selection
+                del self._items["q4_backends"][0][name]
+                self._report([(record, fault)])
 
     def add_commands(self, app: Any) -> None:
         """Let every plugin add its sub-commands to the ``q4`` command."""

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 import q4core as q4
 from benchmarks import __main__ as command
-from benchmarks import generate, overhead, record, style
+from benchmarks import embeddings, generate, overhead, record, style
 from benchmarks.candidate import OURS, PEER, Calls, Candidate, WrongAnswerError
 from benchmarks.cpu import command as cpu_command
 from benchmarks.cpu import (
@@ -249,6 +249,14 @@ def test_small_layers_time_kernel_and_forward(monkeypatch: pytest.MonkeyPatch) -
     assert all(
         set(layer["calls"]) == {"kernel", "backend", "forward with out=", "forward without out="} for layer in found
     )
+
+
+def test_sentences_to_train_choose_and_judge_by_are_others() -> None:
+    """No sentence of MiniLM's benchmark stands in two of: training, choice of the steps, judgement."""
+    choosing, judged = embeddings.halves()
+    training = embeddings.training_sentences()
+    assert min(len(choosing), len(judged)) >= 100
+    assert len({*training, *choosing, *judged}) == len({*training}) + len(choosing) + len(judged)
 
 
 def test_stored_embeddings_are_those_of_the_page() -> None:

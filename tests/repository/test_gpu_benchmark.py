@@ -393,7 +393,7 @@ def test_a_source_tree_is_enough(tmp_path: Path) -> None:
     assert "proves the plumbing" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.interpreted
 def test_both_plugins_are_measured(tmp_path: Path) -> None:
     """In Triton's interpreter the kernels of both plugins go through the same run, every path of gemm alone as well."""

@@ -85,10 +85,9 @@ def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
 
 
 def test_versions_tell_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is not there is not installed; one that is there without metadata is no distribution."""
-    monkeypatch.setattr("q4_cli.doctor_report._LIBRARIES", ("q4-no-such-library", "json"))
-    found = versions(q4.Registry([]))
-    assert (found["q4-no-such-library"], found["json"]) == ("not installed", "not a distribution")
+    """A library that is not there is told as not installed."""
+    monkeypatch.setattr("q4_cli.doctor_report._LIBRARIES", ("q4-no-such-library",))
+    assert versions(q4.Registry([]))["q4-no-such-library"] == "not installed"
 
 
 def test_survey_gives_paths_or_every_reason() -> None:
@@ -129,6 +128,21 @@ def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], mo
     (error,) = record["plugin_errors"]
     assert "plugin 'stuck': hook q4_dialects did not end within 1 s" in error
     assert {item["name"] for item in record["backends"] if item["state"] == "serves"} == {"good"}
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_doctor_names_a_backend_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend whose check does not end is refused and named with its plugin, and the others are surveyed."""
+    monkeypatch.setattr("q4_cli.app.PLUGIN_LIMIT_S", 1.0)
+    hanging = FakeBackend("waits")
+    monkeypatch.setattr(hanging, "check", lambda _: threading.Event().wait(600))
+    mine = q4.Registry([("stuck", plugin(hanging)), ("good", plugin(FakeBackend("good")))])
+    monkeypatch.setattr("q4core.plugins.registry._default", mine)
+    record = answer(capsys, "doctor", "--device", "cpu")
+    (error,) = record["plugin_errors"]
+    assert "plugin 'stuck': check of backend 'waits' did not end within 1 s" in error
+    assert {item["name"]: item["state"] for item in record["backends"]} == {"good": "serves", "stuck": "refused"}
+    assert {item["backend"] for item in record["verdicts"]} == {"good"}
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")

@@ -230,6 +230,19 @@ def test_recipe_takes_a_writing_dialect() -> None:
         (("convert", "divided.safetensors", "x", "--dialect", "modelopt-nvfp4"), "--lossy", "With lossy=True"),
         (("explain", "dense.safetensors", "--m", "1:99999999999"), "2147483648", "LOW <= HIGH,"),
         (("explain", "dense.safetensors", "--m", "3:2"), "LOW <= HIGH", "probe"),
+        (
+            ("explain", "dense.safetensors", "--precision", "rough"),
+            "'rough' is not one of 'auto', 'exact'",
+            "activation",
+        ),
+        (
+            ("explain", "dense.safetensors", "--compute-path", "fast"),
+            "'fast' is not one of 'auto', 'kernel_only'",
+            "compute_path",
+        ),
+        (("explain", "dense.safetensors", "--device", "toaster"), "--device must be", "configuration"),
+        (("generate", "dense.safetensors", "--prompt", "a", "--dtype", "int8"), "--dtype must be", "compute_dtype"),
+        (("convert", "missing.safetensors", "x", "--dialect", "wrong"), "missing.safetensors", "wrong"),
     ],
 )
 @pytest.mark.usefixtures("dense_file")

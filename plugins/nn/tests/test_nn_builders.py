@@ -174,9 +174,10 @@ def test_file_that_describes_no_model(tmp_path: Path) -> None:
     """A checkpoint without an architecture is refused with a word about what can answer."""
     path = tmp_path / "layer.safetensors"
     q4.save_checkpoint(path, {"proj": q4.quantize(torch.randn(8, 64), format="nf4")}, dialect="simple-nf4")
-    with pytest.raises(q4.CheckpointError, match="describes its model") as caught:
+    with pytest.raises(q4.CheckpointError, match="does not say which model its layers make up") as caught:
         LanguageModel.open(path, CONFIG)
-    assert caught.value.name == "metadata 'general.architecture'"
+    assert caught.value.where == str(path)
+    assert "GGUF" in str(caught.value.hint)
 
 
 def test_unknown_tensor(write_llama: Any) -> None:

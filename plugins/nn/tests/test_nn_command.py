@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,17 +130,23 @@ def test_top_k_of_one_is_greedy(tiny_llama: Path) -> None:
         (("--top-p", "2"), q4.ConfigError),
         (("--max-tokens", "0"), q4.InputError),
         (("--backend", "no-such"), q4.UnknownBackendError),
-        (("--compute-path", "fastest"), q4.ConfigError),
         (("--device", "toaster"), q4.ConfigError),
         (("--device", "cuda:97"), q4.ConfigError),
         (("--dtype", "int8"), q4.ConfigError),
-        (("--precision", "rough"), q4.ConfigError),
     ],
 )
 def test_bad_options(options: tuple[str, str], error: type[Exception], tiny_llama: Path) -> None:
     """Each illegal option is a typed error."""
     with pytest.raises(error):
         invoke(tiny_llama, "--prompt", "a", *options)
+
+
+@pytest.mark.parametrize("options", [("--compute-path", "fastest"), ("--precision", "rough")])
+def test_a_choice_that_is_none(options: tuple[str, str], tiny_llama: Path) -> None:
+    """A value that is none of an option's is named with the option and those there are."""
+    refused = invoke(tiny_llama, "--prompt", "a", *options)
+    assert refused.exit_code == 2
+    assert re.search(f"{options[0]}.*{options[1]}.*is.not.one.of.*auto", refused.output, re.DOTALL)
 
 
 def test_missing_file_says_how_to_get_one(tmp_path: Path) -> None:

@@ -142,5 +142,7 @@ def test_commands(write_llama: Any, tmp_path: Path) -> None:
     assert "nats per token" in shown
     assert "KL divergence" in shown
     text.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(q4.InputError, match="a text file in UTF-8"):
+    with pytest.raises(q4.InputError, match=r"^q4 perplexity: the text can't be read: .*utf-8.*text\.txt\]"):
         invoke("perplexity", str(path), str(text))
+    with pytest.raises(q4.InputError, match=r"the text can't be read: No such file or directory \[none\.txt\]\."):
+        invoke("perplexity", str(path), "none.txt")

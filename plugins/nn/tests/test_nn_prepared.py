@@ -609,7 +609,9 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     assert json.loads(invoke(cache, monkeypatch, "cache", "verify", "--json").stdout)["files"][0]["fault"]
     assert "start must be" in invoke(cache, monkeypatch, "cache", "list").stdout
     assert "removed 0 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "1GB").stdout
-    assert "removed 1 files" in invoke(cache, monkeypatch, "cache", "prune").stdout
+    assert invoke(cache, monkeypatch, "cache", "prune").exit_code == 2
+    assert only_file(cache)
+    assert "removed 1 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
     assert not any(cache.iterdir())
 
 
@@ -623,3 +625,6 @@ def test_prepare_says_why_not(tiny_llama: Path, tmp_path: Path, monkeypatch: pyt
         assert not any(tmp_path.iterdir())
     with pytest.raises(q4.ConfigError, match="--limit"):
         invoke(tmp_path, monkeypatch, "cache", "prune", "--limit", "some")
+    for command in (("list",), ("verify",), ("prune", "--limit", "0")):
+        with pytest.raises(q4.ConfigError, match="Q4_CACHE must be 'off' or a folder"):
+            invoke(tiny_llama, monkeypatch, "cache", *command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import types
 from typing import TYPE_CHECKING, Any
@@ -243,7 +244,7 @@ def patched() -> nn.Module:
         (Changed(8), "1: Changed emits nothing"),
         (Failing(), "1: its emitter raised ZeroDivisionError"),
         (Empty(), "1: its emitter gave NoneType"),
-        (Misfit(), "program step 0, multiply (1): view must be"),
+        (Misfit(), "program step 0, multiply (1): buffer 'input' must be"),
         (hooked(), "1: it has a hook"),
         (patched(), "1: its forward was replaced"),
         (nn.Linear(8, 8).double(), "1: weight is torch.float64"),
@@ -266,6 +267,38 @@ def test_what_is_not_emitted_runs_as_modules(layer: nn.Module, reason: str) -> N
     if reason.startswith(("1: Softplus", "1: Changed", "1: its", "1: it has")):
         with torch.no_grad():
             assert torch.equal(program(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("model", "examples", "rule"),
+    [
+        (None, (X,), "model must be a torch module, got 'NoneType'"),
+        (nn.ReLU, (X,), "model must be a torch module, got 'type'"),
+        (nn.ReLU(), (3.5,), "examples must be tensors, or tuples of them, got 'float'"),
+        (nn.GRU(8, 8), (X, (X, None)), "examples must be tensors, or tuples of them, got 'NoneType'"),
+        (nn.ReLU(), (), "examples must be what ReLU.forward takes (missing a required argument: 'input')"),
+        (nn.ReLU(), (X, X), "examples must be what ReLU.forward takes (too many positional arguments)"),
+    ],
+    ids=["none", "class", "number", "nested", "few", "many"],
+)
+def test_what_no_network_takes(model: Any, examples: tuple[Any, ...], rule: str) -> None:
+    """A model that is none, and examples that its forward can't take, are typed errors when the program is made."""
+    with pytest.raises(q4.InputError, match=re.escape(rule)):
+        make_program(model, *examples)
+
+
+@pytest.mark.parametrize(
+    ("example", "reason"),
+    [
+        ((X,), "1: it takes tensors, not tuples of them"),
+        (X[:, :5], "program step 0, linear (1): buffer '1 weight' must be of 5 columns, got 8"),
+    ],
+    ids=["tuple", "width"],
+)
+def test_reasons_name_no_internals(example: Any, reason: str) -> None:
+    """Examples that don't fit a layer are told in sizes and labels, without names of our code."""
+    record = make_program(nn.Sequential(nn.Identity(), nn.Linear(8, 8)).eval(), example).record
+    assert record.reasons == (reason,)
 
 
 def test_a_global_hook() -> None:

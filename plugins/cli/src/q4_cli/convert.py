@@ -39,8 +39,8 @@ def convert(  # noqa: PLR0913  # one argument per option
     """Store a packed checkpoint in another dialect of its format; codes and scales stay exactly what they are."""
     started = time.perf_counter()
     with open_output(as_json=as_json) as output:
-        chosen = find_dialect(dialect, q4.dialects())
         with open_file(source, dialect=read_as) as checkpoint:
+            chosen = find_dialect(dialect, q4.dialects())
             target = Target.check(out, checkpoint.path, force=force)
             require_readable(checkpoint, "q4 convert")
             if not len(checkpoint):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from typing import TYPE_CHECKING, Any
@@ -47,13 +46,9 @@ def versions(registry: q4.Registry) -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            is_there = importlib.util.find_spec(name) is not None
-            found[name] = "not a distribution" if is_there else "not installed"
-    for record in registry.records():
-        distribution, _, version = record.source.partition(" ")
-        if version:
-            found[distribution] = version
-    return found
+            found[name] = "not installed"
+    sources = (record.source.partition(" ") for record in registry.records())
+    return found | {distribution: version for distribution, _, version in sources if version}
 
 
 def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
@@ -117,14 +112,21 @@ def survey_backends(
     """Return what each backend does with each format on each device; x is float32 on the CPU, bfloat16 elsewhere.
 
     Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
-    paths by M, and the reasons why not (or why not for every M).
+    paths by M, and the reasons why not (or why not for every M). Backends that hang are left out of the registry.
     """
-    return [
-        _verdict(registry, backend, representative_request(kind, device, dtype or usual))
+    requests = {
+        device: [
+            representative_request(kind, device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16))
+            for kind in registry.formats().values()
+        ]
         for device in devices
-        for usual in (torch.float32 if device.type == "cpu" else torch.bfloat16,)
+    }
+    registry.ask_backends([request for group in requests.values() for request in group])
+    return [
+        _verdict(registry, backend, request)
+        for group in requests.values()
         for backend in registry.backends()
-        for kind in registry.formats().values()
+        for request in group
     ]
 
 

@@ -71,6 +71,9 @@ def _describe_usage(error: Any) -> dict[str, Any]:
 
 
 def _describe_own(error: q4.Q4Error) -> tuple[int, dict[str, Any]]:
+    if isinstance(error, q4.ConfigError) and error.what == "configuration":  # made of what the user typed
+        name = f"--{error.name}".replace("compute_dtype", "dtype")
+        error = q4.ConfigError("option", name=name, rule=error.rule, value=error.value)
     cause = error.__cause__
     is_short = isinstance(error, q4.CheckpointError) and isinstance(cause, OSError) and cause.errno in _SHORT_OF
     is_refused = isinstance(error, (q4.BackendError, q4.PluginError, q4.UnifiedMemoryError))

@@ -41,16 +41,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")]
 Backend = Annotated[str | None, typer.Option("--backend", metavar="NAME", help="This backend or none.")]
-ComputePath = Annotated[
-    str | None,
-    typer.Option(
-        "--compute-path", metavar="POLICY", help="auto, kernel_only, kernel_or_fallback or dequant_matmul_only."
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option("--precision", metavar="KIND", help="How x may be rounded: auto, exact, int16, int8 or fp4."),
-]
+ComputePath = Annotated[q4.ComputePath | None, typer.Option("--compute-path", help="Which kinds of path may serve.")]
+Precision = Annotated[q4.ActivationPrecision | None, typer.Option("--precision", help="How x may be rounded.")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="dtype of x: float32, bfloat16 or float16.")
 ]
@@ -72,7 +64,7 @@ def illegal(option: str, rule: str, value: object, known: Iterable[str] = ()) ->
     return q4.ConfigError("option", name=option, rule=rule, value=value, hint=hint)
 
 
-def resolve_config(*, precision: str | None, dtype: str | None, **asked: Any) -> q4.SessionConfig:
+def resolve_config(*, precision: q4.ActivationPrecision | None, dtype: str | None, **asked: Any) -> q4.SessionConfig:
     """Return the configuration that options ask for; what is not given asks context, environment and defaults."""
     asked |= {"activation_precision": precision, "compute_dtype": parse_dtype(dtype)}
     return q4.resolve_config(q4.SessionConfig(**asked))

@@ -85,23 +85,22 @@ Seed = Annotated[int, typer.Option(help="Of the random generator.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 Backend = Annotated[str | None, typer.Option(help="This backend or none.")]
-ComputePath = Annotated[str | None, typer.Option(help="auto, kernel_only, kernel_or_fallback, dequant_matmul_only.")]
-Precision = Annotated[str | None, typer.Option(help="How activations may be rounded: auto, exact, int8 or fp4.")]
+ComputePath = Annotated[q4.ComputePath | None, typer.Option(help="Which kinds of path may serve.")]
+Precision = Annotated[q4.ActivationPrecision | None, typer.Option(help="How activations may be rounded.")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 def config_of(
-    device: str | None, backend: str | None, path: str | None, precision: str | None, dtype: str | None
+    device: str | None,
+    backend: str | None,
+    path: q4.ComputePath | None,
+    precision: q4.ActivationPrecision | None,
+    dtype: str | None,
 ) -> q4.SessionConfig:
     """Return the configuration that options ask for."""
-    wishes: dict[str, Any] = {
-        "device": device,
-        "backend": backend,
-        "compute_path": path,
-        "activation_precision": precision,
-    }
-    return q4.SessionConfig(**wishes, compute_dtype=dtype)
+    asked: dict[str, Any] = {"activation_precision": precision, "compute_dtype": dtype}
+    return q4.SessionConfig(device=device, backend=backend, compute_path=path, **asked)
 
 
 def generate(  # noqa: PLR0913  # one argument per option
@@ -196,7 +195,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     text: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
     *,
     window: Annotated[int, typer.Option(help="Tokens that are read at once.")] = 512,
-    against: Annotated[str | None, typer.Option(help="Compare with this precision of activations.")] = None,
+    against: Annotated[q4.ActivationPrecision | None, typer.Option(help="Compare with this one.")] = None,
     device: Device = None,
     backend: Backend = None,
     compute_path: ComputePath = None,
@@ -209,11 +208,11 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        rule = "a text file in UTF-8"
-        raise q4.InputError("q4 perplexity", name="TEXT", rule=rule, value=f"{text}: {error}") from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise q4.InputError(f"q4 perplexity: the text can't be read: {why}", where=str(text)) from error
     with contextlib.ExitStack() as stack:
 
-        def opened(activations: str | None) -> LanguageModel:
+        def opened(activations: q4.ActivationPrecision | None) -> LanguageModel:
             config = config_of(device, backend, compute_path, activations, dtype)
             return stack.enter_context(LanguageModel.open(path, config))
 
@@ -224,9 +223,9 @@ def perplexity(  # noqa: PLR0913  # one argument per option
         typer.echo(json.dumps(told, indent=2))
         return
     typer.echo(f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens ({found.loss:.4f} nats per token)")
-    if found.kl_divergence is not None:
+    if against is not None:
         equal = f"{found.equal_next_tokens:.1%} equal next tokens"
-        typer.echo(f"against {against}: KL divergence {found.kl_divergence:.2e} nats per token, {equal}")
+        typer.echo(f"against {against.value}: KL divergence {found.kl_divergence:.2e} nats per token, {equal}")
 
 
 def add_generate(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from q4_nn.models.load import load_weights_
 from q4_nn.models.transformer import TransformerDecoder
-from q4core import default_registry
+from q4core import CheckpointError, default_registry
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def find_architecture(metadata: Metadata) -> Architecture:
         CheckpointError: The file names none, or one that no plugin brings.
     """
     if "general.architecture" not in metadata:
-        metadata.fail(
-            "general.architecture", "present", hint="Only a file that describes its model, such as a GGUF, can answer."
-        )
+        what = "the checkpoint does not say which model its layers make up"
+        hint = "A GGUF file does, or a Hugging Face folder with config.json; `q4 inspect` shows the layers."
+        raise CheckpointError(what, where=metadata.where, hint=hint)
     name: str = metadata.text("general.architecture")
     known = architectures()
     if name not in known:

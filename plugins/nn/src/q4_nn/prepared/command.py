@@ -72,7 +72,7 @@ def list_(*, as_json: AsJson = False) -> None:
 
 def prune(
     *,
-    limit: Annotated[str, typer.Option(help="Keep this much, such as 5GB; 0 removes everything.")] = "0",
+    limit: Annotated[str, typer.Option(help="Keep this much, such as 5GB; 0 removes everything.")],
     as_json: AsJson = False,
 ) -> None:
     """Remove the least recently used prepared models; processes that have one open keep it."""
@@ -94,7 +94,9 @@ def verify(*, as_json: AsJson = False) -> None:
     else:
         for item in faulty:
             typer.echo(f"{item['name']}: {item['fault']}")
-        typer.echo(f"{len(told)} files, {len(faulty)} damaged" + ("; `q4 cache prune` removes them" if faulty else ""))
+        typer.echo(
+            f"{len(told)} files, {len(faulty)} damaged" + ("; `q4 cache prune --limit 0` removes all" if faulty else "")
+        )
     if faulty:
         raise typer.Exit(_DAMAGED)
 
@@ -104,6 +106,8 @@ def _store() -> Store:
     if store is None:
         what, hint = "there is no cache: Q4_CACHE is 'off'", "Unset Q4_CACHE, or let it name a folder."
         raise q4.ConfigError(what, hint=hint)
+    if store.folder.exists() and not store.folder.is_dir():
+        raise q4.ConfigError("cache", name="Q4_CACHE", rule="'off' or a folder", value=str(store.folder))
     return store
 
 
@@ -136,7 +140,7 @@ def _fault(entry: Entry) -> str | None:
 def add_cache(app: typer.Typer) -> None:
     """Add ``prepare`` and ``cache`` to the ``q4`` command."""
     app.command("prepare")(prepare)
-    cache = typer.Typer(help="List, remove and verify prepared models.", no_args_is_help=True)
+    cache = typer.Typer(help="List, remove and verify prepared models.")
     for name, command in (("list", list_), ("prune", prune), ("verify", verify)):
         cache.command(name)(command)
     app.add_typer(cache, name="cache")

@@ -20,9 +20,9 @@ from q4core.plugin_api import describe_exception
 from q4core.programs import BoundProgram, Buffer, Op, Program, Step, View, bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["EmissionError", "ProgramBuilder", "Value", "Watch"]
+__all__ = ["EmissionError", "ProgramBuilder", "Value", "Watch", "flat"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -200,11 +200,14 @@ class ProgramBuilder:
             emitter = self._emitter(module)
             self.modules.append(module)
             given = emitter(module, self, *values, **options)
-            if not all(isinstance(item, Value) for item in _leaves(given)):
+            if not all(isinstance(item, Value) for item in flat(given)):
                 self.refuse(f"its emitter gave {type(given).__name__}")
         except Q4Error:
             raise
         except Exception as error:  # noqa: BLE001  # a third party's emitter
+            is_ours = str(getattr(emitter, "__module__", "")).startswith("q4_nn.")
+            if is_ours and not all(isinstance(item, Value) for item in values):
+                self.refuse("it takes tensors, not tuples of them")
             self.refuse(f"its emitter raised {describe_exception(error)}")
         finally:
             self._label = label
@@ -314,10 +317,6 @@ def _hook_of(module: nn.Module) -> str | None:
     return next((str(hook) for hooks in (*names, *every) if hooks for hook in hooks.values()), None)
 
 
-def _leaves(given: Any) -> Iterator[Any]:
-    """Yield the values of nested tuples."""
-    if isinstance(given, (tuple, list)):
-        for item in given:
-            yield from _leaves(item)
-    else:
-        yield given
+def flat(given: Any) -> list[Any]:
+    """Return what nested tuples hold, in order."""
+    return [leaf for item in given for leaf in flat(item)] if isinstance(given, (tuple, list)) else [given]

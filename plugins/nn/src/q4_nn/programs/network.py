@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from q4_nn.programs.builder import ProgramBuilder, Watch
-from q4core import Q4Error, Q4Linear
+from q4_nn.programs.builder import ProgramBuilder, Watch, flat
+from q4core import InputError, Q4Error, Q4Linear
 from q4core.plugin_api import is_plain_call
 from q4core.programs import ProgramRecord, refuse
 
@@ -35,13 +36,13 @@ class NetworkProgram:
         self.model = model
         self.record = ProgramRecord(name)
         self._bound: BoundProgram | None = None
-        tensors = [item for item in _flat(examples) if isinstance(item, torch.Tensor)]
+        tensors = [item for item in flat(examples) if isinstance(item, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         builder = ProgramBuilder(model, device, name)
         try:
             with torch.inference_mode(False):  # noqa: FBT003  # torch's signature; runs may be outside it
                 values = _mapped(examples, lambda item: builder.bound(_empty_like(item), "input"))
-                self._inputs = [builder.tensor(value) for value in _flat(values)]
+                self._inputs = [builder.tensor(value) for value in flat(values)]
                 results = _mapped(builder.emit(model, *values), builder.keep)
                 self._results = _mapped(results, builder.tensor)
                 self._bound = builder.bind()
@@ -70,7 +71,7 @@ class NetworkProgram:
             InputError: A token is out of range.
             LifecycleError: A parameter's memory was moved or resized since, or a layer closed: make the program again.
         """
-        tensors = [*_flat(inputs)]
+        tensors = [*flat(inputs)]
         if self._bound is None or (reason := self._refusal(tensors)) is not None:
             if self._bound is not None:
                 told = f"modules ran instead: {reason}"
@@ -109,7 +110,21 @@ def make_program(model: nn.Module, *examples: Any, name: str | None = None) -> N
 
     Returns:
         What takes the inputs as the network does, and gives its results to rounding.
+
+    Raises:
+        InputError: ``model`` is no module, or its ``forward`` does not take such examples.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError("make_program", name="model", rule="a torch module", value=type(model).__name__)
+    for item in flat(examples):
+        if not isinstance(item, torch.Tensor):
+            rule = "tensors, or tuples of them"
+            raise InputError("make_program", name="examples", rule=rule, value=type(item).__name__)
+    try:
+        inspect.signature(model.forward).bind(*examples)
+    except TypeError as error:
+        rule = f"what {type(model).__name__}.forward takes ({error})"
+        raise InputError("make_program", name="examples", rule=rule, value=f"{len(examples)} of them") from None
     return NetworkProgram(model, examples, name or type(model).__name__)
 
 
@@ -120,13 +135,6 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros of a tensor's facts, contiguous whatever its strides."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _flat(given: Any) -> list[Any]:
-    """Return what nested tuples hold, in order."""
-    if isinstance(given, (tuple, list)):
-        return [leaf for item in given for leaf in _flat(item)]
-    return [given]
 
 
 def _mapped(given: Any, change: Callable[[Any], Any]) -> Any:
