@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import threading
@@ -106,6 +107,34 @@ def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: Any) -> 
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     assert torch.equal(logits(path, cache), plain)
     assert told() == ["written", "opened"]
+
+
+def test_the_vocabulary_is_built_when_it_is_needed(write_llama: Any, tmp_path: Path, told: Any) -> None:
+    """Opening checks the vocabulary's bytes and builds nothing of them; damaged ones are made anew."""
+    path, cache = write_llama(), tmp_path / "cache"
+    logits(path, cache)
+    with LanguageModel.open(path, cache=cache) as model:
+        assert "_engine" not in vars(model.tokenizer)
+        assert model.tokenizer.decode(model.tokenizer.encode("the thing")) == "the thing"
+        assert "_engine" in vars(model.tokenizer)
+    data = only_file(cache).read_bytes()
+    only_file(cache).write_bytes(data.replace(b'"pre": "', b'"pre": x'))
+    with pytest.warns(CacheWarning, match="digest"):
+        logits(path, cache)
+    assert told()[-1] == "written"
+
+
+def test_opening_leaves_the_garbage_collector_as_it_was(write_llama: Any, tmp_path: Path) -> None:
+    """The collector, which pauses while a file is opened, goes on or stays off."""
+    path, cache = write_llama(), tmp_path / "cache"
+    logits(path, cache)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        logits(path, cache)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_folder_is_cached_too(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,10 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         ends |= set() if number is None else {number}
     bos = engine.token_to_id(_text(config.get("bos_token")) or "")
     return Tokenizer(
-        engine,
+        lambda: engine,
         bos=bos,
         add_bos=bos is not None and engine.encode("", add_special_tokens=True).ids[:1] == [bos],
-        stops=frozenset(ends),
+        stops=ends,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import logging
 import os
@@ -18,7 +19,7 @@ from q4_nn.prepared.model import restore_decoder, tell_decoder
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from q4_nn.models.transformer import TransformerDecoder
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheWarning", "CachedModel"]
 
 _T = TypeVar("_T")
-_VERSION = 1
+_VERSION = 2
 _HEAD_BYTES = 1 << 18
 _WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _UNHEARD = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
@@ -90,7 +91,7 @@ class CachedModel:
             "machine": _machine(),
         }
 
-    def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+    def open(self, use: Callable[[TransformerDecoder, dict[str, Any], memoryview], _T]) -> _T | None:
         """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
         path = self.path
         if not self._is_served():
@@ -98,7 +99,8 @@ class CachedModel:
         try:
             self._before = self._facts()
             container = self.store.open(path)
-            return self._restored(container, use)
+            with _paused_collection():
+                return self._restored(container, use)
         except FileNotFoundError:
             return None
         except _DAMAGE as error:
@@ -107,22 +109,26 @@ class CachedModel:
         finally:
             _give_memory_back()
 
-    def _restored(self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+    def _restored(
+        self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any], memoryview], _T]
+    ) -> _T | None:
         facts, told = self._before or {}, container.header
         stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
         if stale:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
-        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"])
+        text = container.checked_bytes(told["text"])
+        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"], text)
         self._emit("opened", bytes=container.nbytes)
         return found
 
-    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> None:
+    def write(self, decoder: TransformerDecoder, extra: dict[str, Any], text: bytes = b"null") -> None:
         """Write the model's file; why it can't be written is told.
 
         Args:
             decoder: The model, prepared.
             extra: What else to store, as what JSON holds.
+            text: JSON that whoever opens the file may need later, or never.
         """
         path = self.path
         if not self._is_served():
@@ -131,7 +137,8 @@ class CachedModel:
             header, tensors = tell_decoder(decoder)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
-                self.store.write(path, {"facts": self._before, "decoder": header, "extra": extra}, tensors)
+                told = {"facts": self._before, "decoder": header, "extra": extra, "text": len(tensors)}
+                self.store.write(path, told, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
                 state = "written"
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
@@ -167,7 +174,19 @@ def _identity(source: Path) -> list[list[Any]]:
     return found
 
 
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage meanwhile: it would walk all that imports made, a third of an opening."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _give_memory_back() -> None:
-    """Let glibc return what the header's JSON and the probes took and freed, 8 MB of SmolLM2's 25, to the system."""
+    """Let glibc return what the header's JSON and the probes took and freed to the system."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
