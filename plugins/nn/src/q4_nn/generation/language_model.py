@@ -16,9 +16,8 @@ from q4_nn.generation.tokenizer import Tokenizer, Vocabulary, read_vocabulary
 from q4_nn.models.architecture import build_decoder, find_architecture
 from q4_nn.models.gguf import ARCHITECTURES
 from q4_nn.models.metadata import Metadata
-from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerDecoder
-from q4_nn.prepared.opening import CachedModel
+from q4_nn.prepared.opening import CachedModel, load_cached
 from q4_nn.prepared.store import open_store
 
 if TYPE_CHECKING:
@@ -89,13 +88,10 @@ class LanguageModel:
     def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
         tokenizer = tokenizer_from_hf(folder)
         template, special = read_chat_template(folder)
-        found = None if cached is None else cached.open(lambda decoder, *_: decoder)
-        decoder = load_model(folder, session) if found is None else found
+        decoder = load_cached(folder, session, cached)
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
-        if found is None and cached is not None:
-            cached.write(decoder, {})
         return cls(decoder, tokenizer, session, template, special, str(folder), cached)
 
     @classmethod

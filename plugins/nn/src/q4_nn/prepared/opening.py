@@ -15,18 +15,22 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_nn.prepared.model import restore_decoder, tell_decoder
+from q4_nn.models.saved import load_model
+from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
+from q4_nn.prepared.model import restore_model, tell_model
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from q4_nn.models.transformer import TransformerDecoder
+    from torch import nn
+
+    from q4_nn.models.transformer import Transformer
     from q4_nn.prepared.container import Container
     from q4_nn.prepared.store import Store
 
-__all__ = ["CacheWarning", "CachedModel"]
+__all__ = ["CacheWarning", "CachedModel", "load_cached"]
 
 _T = TypeVar("_T")
 _VERSION = 2
@@ -91,8 +95,8 @@ class CachedModel:
             "machine": _machine(),
         }
 
-    def open(self, use: Callable[[TransformerDecoder, dict[str, Any], memoryview], _T]) -> _T | None:
-        """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
+    def open(self, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
+        """Return what ``use`` makes of the model and what else was stored; None where no file fits, which is told."""
         path = self.path
         if not self._is_served():
             return None
@@ -109,24 +113,22 @@ class CachedModel:
         finally:
             _give_memory_back()
 
-    def _restored(
-        self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any], memoryview], _T]
-    ) -> _T | None:
+    def _restored(self, container: Container, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
         facts, told = self._before or {}, container.header
         stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
         if stale:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
         text = container.checked_bytes(told["text"])
-        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"], text)
+        found = use(restore_model(told["model"], container, self.session), told["extra"], text)
         self._emit("opened", bytes=container.nbytes)
         return found
 
-    def write(self, decoder: TransformerDecoder, extra: dict[str, Any], text: bytes = b"null") -> None:
+    def write(self, model: Transformer, extra: dict[str, Any], text: bytes = b"null") -> None:
         """Write the model's file; why it can't be written is told.
 
         Args:
-            decoder: The model, prepared.
+            model: The model, prepared.
             extra: What else to store, as what JSON holds.
             text: JSON that whoever opens the file may need later, or never.
         """
@@ -134,10 +136,10 @@ class CachedModel:
         if not self._is_served():
             return
         try:
-            header, tensors = tell_decoder(decoder)
+            header, tensors = tell_model(model)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
-                told = {"facts": self._before, "decoder": header, "extra": extra, "text": len(tensors)}
+                told = {"facts": self._before, "model": header, "extra": extra, "text": len(tensors)}
                 self.store.write(path, told, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
                 state = "written"
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
@@ -154,6 +156,21 @@ class CachedModel:
     def _tell(self, path: Path, why: str) -> None:
         self._emit(f"not cached: the file {why}", level=logging.WARNING)
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+def load_cached(folder: Path, session: q4.Session, cached: CachedModel | None) -> nn.Module:
+    """Return the model of a folder: mapped where its file is in the cache, else loaded, and kept there.
+
+    Raises:
+        As ``load_model``.
+    """
+    found: nn.Module | None = None if cached is None else cached.open(lambda model, *_: model)
+    if found is not None:
+        return found
+    model = load_model(folder, session)
+    if cached is not None and isinstance(model, (TransformerDecoder, TransformerEncoder)):
+        cached.write(model, {})
+    return model
 
 
 def _machine() -> list[str]:
