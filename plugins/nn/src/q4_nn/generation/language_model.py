@@ -11,13 +11,13 @@ import attrs
 
 import q4core as q4
 from q4_nn.generation.chat import render_chat
-from q4_nn.generation.hf_tokenizer import read_chat_template, tokenizer_from_hf
+from q4_nn.generation.hf_tokenizer import read_chat_template
 from q4_nn.generation.tokenizer import Tokenizer, Vocabulary, read_vocabulary
 from q4_nn.models.architecture import build_decoder, find_architecture
 from q4_nn.models.gguf import ARCHITECTURES
 from q4_nn.models.metadata import Metadata
 from q4_nn.models.transformer import TransformerDecoder
-from q4_nn.prepared.opening import CachedModel, load_cached
+from q4_nn.prepared.opening import CachedModel, open_folder
 from q4_nn.prepared.store import open_store
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LanguageModel:
             cache: Where prepared models are: ``"auto"`` asks ``Q4_CACHE`` (a folder, or ``off``) and else takes the
                 user's cache folder; ``"off"`` has none; or a folder. The first opening writes a file there, later ones
                 map it, without the weights of ``path`` being read. One that is stale or damaged is written anew, with
-                one ``CacheWarning``. A GGUF file's vocabulary is built when a text is first taken or given.
+                one ``CacheWarning``. The vocabulary is built when a text is first taken or given then.
 
         Raises:
             CheckpointError: The file is malformed, or holds a model that is not served.
@@ -86,9 +86,8 @@ class LanguageModel:
 
     @classmethod
     def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
-        tokenizer = tokenizer_from_hf(folder)
+        decoder, tokenizer = open_folder(folder, session, cached)
         template, special = read_chat_template(folder)
-        decoder = load_cached(folder, session, cached)
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
@@ -112,12 +111,12 @@ class LanguageModel:
             for name in ("bos", "eos")
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
-        template = metadata.text("tokenizer.chat_template", default=None)
+        template, tokenizer = metadata.text("tokenizer.chat_template", default=None), vocabulary.build()
         if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is told
-            extra = {"tokenizer": vocabulary.ends, "chat_template": template, "special": special}
+            extra = {"tokenizer": tokenizer.ends, "chat_template": template, "special": special}
             text = json.dumps(attrs.asdict(vocabulary, recurse=False), ensure_ascii=False)
             cached.write(decoder, extra, text.encode())
-        return cls(decoder, vocabulary.build(), session, template, special, path, cached)
+        return cls(decoder, tokenizer, session, template, special, path, cached)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token numbers of a conversation, up to where the assistant starts to speak.

@@ -9,10 +9,9 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_nn.generation.hf_tokenizer import tokenizer_from_hf
 from q4_nn.models.read_json import read_json
 from q4_nn.models.transformer import TransformerEncoder
-from q4_nn.prepared.opening import CachedModel, load_cached
+from q4_nn.prepared.opening import CachedModel, open_folder
 from q4_nn.prepared.store import open_store
 from q4core import InputError
 
@@ -67,11 +66,11 @@ class SentenceEncoder:
         """
         store = open_store(cache)
         folder = Path(folder)
-        tokenizer, pooling = tokenizer_from_hf(folder), _pooling(folder)
+        pooling = _pooling(folder)
         session = q4.Session(config)
         try:
             cached = None if store is None else CachedModel(store, folder, session)
-            encoder = load_cached(folder, session, cached)
+            encoder, tokenizer = open_folder(folder, session, cached)
         except BaseException:
             session.close()
             raise

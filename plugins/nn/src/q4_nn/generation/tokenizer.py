@@ -81,6 +81,11 @@ class Tokenizer:
         self.add_bos = add_bos
         self.stops = frozenset(stops)
 
+    @property
+    def ends(self) -> dict[str, Any]:
+        """What it is made of beside its engine, as what JSON holds."""
+        return {"bos": self.bos, "add_bos": self.add_bos, "stops": sorted(self.stops)}
+
     @functools.cached_property
     def _engine(self) -> Engine:
         return self._make_engine()
@@ -183,15 +188,10 @@ class Vocabulary:
     add_bos: bool
     stops: Sequence[int]
 
-    @property
-    def ends(self) -> dict[str, Any]:
-        """What a tokenizer knows without the texts: ``bos``, ``add_bos`` and ``stops``."""
-        return {"bos": self.bos, "add_bos": self.add_bos, "stops": [*self.stops]}
-
     def build(self) -> Tokenizer:
         """Return the tokenizer."""
         engine = self.engine()
-        return Tokenizer(lambda: engine, **self.ends)
+        return Tokenizer(lambda: engine, bos=self.bos, add_bos=self.add_bos, stops=self.stops)
 
     def engine(self) -> Engine:
         """Return what cuts texts."""

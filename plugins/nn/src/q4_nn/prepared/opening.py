@@ -15,6 +15,8 @@ import attrs
 import torch
 
 import q4core as q4
+from q4_nn.generation.hf_tokenizer import read_engine, tokenizer_from_hf
+from q4_nn.generation.tokenizer import Tokenizer
 from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
 from q4_nn.prepared.model import restore_model, tell_model
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from q4_nn.prepared.container import Container
     from q4_nn.prepared.store import Store
 
-__all__ = ["CacheWarning", "CachedModel", "load_cached"]
+__all__ = ["CacheWarning", "CachedModel", "open_folder"]
 
 _T = TypeVar("_T")
 _VERSION = 2
@@ -158,19 +160,23 @@ class CachedModel:
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
 
 
-def load_cached(folder: Path, session: q4.Session, cached: CachedModel | None) -> nn.Module:
-    """Return the model of a folder: mapped where its file is in the cache, else loaded, and kept there.
+def open_folder(folder: Path, session: q4.Session, cached: CachedModel | None) -> tuple[nn.Module, Tokenizer]:
+    """Return the model and the tokenizer of a folder: mapped where its file is in the cache, else loaded, and kept.
 
     Raises:
-        As ``load_model``.
+        CheckpointError: There is no tokenizer, or it can't be read; else as ``load_model``.
     """
-    found: nn.Module | None = None if cached is None else cached.open(lambda model, *_: model)
+
+    def restored(model: nn.Module, extra: dict[str, Any], _: memoryview) -> tuple[nn.Module, Tokenizer]:
+        return model, Tokenizer(lambda: read_engine(folder), **extra["tokenizer"])
+
+    found = None if cached is None else cached.open(restored)
     if found is not None:
         return found
-    model = load_model(folder, session)
+    tokenizer, model = tokenizer_from_hf(folder), load_model(folder, session)
     if cached is not None and isinstance(model, (TransformerDecoder, TransformerEncoder)):
-        cached.write(model, {})
-    return model
+        cached.write(model, {"tokenizer": tokenizer.ends})
+    return model, tokenizer
 
 
 def _machine() -> list[str]:
