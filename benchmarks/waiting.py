@@ -1,7 +1,8 @@
 """``q4 generate`` with threads that wait as torch's OpenMP has them by default, and passively, as ``q4`` sets it.
 
 Each run is a process of its own. The two ways take turns, in pairs whose order alternates, on the machine as it is
-and beside one spinning process per core. The load averages say how calm the machine was by itself.
+and beside one spinning process per core. Then runs of one thread alone take turns with runs of all threads beside one
+spinning process. The load averages say how calm the machine was by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import record, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,12 +28,14 @@ WAYS = {
 """How the command is started: without what its process sets beforehand, and with it."""
 PROMPT = "Why is the sky blue?"
 LIMIT_S = 300
+LEAST_BESIDE_ONE = 0.8
+"""Target: the rate beside one busy core, over that of one thread on a calm machine."""
 
 
-def _rate(way: str, model: str, tokens: int) -> float:
+def _rate(way: str, model: str, tokens: int, **variables: str) -> float:
     """Return the new tokens per second of one run."""
     words = ["generate", model, "--prompt", PROMPT, "--max-tokens", str(tokens), "--json"]
-    environment = {name: text for name, text in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = {name: text for name, text in os.environ.items() if name != "OMP_WAIT_POLICY"} | variables
     command = [sys.executable, *WAYS[way], *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=LIMIT_S)  # noqa: S603  # no input
     return float(json.loads(done.stdout)["tokens_per_second"])
@@ -46,6 +49,24 @@ def _burners(count: int) -> Iterator[None]:
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))  # no input
             stack.callback(process.kill)
         yield
+
+
+def _beside_one(model: str, tokens: int, pairs: int) -> dict[str, Any]:
+    """Return the rates of one thread alone, of all threads beside one busy core, and their ratios."""
+    alone, beside = [], []
+    for pair in range(pairs):
+        for is_beside in sorted((False, True), reverse=pair % 2 == 1):
+            if is_beside:
+                with _burners(1):
+                    beside.append(_rate("passive", model, tokens))
+            else:
+                alone.append(_rate("passive", model, tokens, OMP_NUM_THREADS="1"))
+    ratios = [busy / calm for busy, calm in zip(beside, alone, strict=True)]
+    return {
+        "one thread alone": record.summary(alone),
+        "beside one busy core": record.summary(beside),
+        "ratio": record.summary(ratios),
+    }
 
 
 def main(options: Sequence[str] = ()) -> None:
@@ -73,9 +94,15 @@ def main(options: Sequence[str] = ()) -> None:
         scenes[scene] |= {"passive_over_default": record.summary(ratios), "load_averages": loads}
         told = (f"{way} {statistics.median(values):6.2f} tokens/s" for way, values in rates.items())
         print(f"{scene:<16}", *told, f"passive/default {statistics.median(ratios):.2f}")
+    one = _beside_one(asked.model, asked.tokens, asked.pairs)
+    target, against = "decode beside one busy core", "one thread alone"
+    judged = verdict.Verdict(target, asked.model, one["ratio"]["median"], LEAST_BESIDE_ONE, against=against)
+    for line in verdict.lines([judged]):
+        print(line)
     facts = {"unit": "tokens/s", "model": asked.model, "tokens": asked.tokens, "burners": cores}
+    facts |= {"scenes": scenes, "one_busy_core": one, "verdicts": [judged.to_json()]}
     folder = record.BUILD if asked.quick else record.RESULTS
-    print(f"written: {record.write('waiting', {**facts, 'scenes': scenes}, folder=folder)}")
+    print(f"written: {record.write('waiting', facts, folder=folder)}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from q4core.weight import PackedWeight
 
 
-_FEW_ROWS = 128
+_FEW_ELEMENTS, _FEW_ROWS = 1 << 15, (16, 128)
+"""Out-features of an adopted weight that are compared: torch decodes so many elements in one thread, without a wait."""
 
 
 def can_export(backend: Backend) -> bool:
@@ -153,7 +154,7 @@ class Trial:
 def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend, prepared: Prepared) -> bool:
     """Probe what another process has prepared and proven, the first of its kind here; return whether it is right.
 
-    Its source is what the backend exports, of at most 128 out-features. Each path runs with the fewest rows that it
+    Its source is what the backend exports, of 16 to 128 out-features. Each path runs with the fewest rows that it
     serves, so that the next weight of the kind that this process prepares itself is probed as if there had been none.
     """
     asked, is_right = selection.backend_request, True
@@ -165,7 +166,7 @@ def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend,
         if known is None:
             # An input gradient sums over all out-features, and blocks that run across rows are exported whole.
             is_whole = request is not asked or Feature.FLAT_BLOCKS in request.features
-            columns = None if is_whole else _few(request.out_features)
+            columns = None if is_whole else _few(request.out_features, request.in_features)
             with torch.no_grad():
                 source = exported_rows(backend, prepared, request, columns)
                 known = probe_path(backend, prepared, source, request, path, rows, columns)
@@ -176,8 +177,10 @@ def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend,
     return is_right
 
 
-def _few(total: int) -> torch.Tensor:
-    return torch.linspace(0, total - 1, min(total, _FEW_ROWS), dtype=torch.float64).round().to(torch.int64)
+def _few(total: int, columns: int) -> torch.Tensor:
+    least, most = _FEW_ROWS
+    count = min(total, most, max(least, _FEW_ELEMENTS // columns))
+    return torch.linspace(0, total - 1, count, dtype=torch.float64).round().to(torch.int64)
 
 
 def exported_rows(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:

@@ -11,8 +11,10 @@ from gguf import GGMLQuantizationType as Type
 
 from q4_nn.generation.tokenizer import Tokenizer, build_tokenizer
 from q4_nn.models.metadata import Metadata
+from tests.support.events import forget_warnings, heard
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -142,3 +144,11 @@ def untied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_llama(tmp_path: Path) -> Any:
     """Return a function that writes a changed tiny model."""
     return lambda **changes: write_tiny_llama(tmp_path / "changed.gguf", **changes)
+
+
+@pytest.fixture(name="told")
+def told_fixture() -> Iterator[Any]:
+    """Return a function that gives the states that the cache's events told; every warning may be given again."""
+    forget_warnings()
+    with heard("q4.cache") as events:
+        yield lambda: [event["state"] for event in events]

@@ -61,3 +61,4 @@ def test_waiting(run: Callable[..., dict[str, Any]]) -> None:
     """Both ways to wait are timed, alone and beside busy cores."""
     result = run(waiting, "--model", "MODEL")
     assert set(result["scenes"]) == {"without burners", "with burners"}
+    assert result["one_busy_core"]["ratio"]["median"] > 0

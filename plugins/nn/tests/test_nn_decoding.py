@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import select
+import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -260,3 +264,38 @@ def test_any_function_may_choose_tokens(tiny_llama: Path) -> None:
     with LanguageModel.open(tiny_llama, CONFIG) as model:
         chosen = list(Generation(model.decoder, [1, 2], max_tokens=4, sampler=least))
     assert len(chosen) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_process_that_is_killed_inside_a_run_breaks_nothing() -> None:
+    """Others that share the weights and the cache's memory with it go on, with the same bits."""
+    decoder = build(packed=True)
+    cache = decoder.make_cache(len(TOKENS))
+    cache.keys.untyped_storage().share_memory_()
+    decode = program_of(decoder, cache)
+
+    def logits() -> list[torch.Tensor]:
+        cache.clear()
+        return [decode(token, cache).clone() for token in TOKENS]
+
+    wanted = logits()
+    for pause in (0.0, 0.002, 0.01, 0.03):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                while True:
+                    logits()
+                    os.write(writing, b"1")
+            finally:
+                os._exit(1)
+        os.close(writing)
+        try:
+            assert select.select([reading], [], [], 60)[0], "the child does not run"
+            time.sleep(pause)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            os.close(reading)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the child ended by itself"
+        assert all(map(torch.equal, logits(), wanted))

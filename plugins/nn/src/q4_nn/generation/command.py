@@ -133,10 +133,10 @@ def generate(  # noqa: PLR0913  # one argument per option
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         model = stack.enter_context(LanguageModel.open(path, config))
-        open_seconds = time.perf_counter() - start
         said = [] if system is None else [{"role": "system", "content": system}]
         said.append({"role": "user", "content": prompt})
         tokens = model.tokenizer.encode(prompt) if raw else model.chat(said)
+        open_seconds = time.perf_counter() - start  # the vocabulary is built by now
         generation = Generation(
             model.decoder, tokens, max_tokens=max_tokens, sampler=sampler, stops=model.tokenizer.stops
         )

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["read_chat_template", "tokenizer_from_hf"]
 
 
-def tokenizer_from_hf(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face directory: byte-level BPE, or pieces with spaces written as U+2581.
+def read_engine(folder: Path) -> Engine:
+    """Return what ``tokenizer.json`` of a Hugging Face directory holds; padding and truncation are no part of it.
 
     Raises:
         CheckpointError: There is no ``tokenizer.json``, or it can't be read.
@@ -33,6 +33,16 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         raise CheckpointError("model folder", name=path.name, rule=rule, value=str(error), where=str(path)) from error
     engine.no_padding()  # which the file may ask for, as MiniLM's does: padding is no text
     engine.no_truncation()
+    return engine
+
+
+def tokenizer_from_hf(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face directory: byte-level BPE, or pieces with spaces written as U+2581.
+
+    Raises:
+        CheckpointError: As ``read_engine``.
+    """
+    engine = read_engine(folder)
     config = read_json(folder / "tokenizer_config.json")
     ends = {
         *_numbers(read_json(folder / "generation_config.json").get("eos_token_id")),
@@ -43,10 +53,10 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         ends |= set() if number is None else {number}
     bos = engine.token_to_id(_text(config.get("bos_token")) or "")
     return Tokenizer(
-        engine,
+        lambda: engine,
         bos=bos,
         add_bos=bos is not None and engine.encode("", add_special_tokens=True).ids[:1] == [bos],
-        stops=frozenset(ends),
+        stops=ends,
     )
 
 

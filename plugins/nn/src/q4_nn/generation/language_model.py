@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,21 +11,18 @@ import attrs
 
 import q4core as q4
 from q4_nn.generation.chat import render_chat
-from q4_nn.generation.hf_tokenizer import read_chat_template, tokenizer_from_hf
-from q4_nn.generation.tokenizer import Vocabulary, read_vocabulary
+from q4_nn.generation.hf_tokenizer import read_chat_template
+from q4_nn.generation.tokenizer import Tokenizer, Vocabulary, read_vocabulary
 from q4_nn.models.architecture import build_decoder, find_architecture
 from q4_nn.models.gguf import ARCHITECTURES
 from q4_nn.models.metadata import Metadata
-from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerDecoder
-from q4_nn.prepared.opening import CachedModel
+from q4_nn.prepared.opening import CachedModel, open_folder
 from q4_nn.prepared.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
-
-    from q4_nn.generation.tokenizer import Tokenizer
 
 __all__ = ["LanguageModel"]
 
@@ -68,7 +66,7 @@ class LanguageModel:
             cache: Where prepared models are: ``"auto"`` asks ``Q4_CACHE`` (a folder, or ``off``) and else takes the
                 user's cache folder; ``"off"`` has none; or a folder. The first opening writes a file there, later ones
                 map it, without the weights of ``path`` being read. One that is stale or damaged is written anew, with
-                one ``CacheWarning``.
+                one ``CacheWarning``. The vocabulary is built when a text is first taken or given then.
 
         Raises:
             CheckpointError: The file is malformed, or holds a model that is not served.
@@ -88,21 +86,17 @@ class LanguageModel:
 
     @classmethod
     def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
-        tokenizer = tokenizer_from_hf(folder)
+        decoder, tokenizer = open_folder(folder, session, cached)
         template, special = read_chat_template(folder)
-        found = None if cached is None else cached.open(lambda decoder, _: decoder)
-        decoder = load_model(folder, session) if found is None else found
         if not isinstance(decoder, TransformerDecoder):
             rule = "of a decoder; an encoder gives no text"
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, value="bert", where=str(folder))
-        if found is None and cached is not None:
-            cached.write(decoder, {})
         return cls(decoder, tokenizer, session, template, special, str(folder), cached)
 
     @classmethod
     def _from_file(cls, path: str, session: q4.Session, cached: CachedModel | None) -> LanguageModel:
-        def restored(decoder: TransformerDecoder, extra: dict[str, Any]) -> LanguageModel:
-            tokenizer = Vocabulary(**extra["vocabulary"]).build()
+        def restored(decoder: TransformerDecoder, extra: dict[str, Any], text: memoryview) -> LanguageModel:
+            tokenizer = Tokenizer(lambda: Vocabulary(**json.loads(bytes(text))).engine(), **extra["tokenizer"])
             return cls(decoder, tokenizer, session, extra["chat_template"], extra["special"], path, cached)
 
         if cached is not None and (found := cached.open(restored)) is not None:
@@ -117,15 +111,12 @@ class LanguageModel:
             for name in ("bos", "eos")
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
-        template = metadata.text("tokenizer.chat_template", default=None)
+        template, tokenizer = metadata.text("tokenizer.chat_template", default=None), vocabulary.build()
         if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is told
-            extra = {
-                "vocabulary": attrs.asdict(vocabulary, recurse=False),
-                "chat_template": template,
-                "special": special,
-            }
-            cached.write(decoder, extra)
-        return cls(decoder, vocabulary.build(), session, template, special, path, cached)
+            extra = {"tokenizer": tokenizer.ends, "chat_template": template, "special": special}
+            text = json.dumps(attrs.asdict(vocabulary, recurse=False), ensure_ascii=False)
+            cached.write(decoder, extra, text.encode())
+        return cls(decoder, tokenizer, session, template, special, path, cached)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token numbers of a conversation, up to where the assistant starts to speak.

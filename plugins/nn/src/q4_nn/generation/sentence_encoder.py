@@ -9,10 +9,10 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_nn.generation.hf_tokenizer import tokenizer_from_hf
 from q4_nn.models.read_json import read_json
-from q4_nn.models.saved import load_model
 from q4_nn.models.transformer import TransformerEncoder
+from q4_nn.prepared.opening import CachedModel, open_folder
+from q4_nn.prepared.store import open_store
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class SentenceEncoder:
         session: What 4-bit layers were prepared under; closed with the model.
         limit: Tokens of a sentence; what is longer is cut before its last mark.
         pooling: ``"mean"`` over a sentence's features, or ``"cls"`` for its first one's.
+        cached: What became of its file in the cache; None without a cache.
     """
 
     encoder: TransformerEncoder
@@ -41,24 +42,35 @@ class SentenceEncoder:
     session: q4.Session
     limit: int
     pooling: Literal["mean", "cls"] = "mean"
+    cached: CachedModel | None = None
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], config: q4.SessionConfig | None = None) -> SentenceEncoder:
-        """Open a Hugging Face directory of an encoder.
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        config: q4.SessionConfig | None = None,
+        *,
+        cache: str | os.PathLike[str] = "auto",
+    ) -> SentenceEncoder:
+        """Open a Hugging Face directory of an encoder, or map what was prepared of it before.
 
         Args:
             folder: With ``config.json``, ``tokenizer.json`` and safetensors files; ``sentence_bert_config.json`` and
                 ``1_Pooling/config.json`` are obeyed where they are there.
             config: What to ask for; unset fields ask the context, the environment and the default.
+            cache: As ``LanguageModel.open`` takes it.
 
         Raises:
             CheckpointError: A file is missing or malformed, the model is no encoder, or pools otherwise.
+            ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
+        store = open_store(cache)
         folder = Path(folder)
-        tokenizer, pooling = tokenizer_from_hf(folder), _pooling(folder)
+        pooling = _pooling(folder)
         session = q4.Session(config)
         try:
-            encoder = load_model(folder, session)
+            cached = None if store is None else CachedModel(store, folder, session)
+            encoder, tokenizer = open_folder(folder, session, cached)
         except BaseException:
             session.close()
             raise
@@ -68,7 +80,7 @@ class SentenceEncoder:
             raise q4.CheckpointError("model folder", name="model_type", rule=rule, where=str(folder), hint=hint)
         limit = encoder.config.max_position_embeddings
         told = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
-        return cls(encoder, tokenizer, session, min(limit, told) if isinstance(told, int) else limit, pooling)
+        return cls(encoder, tokenizer, session, min(limit, told) if isinstance(told, int) else limit, pooling, cached)
 
     def encode(self, sentences: Sequence[str], *, batch: int = 32) -> torch.Tensor:
         """Return one vector of length one for each sentence: float32 [n, hidden].

@@ -70,7 +70,7 @@ class Statistics:
         prompt_tokens: Length of the prompt.
         new_tokens: Length of the answer.
         stop_reason: Why it ended.
-        open_seconds: Opening the file and preparing the layers.
+        open_seconds: Opening the file, preparing the layers, and the vocabulary.
         first_token_seconds: From the prompt to the first token.
         decode_seconds: From there to the end.
         prompt_tokens_per_second: Prefill.
@@ -104,7 +104,7 @@ class Statistics:
 
 
 def collect_statistics(model: LanguageModel, generation: Generation, *, open_seconds: float) -> Statistics:
-    """Return the record of a generation that has ended; ``open_seconds`` is how long opening took."""
+    """Return the record of a generation that has ended; ``open_seconds`` is as there."""
     report = model.session.report()
     uses: dict[tuple[Any, ...], PathUse] = {}
     reasons: dict[str, None] = {}

@@ -9,8 +9,9 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -67,19 +68,36 @@ class Tokenizer:
     """Texts to token numbers and back.
 
     Args:
-        engine: The vocabulary. Added tokens stand for their own text; special ones among them are no part of a text.
+        engine: Makes the vocabulary, when it is first needed. Added tokens stand for their own text; special ones among
+            them are no part of a text.
         bos: Number of the token that starts a text, or None.
         add_bos: Whether ``encode`` puts it first.
         stops: Numbers of the tokens that end a text.
     """
 
-    def __init__(self, engine: Engine, *, bos: int | None, add_bos: bool, stops: frozenset[int]) -> None:
-        self._engine = engine
-        self._added = engine.get_added_tokens_decoder()
-        self._to_bytes = _byte_writing(engine)
+    def __init__(self, engine: Callable[[], Engine], *, bos: int | None, add_bos: bool, stops: Iterable[int]) -> None:
+        self._make_engine = engine
         self.bos = bos
         self.add_bos = add_bos
-        self.stops = stops
+        self.stops = frozenset(stops)
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        """What it is made of beside its engine, as what JSON holds."""
+        return {"bos": self.bos, "add_bos": self.add_bos, "stops": sorted(self.stops)}
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        return self._make_engine()
+
+    @functools.cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        found: dict[int, AddedToken] = self._engine.get_added_tokens_decoder()
+        return found
+
+    @functools.cached_property
+    def _to_bytes(self) -> Callable[[str], bytes]:
+        return _byte_writing(self._engine)
 
     def token_text(self, number: int) -> str | None:
         """Return a token's text in the vocabulary's own writing; None where there is no such token."""
@@ -172,6 +190,11 @@ class Vocabulary:
 
     def build(self) -> Tokenizer:
         """Return the tokenizer."""
+        engine = self.engine()
+        return Tokenizer(lambda: engine, bos=self.bos, add_bos=self.add_bos, stops=self.stops)
+
+    def engine(self) -> Engine:
+        """Return what cuts texts."""
         recipe, tokens = _RECIPES[self.pre], self.tokens
         vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
         texts = map(tokens.__getitem__, self.merges)
@@ -191,7 +214,7 @@ class Vocabulary:
         engine.add_tokens(
             [AddedToken(tokens[number], special=number in special, normalized=False) for number in self.added]
         )
-        return Tokenizer(engine, bos=self.bos, add_bos=self.add_bos, stops=frozenset(self.stops))
+        return engine
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:

@@ -6,15 +6,14 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 import q4core as q4
 from q4_nn.models.hf_config import read_config
 from q4_nn.models.hf_names import from_hf_name, fused_parts, to_hf_name
 from q4_nn.models.load import Names, load_weights_
-from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
+from q4_nn.models.transformer import empty_transformer
 
 if TYPE_CHECKING:
+    from q4_nn.models.transformer import Transformer
     from q4core import Session
 
 __all__ = ["build_from_hf"]
@@ -22,7 +21,7 @@ __all__ = ["build_from_hf"]
 _IGNORED = ("pooler.", "bert.pooler.", "cls.", "embeddings.position_ids", "bert.embeddings.position_ids")
 
 
-def build_from_hf(folder: str | Path, session: Session) -> TransformerDecoder | TransformerEncoder:
+def build_from_hf(folder: str | Path, session: Session) -> Transformer:
     """Build the decoder or encoder of a Hugging Face directory, whose weights may be dense or packed.
 
     Dense tensors become the session's ``compute_dtype``, float32 unless told: twice the bytes of a bfloat16 file.
@@ -37,8 +36,7 @@ def build_from_hf(folder: str | Path, session: Session) -> TransformerDecoder | 
     """
     folder = Path(folder)
     config = read_config(folder)
-    with torch.device("meta"):
-        model = TransformerDecoder(config) if config.causal else TransformerEncoder(config)
+    model = empty_transformer(config)
     names = Names(
         ours=functools.partial(from_hf_name, config=config),
         theirs=functools.partial(to_hf_name, config=config),

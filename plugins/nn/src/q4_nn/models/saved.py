@@ -21,7 +21,7 @@ from q4_nn.models.config import TransformerConfig
 from q4_nn.models.hf import build_from_hf
 from q4_nn.models.metadata import Metadata
 from q4_nn.models.read_json import read_json
-from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder, TransformerEncoder
+from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder, TransformerEncoder, empty_transformer
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.layer_type import set_options
 from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent
@@ -125,9 +125,7 @@ def load_model(path: str | os.PathLike[str], session: q4.Session | None = None) 
 def _empty(told: Mapping[str, Any], where: str) -> nn.Module:
     """Return the model that a ``config.json`` tells, before its values and before packing."""
     if isinstance(told.get("config"), dict):
-        config = TransformerConfig.from_dict(told["config"])
-        with torch.device("meta"):
-            return TransformerDecoder(config) if config.causal else TransformerEncoder(config)
+        return empty_transformer(TransformerConfig.from_dict(told["config"]))
     given = told.get("description")
     if not isinstance(given, dict) or not all(isinstance(layer, dict) for layer in given.get("layers", [None])):
         raise q4.CheckpointError("model folder", name="description", rule="a model's", value=given, where=where)

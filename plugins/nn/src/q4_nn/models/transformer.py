@@ -369,3 +369,12 @@ class TransformerEncoder(_Transformer):
             x = block(x, allowed=allowed)
         y: torch.Tensor = x if self.norm is None else self.norm(x)
         return y
+
+
+Transformer = TransformerDecoder | TransformerEncoder
+
+
+def empty_transformer(config: TransformerConfig) -> Transformer:
+    """Return the model of a config, on the meta device, to be filled."""
+    with torch.device("meta"):
+        return TransformerDecoder(config) if config.causal else TransformerEncoder(config)

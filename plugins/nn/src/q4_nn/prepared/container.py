@@ -161,6 +161,17 @@ class Container:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._data, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
 
+    def checked_bytes(self, index: int) -> memoryview:
+        """Return a tensor's bytes, in the file, once they have the digest that they were written with.
+
+        Raises:
+            CheckpointError: They have not, or the entry does not fit the file.
+        """
+        found = _bytes(self.tensor(index))
+        if hashlib.sha256(found).hexdigest() != self.header["tensors"][index]["sha256"]:
+            self._fail(f"tensor {index}", "of the digest that it was written with", "another one")
+        return found
+
     def verify(self) -> list[int]:
         """Return the tensors whose bytes have another digest than when they were written; all are read."""
         digests = (hashlib.sha256(_bytes(self.tensor(index))).hexdigest() for index in range(len(self)))

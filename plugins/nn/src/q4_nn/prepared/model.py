@@ -1,4 +1,4 @@
-"""A decoder's file: its modules and prepared layers as JSON, and all of its tensors in one container."""
+"""A model's file: its modules and prepared layers as JSON, and all of its tensors in one container."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import nn
 from q4_nn.blocks.joined import JoinedLinear
 from q4_nn.blocks.rotary import RotaryEmbedding
 from q4_nn.models.config import TransformerConfig
-from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
+from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder, empty_transformer
 from q4core import CheckpointError, LifecycleError, Q4Linear, adopt_prepared, export_prepared
 
 if TYPE_CHECKING:
+    from q4_nn.models.transformer import Transformer
     from q4_nn.prepared.container import Container
     from q4core import Session
 
-__all__ = ["restore_decoder", "tell_decoder"]
+__all__ = ["restore_model", "tell_model"]
 
 
 @attrs.define(eq=False)
@@ -36,8 +37,8 @@ class _Tensors:
         return self.numbers[key]
 
 
-def tell_decoder(decoder: TransformerDecoder) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Tell a decoder as what JSON holds, with tensors that ``restore_decoder`` makes the same one from.
+def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Tell a decoder or an encoder as what JSON holds, with tensors that ``restore_model`` makes the same one from.
 
     Raises:
         LifecycleError: A part of it can't be told: a layer whose backend does not describe its layout or that is not on
@@ -51,8 +52,8 @@ def tell_decoder(decoder: TransformerDecoder) -> tuple[dict[str, Any], list[torc
     joined: dict[str, Any] = {}
     embeddings: dict[str, str] = {}
     dense: dict[str, int] = {}
-    plain = dict(_empty(decoder.config).named_modules(remove_duplicate=False))
-    for path, module in decoder.named_modules(remove_duplicate=False):
+    plain = dict(empty_transformer(model.config).named_modules(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
         if type(module) is Q4Linear:
             if id(module) not in numbers:
                 numbers[id(module)] = len(layers)
@@ -67,9 +68,9 @@ def tell_decoder(decoder: TransformerDecoder) -> tuple[dict[str, Any], list[torc
             raise LifecycleError(f"module {path!r} can't be stored: it is a {type(module).__name__}")
         for name, parameter in module.named_parameters(path, recurse=False):
             dense[name] = tensors.add(parameter)
-    factors = next((module.factors for module in decoder.modules() if isinstance(module, RotaryEmbedding)), None)
+    factors = next((module.factors for module in model.modules() if isinstance(module, RotaryEmbedding)), None)
     header = {
-        "config": decoder.config.to_dict(),
+        "config": model.config.to_dict(),
         "kinds": kinds,
         "layers": layers,
         "places": places,
@@ -93,17 +94,17 @@ def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors)
     return told | {"bias": None if layer.bias is None else tensors.add(layer.bias)}
 
 
-def restore_decoder(header: dict[str, Any], container: Container, session: Session) -> TransformerDecoder:
-    """Return the decoder that ``tell_decoder`` told, over the container's mapped tensors, in evaluation mode.
+def restore_model(header: dict[str, Any], container: Container, session: Session) -> Transformer:
+    """Return the model that ``tell_model`` told, over the container's mapped tensors, in evaluation mode.
 
     Raises:
         LifecycleError: A layer was prepared for something else than what serves the session here.
         CheckpointError, ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError: The header is not one
-            that ``tell_decoder`` gave.
+            that ``tell_model`` gave.
     """
     tensors = [container.tensor(index) for index in range(len(container))]
     parameters = [nn.Parameter(item, requires_grad=False) if item.is_floating_point() else None for item in tensors]
-    decoder = _empty(TransformerConfig.from_dict(header["config"]))
+    model = empty_transformer(TransformerConfig.from_dict(header["config"]))
     layers: list[nn.Module] = []
     for told in header["layers"]:
         whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
@@ -113,7 +114,7 @@ def restore_decoder(header: dict[str, Any], container: Container, session: Sessi
     placed = {path: layers[number] for path, number in header["places"].items()}
     dense = {name: parameters[number] for name, number in header["dense"].items()}
     for path, parts in header["joined"].items():
-        owner, name = _owner(decoder, path)
+        owner, name = _owner(model, path)
         inner = [
             placed.pop(f"{path}.layers.{index}", None) or _linear(dense, f"{path}.layers.{index}")
             for index in range(len(parts))
@@ -122,30 +123,25 @@ def restore_decoder(header: dict[str, Any], container: Container, session: Sessi
             setattr(owner, part, None)
         setattr(owner, name, JoinedLinear(inner, [tuple(sizes) for sizes in parts]))
     for path, dtype in header["embeddings"].items():
-        owner, name = _owner(decoder, path)
+        owner, name = _owner(model, path)
         setattr(owner, name, PackedEmbedding(placed.pop(f"{path}.layer"), getattr(torch, dtype)))
     for path, layer in placed.items():
-        owner, name = _owner(decoder, path)
+        owner, name = _owner(model, path)
         setattr(owner, name, layer)
     for path, parameter in dense.items():
-        owner, name = _owner(decoder, path)
+        owner, name = _owner(model, path)
         setattr(owner, name, parameter)
-    if header["factors"] is not None:
-        decoder.divide_frequencies(tensors[header["factors"]])
-    for name, parameter in decoder.named_parameters():
+    if header["factors"] is not None and isinstance(model, TransformerDecoder):
+        model.divide_frequencies(tensors[header["factors"]])
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise CheckpointError("prepared file", name=name, rule="present", where=str(container.path))
-    return decoder.eval()
+    return model.eval()
 
 
-def _empty(config: TransformerConfig) -> TransformerDecoder:
-    with torch.device("meta"):
-        return TransformerDecoder(config)
-
-
-def _owner(decoder: nn.Module, path: str) -> tuple[Any, str]:
+def _owner(model: nn.Module, path: str) -> tuple[Any, str]:
     parent, _, name = path.rpartition(".")
-    return decoder.get_submodule(parent), name
+    return model.get_submodule(parent), name
 
 
 def _linear(dense: dict[str, nn.Parameter], path: str) -> nn.Linear:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import logging
 import os
@@ -14,21 +15,27 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_nn.prepared.model import restore_decoder, tell_decoder
+from q4_nn.generation.hf_tokenizer import read_engine, tokenizer_from_hf
+from q4_nn.generation.tokenizer import Tokenizer
+from q4_nn.models.saved import load_model
+from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
+from q4_nn.prepared.model import restore_model, tell_model
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from q4_nn.models.transformer import TransformerDecoder
+    from torch import nn
+
+    from q4_nn.models.transformer import Transformer
     from q4_nn.prepared.container import Container
     from q4_nn.prepared.store import Store
 
-__all__ = ["CacheWarning", "CachedModel"]
+__all__ = ["CacheWarning", "CachedModel", "open_folder"]
 
 _T = TypeVar("_T")
-_VERSION = 1
+_VERSION = 2
 _HEAD_BYTES = 1 << 18
 _WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _UNHEARD = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
@@ -90,15 +97,16 @@ class CachedModel:
             "machine": _machine(),
         }
 
-    def open(self, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
-        """Return what ``use`` makes of the decoder and what else was stored; None where no file fits, which is told."""
+    def open(self, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
+        """Return what ``use`` makes of the model and what else was stored; None where no file fits, which is told."""
         path = self.path
         if not self._is_served():
             return None
         try:
             self._before = self._facts()
             container = self.store.open(path)
-            return self._restored(container, use)
+            with _paused_collection():
+                return self._restored(container, use)
         except FileNotFoundError:
             return None
         except _DAMAGE as error:
@@ -107,31 +115,34 @@ class CachedModel:
         finally:
             _give_memory_back()
 
-    def _restored(self, container: Container, use: Callable[[TransformerDecoder, dict[str, Any]], _T]) -> _T | None:
+    def _restored(self, container: Container, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
         facts, told = self._before or {}, container.header
         stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
         if stale:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
-        found = use(restore_decoder(told["decoder"], container, self.session), told["extra"])
+        text = container.checked_bytes(told["text"])
+        found = use(restore_model(told["model"], container, self.session), told["extra"], text)
         self._emit("opened", bytes=container.nbytes)
         return found
 
-    def write(self, decoder: TransformerDecoder, extra: dict[str, Any]) -> None:
+    def write(self, model: Transformer, extra: dict[str, Any], text: bytes = b"null") -> None:
         """Write the model's file; why it can't be written is told.
 
         Args:
-            decoder: The model, prepared.
+            model: The model, prepared.
             extra: What else to store, as what JSON holds.
+            text: JSON that whoever opens the file may need later, or never.
         """
         path = self.path
         if not self._is_served():
             return
         try:
-            header, tensors = tell_decoder(decoder)
+            header, tensors = tell_model(model)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
-                self.store.write(path, {"facts": self._before, "decoder": header, "extra": extra}, tensors)
+                told = {"facts": self._before, "model": header, "extra": extra, "text": len(tensors)}
+                self.store.write(path, told, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
                 state = "written"
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
@@ -147,6 +158,25 @@ class CachedModel:
     def _tell(self, path: Path, why: str) -> None:
         self._emit(f"not cached: the file {why}", level=logging.WARNING)
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+def open_folder(folder: Path, session: q4.Session, cached: CachedModel | None) -> tuple[nn.Module, Tokenizer]:
+    """Return the model and the tokenizer of a folder: mapped where its file is in the cache, else loaded, and kept.
+
+    Raises:
+        CheckpointError: There is no tokenizer, or it can't be read; else as ``load_model``.
+    """
+
+    def restored(model: nn.Module, extra: dict[str, Any], _: memoryview) -> tuple[nn.Module, Tokenizer]:
+        return model, Tokenizer(lambda: read_engine(folder), **extra["tokenizer"])
+
+    found = None if cached is None else cached.open(restored)
+    if found is not None:
+        return found
+    tokenizer, model = tokenizer_from_hf(folder), load_model(folder, session)
+    if cached is not None and isinstance(model, (TransformerDecoder, TransformerEncoder)):
+        cached.write(model, {"tokenizer": tokenizer.ends})
+    return model, tokenizer
 
 
 def _machine() -> list[str]:
@@ -167,7 +197,19 @@ def _identity(source: Path) -> list[list[Any]]:
     return found
 
 
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Keep Python from looking for garbage meanwhile: it would walk all that imports made, a third of an opening."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _give_memory_back() -> None:
-    """Let glibc return what the header's JSON and the probes took and freed, 8 MB of SmolLM2's 25, to the system."""
+    """Let glibc return what the header's JSON and the probes took and freed to the system."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
