@@ -15,7 +15,7 @@ class ActorDeadError(ActorError, code="actor_dead"):
     """The actor was stopped, or failed more often than the restart limit allows; its node may be lost (Ray)."""
 
 
-class AskTimeoutError(ActorError, TimeoutError, code="ask_timeout"):
+class AskTimeoutError(ActorError, code="ask_timeout"):
     """No answer came in time; the actor may still handle the message."""
 
 

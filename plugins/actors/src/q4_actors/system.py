@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
 from q4_actors import checkpoints
-from q4_actors.actor import MAX_RESTARTS, Actor, ActorRef, Options, Spec
+from q4_actors.actor import MAX_RESTARTS, Actor, ActorRef, Options, Runtime, Spec
 from q4_actors.errors import ActorDeadError, ActorError
 from q4_actors.threads import Threads
 from q4core.plugin_api import emit
@@ -22,23 +23,24 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
+    from q4_actors.actor import Report
     from q4_actors.tensor import MutableTensor
 
 __all__ = ["ActorSystem"]
 
-RUNTIMES = ("threads",)
+RUNTIMES = ("threads", "processes")
 MAX_MAILBOX = 256  # pages of a pipe, as Linux gives everybody
 
 
 class ActorSystem:
-    """Actors and the tensors that they share; the same program runs on threads.
+    """Actors and the tensors that they share; the same program runs on threads, processes and Ray.
 
     Whoever waits for an actor that is dead gets an ``ActorDeadError``; ``check()`` raises it, too. Leaving the ``with``
     block stops everybody, and closes the tensors. Events are ``q4.actor.started``, ``failed``, ``restarted``, ``dead``
     and ``stopped``.
 
     Args:
-        runtime: ``"threads"``.
+        runtime: ``"threads"`` or ``"processes"`` (Linux).
         mailbox: How many messages may wait for an actor: a power of two, at most 256. On Ray: how many each sender may
             have on their way.
         restarts: How often an actor is restarted within ``window`` seconds before it is dead: 0 … 64. On Ray a killed
@@ -77,7 +79,7 @@ class ActorSystem:
         self._lock = threading.RLock()
         self._is_closed = False
         self._numbers = itertools.count(1)
-        self._runtime = Threads(Options(mailbox, restarts, float(window)), self._report)
+        self._runtime = _make_runtime(runtime, Options(mailbox, restarts, float(window)), self._report)
 
     # -- actors
 
@@ -146,6 +148,7 @@ class ActorSystem:
         with self._lock:
             self._require_open()
             _require("name", name, "one that no other tensor has", is_met=name not in self._tensors)
+            options = {key: value for key, value in options.items() if value is not None}
             kept, version = self._resumed.get(name), 0
             if kept is not None:
                 checkpoints.check_fits(name, kept, tensor, options.get("mode"))
@@ -232,6 +235,16 @@ class ActorSystem:
             if self._stops_all:
                 for ref in self.actors.values():
                     ref.begin_stop()
+
+
+def _make_runtime(runtime: str, options: Options, report: Report) -> Runtime:
+    if runtime == "threads":
+        return Threads(options, report)
+    if sys.platform != "linux":
+        raise q4.ConfigError("ActorSystem", name="runtime", rule="'threads' outside Linux", value=runtime)
+    from q4_actors.processes import Processes  # noqa: PLC0415  # it needs Linux
+
+    return Processes(options, report)
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
