@@ -120,4 +120,8 @@ class Layered(Actor):
         if message == "buffers":
             lines = open("/proc/self/smaps", encoding="utf-8").read()  # noqa: SIM115, PTH123  # short
             return "q4core-" in lines
+        if isinstance(message, tuple):
+            _, weight, x = message
+            self.layer = weight.layer()
+            return self.layer(x)
         return self.layer(message)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from q4_actors.memory_report import ActorMemory
+    from q4_actors.sharing import SharedWeight
     from q4_actors.tensor import MutableTensor
-    from q4core import SessionConfig
+    from q4core import PackedWeight, Q4Linear, SessionConfig
 
     Report = Callable[..., None]
     """``report(event, level=…, **fields)``: sends ``q4.actor.<event>``."""
@@ -131,6 +133,15 @@ class ActorRef(abc.ABC):
         """
 
     @abc.abstractmethod
+    def memory(self) -> ActorMemory:
+        """Return the memory of the process in which it runs.
+
+        Raises:
+            ActorDeadError: It is dead.
+            ActorError: This process did not spawn it, or the system does not tell (outside Linux).
+        """
+
+    @abc.abstractmethod
     def is_alive(self) -> bool:
         """Return whether it handles messages, or will after a restart."""
 
@@ -175,6 +186,9 @@ class Runtime(Protocol):
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> MutableTensor:
         """Return a tensor that the actors share."""
+
+    def share(self, what: Q4Linear | PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight that the actors share."""
 
     def close(self) -> None:
         """Let go of what the runtime itself holds."""

@@ -42,13 +42,16 @@ from q4_actors.mailbox import (
     Post,
     dumps,
 )
+from q4_actors.memory_report import memory_of
 from q4_actors.shared import SharedMutableTensor
+from q4_actors.sharing import InSegment, SharedWeight, share_by
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_actors.actor import Report
+    from q4_actors.memory_report import ActorMemory
 
 __all__ = ["ProcessRef", "Processes", "shared_tensor"]
 
@@ -153,10 +156,16 @@ class ProcessRef(ActorRef):
         """Return whether it takes messages."""
         return self.page.state == LIVE
 
-    @property
-    def pid(self) -> int | None:
-        """The number of its process now; None where it is dead, or another process spawned it."""
-        return None if self._owner is None else self._owner.pid_of(self._number)
+    def memory(self) -> ActorMemory:
+        """Return the memory of its process; see ``ActorRef.memory``."""
+        if self._owner is None:
+            raise ActorError(
+                f"the memory of actor {self.name!r} is told by the process that spawned it", actor=self.name
+            )
+        try:
+            return memory_of(self._owner.pid_of(self._number))
+        except OSError as error:
+            raise dead_error(self.name, self.page.why) from error
 
     def __reduce__(self) -> tuple[Callable[..., ProcessRef], tuple[object, ...]]:
         """Pickle as a reference to the same actor."""
@@ -311,10 +320,20 @@ class Processes:
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
         """Return a tensor in shared memory; options of ``shared_tensor``."""
         made = shared_tensor(tensor, name, version, **options)
-        self.note_segment(made.segment)
+        self._note_segment(made.segment)
         return made
 
-    def note_segment(self, name: str) -> None:
+    def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight in shared memory."""
+
+        def make(tensors: list[torch.Tensor]) -> InSegment:
+            made = InSegment(tensors)
+            self._note_segment(made.name)
+            return made
+
+        return share_by(make, what, canonical=canonical)
+
+    def _note_segment(self, name: str) -> None:
         """Note shared memory whose name goes with this process, however it ends."""
         (self._post.folder / f"segment-{name}").touch(mode=0o600)
 
@@ -332,11 +351,11 @@ class Processes:
             if not worker.ended.is_set():
                 worker.process.kill()
 
-    def pid_of(self, number: int) -> int | None:
-        """Return the number of an actor's process."""
+    def pid_of(self, number: int) -> int:
+        """Return the number of an actor's process; −1 if it has ended."""
         with self._lock:
             worker = self._workers[number]
-            return None if worker.ended.is_set() else worker.process.pid
+            return -1 if worker.ended.is_set() else worker.process.pid
 
     def close(self) -> None:
         """Let go of the mailboxes, once every actor has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from q4_actors.actor import Report
+    from q4_actors.memory_report import ActorMemory
+    from q4_actors.sharing import SharedWeight
     from q4_actors.tensor import MutableTensor
 
 __all__ = ["ActorSystem"]
@@ -75,6 +78,7 @@ class ActorSystem:
         self._resumed = {} if resume is None else checkpoints.load(resume)
         self._actors: dict[str, ActorRef] = {}
         self._tensors: dict[str, MutableTensor] = {}
+        self._weights: list[SharedWeight] = []
         self._dead: ActorDeadError | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -157,6 +161,35 @@ class ActorSystem:
             made = self._tensors[name] = self._runtime.mutable(tensor, name, version, **options)
             return made
 
+    def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
+        """Return a prepared weight that actors use without a copy: ``weight.layer()`` in each.
+
+        Args:
+            what: A prepared layer, with its bias; or a weight, which is prepared first, in a session of its own.
+            canonical: Whether the canonical form is shared as well, for processes in which another backend serves.
+
+        Returns:
+            A weight over the layer's own tensors (threads), or in shared memory (processes), or in Ray's object store,
+            of which each node has one copy. It is closed with the system.
+
+        Raises:
+            InputError: It is no layer and no weight, or not on the CPU; or there is too little shared memory.
+            LifecycleError: Its backend can't export what it prepared.
+        """
+        with self._lock:
+            self._require_open()
+            made = self._runtime.share(what, canonical=canonical)
+            self._weights.append(made)
+            return made
+
+    def memory_report(self) -> dict[str, ActorMemory]:
+        """Return the resident memory of each live actor's process, by the actor's name; on Linux."""
+        found = {}
+        for name, ref in self.actors.items():
+            with contextlib.suppress(ActorDeadError):
+                found[name] = ref.memory()
+        return found
+
     @property
     def clock(self) -> int:
         """The least version of the system's tensors: so many steps have been done by all; 0 without tensors."""
@@ -208,6 +241,8 @@ class ActorSystem:
                 late.append(error)
         for tensor in self._tensors.values():
             tensor.close()
+        for weight in self._weights:
+            weight.close()
         self._runtime.close()
         if late:
             raise late[0]

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import q4core as q4
 from q4_actors.actor import ActorRef, Life, RestartLimit, Spec, dead_error, full_error, late_error
 from q4_actors.errors import ActorDeadError, ActorError
+from q4_actors.memory_report import memory_of
 from q4_actors.placing import mutable
+from q4_actors.sharing import Held, SharedWeight, share_by
 from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
     import torch
 
     from q4_actors.actor import Options, Report
+    from q4_actors.memory_report import ActorMemory
     from q4_actors.tensor import MutableTensor
 
 __all__ = ["ThreadRef", "Threads"]
@@ -87,10 +90,12 @@ class ThreadRef(ActorRef):
         """Return whether it takes messages."""
         return self._why is None
 
-    @property
-    def pid(self) -> int | None:
-        """None: it is no process of its own."""
-        return None
+    def memory(self) -> ActorMemory:
+        """Return the memory of this process; see ``ActorRef.memory``."""
+        try:
+            return memory_of()
+        except OSError as error:
+            raise ActorError(f"the system does not tell the memory of actor {self.name!r}: {error}") from error
 
     def _put(self, message: Any, reply: _Reply | None, timeout: float | None) -> None:
         with self._room:
@@ -158,6 +163,11 @@ class Threads:
     def mutable(tensor: torch.Tensor, name: str, version: int, **options: Any) -> MutableTensor:
         """Return a tensor that the actors share."""
         return mutable(tensor, name=name, version=version, **options)
+
+    @staticmethod
+    def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight over the very tensors of the layer."""
+        return share_by(Held, what, canonical=canonical)
 
     def close(self) -> None:
         """Let go of what the runtime holds: nothing."""
