@@ -19,6 +19,7 @@ from q4core.plugin_api import emit
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from types import TracebackType
 
     import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ActorSystem"]
 
-RUNTIMES = ("threads", "processes")
+RUNTIMES = ("threads", "processes", "ray")
 MAX_MAILBOX = 256  # pages of a pipe, as Linux gives everybody
 
 
@@ -43,7 +44,8 @@ class ActorSystem:
     and ``stopped``.
 
     Args:
-        runtime: ``"threads"`` or ``"processes"`` (Linux).
+        runtime: ``"threads"``; ``"processes"`` (Linux); or ``"ray"``: the cluster that ``ray.init`` joined, else one
+            that is started on this machine.
         mailbox: How many messages may wait for an actor: a power of two, at most 256. On Ray: how many each sender may
             have on their way.
         restarts: How often an actor is restarted within ``window`` seconds before it is dead: 0 … 64. On Ray a killed
@@ -51,6 +53,8 @@ class ActorSystem:
         window: Seconds.
         when_dead: What the system does when an actor is dead after failures: ``"go_on"``, or ``"stop"`` all others.
         resume: A checkpoint. Tensors that ``mutable`` makes begin with its contents and versions.
+        ray_options: What Ray's ``options`` takes for each actor: resources, or the strategy of a placement group.
+            Actors are spread over the nodes unless told.
 
     Raises:
         ConfigError: An argument is not legal, or the runtime is not installed here.
@@ -66,6 +70,7 @@ class ActorSystem:
         window: float = 60.0,
         when_dead: str = "go_on",
         resume: str | os.PathLike[str] | None = None,
+        ray_options: Mapping[str, Any] | None = None,
     ) -> None:
         _require("runtime", runtime, "one of " + ", ".join(map(repr, RUNTIMES)), is_met=runtime in RUNTIMES)
         is_size = _is_whole(mailbox, 1, MAX_MAILBOX) and mailbox & (mailbox - 1) == 0
@@ -73,6 +78,7 @@ class ActorSystem:
         _require("restarts", restarts, f"0 … {MAX_RESTARTS}", is_met=_is_whole(restarts, 0, MAX_RESTARTS))
         is_time = isinstance(window, (int, float)) and not isinstance(window, bool) and window > 0
         _require("window", window, "seconds, more than 0", is_met=is_time)
+        _require("ray_options", ray_options, "None but on Ray", is_met=ray_options is None or runtime == "ray")
         _require("when_dead", when_dead, "'go_on' or 'stop'", is_met=when_dead in {"go_on", "stop"})
         self._stops_all = when_dead == "stop"
         self._resumed = {} if resume is None else checkpoints.load(resume)
@@ -83,7 +89,7 @@ class ActorSystem:
         self._lock = threading.RLock()
         self._is_closed = False
         self._numbers = itertools.count(1)
-        self._runtime = _make_runtime(runtime, Options(mailbox, restarts, float(window)), self._report)
+        self._runtime = _make_runtime(runtime, Options(mailbox, restarts, float(window)), self._report, ray_options)
 
     # -- actors
 
@@ -272,9 +278,17 @@ class ActorSystem:
                     ref.begin_stop()
 
 
-def _make_runtime(runtime: str, options: Options, report: Report) -> Runtime:
+def _make_runtime(runtime: str, options: Options, report: Report, ray_options: Mapping[str, Any] | None) -> Runtime:
     if runtime == "threads":
         return Threads(options, report)
+    if runtime == "ray":
+        try:
+            from q4_actors.ray_runtime import RayRuntime  # noqa: PLC0415  # it needs Ray
+        except ImportError as error:
+            raise q4.ConfigError(
+                f"runtime 'ray' can't be used: {error}", hint="pip install 'q4-actors[ray]'"
+            ) from error
+        return RayRuntime(options, report, ray_options or {})
     if sys.platform != "linux":
         raise q4.ConfigError("ActorSystem", name="runtime", rule="'threads' outside Linux", value=runtime)
     from q4_actors.processes import Processes  # noqa: PLC0415  # it needs Linux
