@@ -256,6 +256,16 @@ def test_killed_actors_change_nothing(tmp_path: Path, heard: list[tuple[str, dic
 
 
 @only_processes
+def test_server_has_one_thread() -> None:
+    """Processes are forked from a server without threads, which has imported what they need."""
+    with ActorSystem("processes") as system:
+        status = Path(f"/proc/{system.spawn(Echo).ask('pid', timeout=60.0)}/status").read_text(encoding="ascii")
+        (parent,) = [line.split()[1] for line in status.splitlines() if line.startswith("PPid:")]
+        assert parent != str(os.getpid())
+        assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
+
+
+@only_processes
 def test_killed_too_often() -> None:
     """A process that is killed more often than the limit allows is dead, and whoever waits for it is told."""
     with ActorSystem("processes", restarts=1) as system:

@@ -293,7 +293,7 @@ class Processes:
         self._post = Post()
         self._events = self._post.make_box("events", _EVENTS_ROOM)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["__main__", "q4_actors.processes"])  # by the server, once
+        self._context.set_forkserver_preload(["__main__", "q4_actors.preload"])  # by the server, once
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._is_closing = False
@@ -313,6 +313,8 @@ class Processes:
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 text = f"actor {spec.name!r} can't be sent to a process: {error}"
                 raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
+            except (OSError, EOFError) as error:
+                raise ActorError(f"actor {spec.name!r} gets no process: {describe_exception(error)}") from error
             self._workers[number] = worker
         self._wake()
         return worker.ref

@@ -45,7 +45,7 @@ class _State:
 
 
 class Hub:
-    """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and what is reported."""
+    """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and all events."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
