@@ -224,7 +224,7 @@ def steps(
     runtime: str, folder: Path, *, half: bool = False, resume: Path | None = None, fatal: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """Run two actors that read each other for 20 steps, or half of them, with some that are killed."""
-    with ActorSystem(runtime, resume=resume, restarts=8) as system:
+    with ActorSystem(runtime, resume=resume, restarts=64) as system:
         states = [system.mutable(torch.arange(8.0) + index, name=f"s{index}") for index in range(2)]
         dies = system.mutable(torch.zeros(32, dtype=torch.uint8), name="dies", mode="in_place") if fatal else None
         refs = [system.spawn(Stepper, states[index], states[1 - index], fatal, dies) for index in range(2)]
@@ -253,6 +253,15 @@ def test_killed_actors_change_nothing(tmp_path: Path, heard: list[tuple[str, dic
     assert torch.equal(steps("processes", tmp_path, fatal=(3, 4, 9, 15)), expected)
     assert [event for event, _ in heard].count("failed") == 4
     assert "exit code -9" in next(fields["error"] for event, fields in heard if event == "failed")
+
+
+@only_processes
+@pytest.mark.soak
+def test_many_kills(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
+    """After twenty kills, one within each step, the bits are the same."""
+    expected = steps("threads", tmp_path)
+    assert torch.equal(steps("processes", tmp_path, fatal=tuple(range(1, 21))), expected)
+    assert [event for event, _ in heard].count("failed") == 20
 
 
 @only_processes
@@ -350,7 +359,9 @@ if __name__ == "__main__":
 
 
 @only_processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL], ids=lambda number: number.name
+)
 def test_end_of_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     """After Ctrl-C, or when the parent is killed, no process, mailbox or shared memory is left."""
     script = tmp_path / "script.py"
