@@ -27,7 +27,7 @@ class FakeModule:
     """A native module on a machine of our making: name -> (state, whether it was run on hardware)."""
 
     sets: dict[str, tuple[int, bool]]
-    ABI_VERSION: int = 4
+    ABI_VERSION: int = 5
 
     def isa_name(self, number: int) -> str | None:
         """Return the name of a set, or None past the last."""
