@@ -55,7 +55,7 @@ class FakeModule:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what puts a machine of those sets in place of this one."""
 
-    def place(sets: dict[str, tuple[int, bool]], abi: int = 4) -> None:
+    def place(sets: dict[str, tuple[int, bool]], abi: int = 5) -> None:
         module = FakeModule(sets, abi)
         monkeypatch.setattr(q4_cpu_native.isa, "native", lambda: module)
 

@@ -47,7 +47,8 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
 _SMALL_BLOCK, _CHUNK = 16, 32
-_FEW_LIMIT, _MANY_LIMIT, _MANY_ROWS = 0.25, 0.1, 4
+# Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
+_MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
 
@@ -256,8 +257,8 @@ class CpuNative:
             raise InputError("spikes", name="columns", rule=rule, value=int(columns[wrong - 1]))
 
     def spike_limit(self, rows: int) -> float:
-        """Return the share of ones up to which few rows, and many, are faster without the zeros."""
-        return _FEW_LIMIT if rows < _MANY_ROWS else _MANY_LIMIT
+        """Return the share of ones up to which the zeros cost more than what the dense product shares among rows."""
+        return _MOST_ONES_OF_ONE_ROW if rows == 1 else _MOST_ONES
 
 
 def _global_scale(prepared: Prepared) -> torch.Tensor:
