@@ -57,7 +57,7 @@ def _run_nest(python: str, facts: dict[str, Any]) -> tuple[torch.Tensor, dict[st
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder, "facts.json"), Path(folder, "spikes.npy")
         given.write_text(json.dumps(facts), encoding="utf-8")
-        command = [python, script, given, out]
+        command = [python, str(script), str(given), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603  # no input
         told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
         return torch.from_numpy(np.load(out)), told

@@ -4,7 +4,9 @@
 
 Numbers of neurons and in-degrees are scaled alike. Weights grow by the root of what in-degrees lose, and a constant
 current makes up for the mean input, so that mean and variance of the input stay (van Albada et al. 2015). Neurons
-integrate exactly, in steps of 0.1 ms; each also gets Poisson input from outside. It needs matplotlib for the picture.
+integrate exactly, in steps of 0.1 ms; each also gets Poisson input from outside.
+
+The picture needs matplotlib: pip install "q4core[examples]"
 """
 
 from __future__ import annotations
@@ -137,14 +139,16 @@ def draw_picture(spikes: torch.Tensor, model: Model, found: list[tuple[float, fl
     edges = torch.tensor([0, *model.sizes]).cumsum(0)
     for index, name in enumerate(NAMES):
         mine = last[(last[:, 1] >= edges[index]) & (last[:, 1] < edges[index + 1])]
-        raster.plot(mine[:, 0] * STEP, mine[:, 1], ",", color=f"C{index // 2}" if index % 2 == 0 else "black")
+        raster.plot(
+            mine[:, 0].numpy() * STEP, mine[:, 1].numpy(), ",", color=f"C{index // 2}" if index % 2 == 0 else "black"
+        )
         raster.text(-0.01, float(edges[index : index + 2].float().mean()), name, ha="right", va="center",
                     transform=raster.get_yaxis_transform())  # fmt: skip
     raster.set(xlabel="ms", yticks=[], title="spikes")
     raster.invert_yaxis()
-    place = torch.arange(len(NAMES))
+    place = torch.arange(len(NAMES)).numpy()
     bars.barh(place - 0.2, [rate for rate, _ in found], 0.4, label="this run")
-    bars.barh(place + 0.2, RATES, 0.4, label="full size (NEST's parameters)")
+    bars.barh(place + 0.2, RATES.numpy(), 0.4, label="full size (NEST's parameters)")
     bars.set(yticks=place, yticklabels=NAMES, xlabel="spikes/s", title="mean rates")
     bars.invert_yaxis()
     bars.legend()

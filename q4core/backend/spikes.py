@@ -1,4 +1,4 @@
-"""Spikes: the product of a prepared weight with rows of 0 and 1, given as the columns that hold a 1."""
+"""Spikes: the product of a prepared weight with rows of 0 and 1, at the cost of the ones."""
 
 from __future__ import annotations
 
@@ -13,26 +13,14 @@ if TYPE_CHECKING:
 class RunsSpikes(Protocol):
     """The optional capability: a backend whose manifest declares the op ``"spikes"`` has these methods."""
 
-    def spikes(
-        self,
-        prepared: Prepared,
-        columns: torch.Tensor,
-        starts: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-    ) -> None:
-        """Write to each row of ``out`` the sum of the weight's columns that spike in it, plus the bias.
+    def spikes(self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
+        """Write ``x @ wᵀ + bias`` to ``out``, with exact weights.
 
         Args:
             prepared: What ``prepare`` gave for a request of float32.
-            columns: int64 [S], contiguous: row m's are ``columns[starts[m]:starts[m + 1]]``, in 0 … K - 1.
-            starts: int64 [M + 1], contiguous, from 0 to S, never falling; M ≥ 1.
+            x: bool [M, K], contiguous; M ≥ 1.
             out: float32 [M, N], contiguous; written completely, never read.
             bias: float32 [N], contiguous, or None.
-
-        Raises:
-            InputError: A column is out of range, or does not rise within its row. Nothing has been written.
         """
         ...
 

@@ -36,7 +36,7 @@ def test_spikes_have_the_bits_of_the_exact_product(name: str, isa: str) -> None:
         assert (product.record.sparse, product.record.dense) == (4, 0)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(3, 70_000), (200, 4096)])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 131_072), (200, 4096)])
 def test_many_spikes_go_in_batches_and_threads(rows: int, columns: int) -> None:
     """More spikes than one batch holds give the bits of the exact product on one thread and two."""
     weight = q4.quantize(torch.randn(48, columns), "q4_0")

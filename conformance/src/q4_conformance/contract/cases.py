@@ -293,7 +293,6 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
             "numbers",
             "spikes give float64's numbers, and the same bits whatever stands or runs beside them",
         ),
-        ("refused", "a spike out of range is a typed error, before anything is written"),
         ("pages", "nothing is read or written past the end of a tensor"),
         ("quiet", "a product of spikes makes no tensor"),
     ):

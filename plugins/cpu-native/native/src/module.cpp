@@ -87,17 +87,13 @@ class Matrix {
         run(work > kReleaseWork, [&] { check(q4_cpu_linear(&matrix_, &call, isa)); });
     }
 
-    // Returns 0, or 1 + the number of the first column that is out of range or does not rise.
-    int64_t spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t columns, uintptr_t starts,
-                   int64_t rows, int64_t count, uintptr_t y, uintptr_t bias, int threads, int isa) const {
-        const q4_spikes call{at<const uint8_t>(tiles), at<const float>(global), global_count, divides,
-                             at<const int64_t>(columns), at<const int64_t>(starts), rows, at<float>(y), matrix_.rows,
-                             at<const float>(bias), threads};
-        int64_t status = 0;
-        const double work = static_cast<double>(matrix_.rows) * static_cast<double>(count + rows);
-        run(work > kReleaseWork / 8, [&] { status = q4_cpu_spikes(&matrix_, &call, isa); });
-        if (status < 0) check(static_cast<int32_t>(status));
-        return status;
+    void spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t rows, uintptr_t y,
+                uintptr_t bias, int threads, int isa) const {
+        const q4_spikes call{at<const uint8_t>(tiles), at<const float>(global), global_count, divides, at<const uint8_t>(x),
+                             rows, matrix_.columns, at<float>(y), matrix_.rows, at<const float>(bias), threads};
+        // Spikes are worth their while up to about a fifth of all in-features.
+        const double work = static_cast<double>(rows) * codes_of(matrix_.rows) / 8;
+        run(work > kReleaseWork, [&] { check(q4_cpu_spikes(&matrix_, &call, isa)); });
     }
 
   private:

@@ -17,7 +17,6 @@ from q4core import (
     ConfigError,
     Feature,
     Form,
-    InputError,
     KernelPath,
     NibbleOrder,
     PackedWeight,
@@ -226,35 +225,22 @@ class CpuNative:
             self._isa,
         )
 
-    def spikes(
-        self,
-        prepared: Prepared,
-        columns: torch.Tensor,
-        starts: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        bias: torch.Tensor | None,
-    ) -> None:
+    def spikes(self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
         """Run one native call, with the bits of the exact product."""
         call = prepared.meta.call
         given = None if call.place is None else _global_scale(prepared)
-        wrong = call.matrix.spikes(
+        call.matrix.spikes(
             prepared.tensors[0].data_ptr(),
             0 if given is None else given.data_ptr(),
             0 if given is None else given.numel(),
             call.divides,
-            columns.data_ptr(),
-            starts.data_ptr(),
-            out.shape[0],
-            columns.numel(),
+            x.data_ptr(),
+            x.shape[0],
             out.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             torch.get_num_threads(),
             self._isa,
         )
-        if wrong:
-            rule = f"in 0 … {call.in_features - 1}, rising within a row"
-            raise InputError("spikes", name="columns", rule=rule, value=int(columns[wrong - 1]))
 
     def spike_limit(self, rows: int) -> float:
         """Return the share of ones up to which the zeros cost more than what the dense product shares among rows."""
