@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [actors]``.
+[waiting] [embeddings] [actors] [microcircuit] [spikes]``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from benchmarks import (
     embeddings,
     generate,
     memory,
+    microcircuit,
     opening,
     overhead,
     precision,
+    spikes,
     threads,
     waiting,
 )
@@ -38,6 +40,8 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "waiting": waiting.main,
     "embeddings": embeddings.main,
     "actors": actors.main,
+    "microcircuit": microcircuit.main,
+    "spikes": spikes.main,
 }
 
 

@@ -115,3 +115,15 @@ def test_training_refuses_no_epochs(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--epochs must be at least 1" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_microcircuit_fires(tmp_path: Path) -> None:
+    """At a hundredth of the size every population fires, slowly, inhibitory ones of layers 2/3, 4 and 6 faster."""
+    done = run_example("microcircuit.py", "--scale", 0.01, "--seconds", 1, "--picture", "raster.png", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rates = {name: float(rate) for name, rate in re.findall(r"^(L\S+) +([\d.]+) spikes/s", done.stdout, re.MULTILINE)}
+    assert len(rates) == 8
+    assert all(0 < rate < 20 for rate in rates.values())
+    assert all(rates[f"{layer}I"] > rates[f"{layer}E"] for layer in ("L2/3", "L4", "L6"))
+    assert re.search(r"767 neurons, \d+ synapses of 3\.\d+ bytes", done.stdout)
+    assert image.imread(tmp_path / "raster.png").shape == (600, 1440, 4)

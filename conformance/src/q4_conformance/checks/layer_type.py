@@ -87,11 +87,17 @@ def _check_layer_gradients(subject: LayerSubject, example: Any) -> str:
     """In eval mode gradients are what differences show: in float64 of input and parameters.
 
     Of a straight-through example, in float32, of the input alone; its parameters' gradients must be there and finite.
+    Spikes have a surrogate's gradient, which no difference shows: it must be there, finite, and not zero everywhere.
     """
     dtype, limits = (torch.float32, _ROUNDED) if example.straight_through else (torch.float64, _EXACT)
     module = subject.make(example).eval().to(dtype)
     x = subject.draw(example, 2, example.shape)
     x = x.to(dtype).requires_grad_() if x.is_floating_point() else x
+    if getattr(example, "surrogate", False):
+        (slope,) = torch.autograd.grad(subject.call(module, x).sum(), x)
+        expect(bool(torch.isfinite(slope).all()), "a surrogate gradient is not finite")
+        expect(bool((slope != 0).any()), "no surrogate gradient reaches the input")
+        return f"{slope.numel()} surrogate gradients"
     moved = [x] if x.requires_grad else []
     moved += [] if example.straight_through else [item for item in module.parameters() if item.requires_grad]
     with warnings.catch_warnings():

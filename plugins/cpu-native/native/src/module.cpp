@@ -87,6 +87,15 @@ class Matrix {
         run(work > kReleaseWork, [&] { check(q4_cpu_linear(&matrix_, &call, isa)); });
     }
 
+    void spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t rows, uintptr_t y,
+                uintptr_t bias, int threads, int isa) const {
+        const q4_spikes call{at<const uint8_t>(tiles), at<const float>(global), global_count, divides, at<const uint8_t>(x),
+                             rows, matrix_.columns, at<float>(y), matrix_.rows, at<const float>(bias), threads};
+        // Spikes are worth their while up to about a fifth of all in-features.
+        const double work = static_cast<double>(rows) * codes_of(matrix_.rows) / 8;
+        run(work > kReleaseWork, [&] { check(q4_cpu_spikes(&matrix_, &call, isa)); });
+    }
+
   private:
     double codes_of(int64_t rows) const { return static_cast<double>(rows) * static_cast<double>(matrix_.columns); }
     static void check(int32_t status) {
@@ -170,7 +179,8 @@ NB_MODULE(_native, module) {
         .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
         .def("pack", &Matrix::pack)
         .def("unpack", &Matrix::unpack)
-        .def("linear", &Matrix::linear);
+        .def("linear", &Matrix::linear)
+        .def("spikes", &Matrix::spikes);
     nb::class_<Program>(module, "Program")
         .def(nb::init<>())
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),

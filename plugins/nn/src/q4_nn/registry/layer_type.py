@@ -46,12 +46,14 @@ class LayerExample:
         options: The type's own.
         integers: Inputs are int64 below this, such as token numbers; None for floats.
         straight_through: Whether the parameters' gradients are those of quantised ones, which no difference shows.
+        surrogate: Whether the result are spikes, whose gradient is a surrogate's, which no difference shows.
     """
 
     shape: tuple[int, ...]
     options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     integers: int | None = None
     straight_through: bool = False
+    surrogate: bool = False
 
 
 @attrs.frozen

@@ -74,9 +74,13 @@ class STELinear(nn.Linear):
         """Return what torch prints."""
         return f"{super().extra_repr()}, format={self.format}"
 
+    def quantised(self) -> torch.Tensor:
+        """Return the weight that ``forward`` uses, [N, K] with gradients to the master: for many products by one."""
+        return ste_matrix(self.weight, self.format)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ quantised(weight)ᵀ + bias``: [..., N] from [..., K]."""
-        return nn.functional.linear(x, ste_matrix(self.weight, self.format), self.bias)
+        return nn.functional.linear(x, self.quantised(), self.bias)
 
 
 class STEConv2d(nn.Conv2d):

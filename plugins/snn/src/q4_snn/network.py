@@ -1,0 +1,384 @@
+"""Networks: populations of neurons, and projections between them with delays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import torch
+from torch import nn
+
+from q4_nn import STELinear
+from q4core import ConfigError, InputError, Q4Error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from q4_snn.neurons import Neuron
+
+__all__ = ["Network", "NetworkState", "NonFiniteStateError", "Population", "Projection", "Synapses"]
+
+
+_Products = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+
+
+class NonFiniteStateError(Q4Error, ArithmeticError, code="non_finite_state"):
+    """A membrane, or another state of a population, is NaN or infinite; the network's call has changed nothing."""
+
+
+class Population(nn.Module):
+    """A number of neurons of one kind under a name; without a neuron it is an input of the network.
+
+    Args:
+        name: Unlike every other in a network, without a dot.
+        size: How many neurons.
+        neuron: How they compute; None for an input.
+
+    Raises:
+        ConfigError: The name or size is not legal, or the neuron's parameters are for another size.
+    """
+
+    def __init__(self, name: str, size: int, neuron: Neuron | None = None) -> None:
+        super().__init__()
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError("population", name="name", rule="a word without a dot", value=name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"population {name!r}", name="size", rule="a positive whole number", value=size)
+        if neuron is not None and neuron.size not in {None, size}:
+            rule = f"one whose parameters are for {size} neurons"
+            raise ConfigError(f"population {name!r}", name="neuron", rule=rule, value=f"for {neuron.size}")
+        self.name = name
+        self.size = size
+        self.neuron = neuron
+
+    def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, ...]:
+        """Return what the neurons give, then their state, from their input [..., size] and the state before."""
+        if self.neuron is None:
+            return (x,)
+        found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
+        return found
+
+    def extra_repr(self) -> str:
+        """Return what torch prints."""
+        return f"{self.name}, {self.size}"
+
+
+class Synapses(Protocol):
+    """What a network asks of a projection; every ``nn.Module`` that has it may be one."""
+
+    name: str
+    source: str
+    target: str
+    source_size: int
+    target_size: int
+    delay: int
+
+    def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
+        """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
+
+
+class Projection(nn.Module):
+    """Synapses from each neuron of a population to each of another.
+
+    ``synapses`` is an ``nn.Linear``; with a format, a ``q4_nn.STELinear``, which trains in four bits, and a packed
+    layer after ``q4_nn.pack_(network)``.
+
+    Args:
+        source: Whose spikes it takes.
+        target: Whose input it gives.
+        format: Name of a 4-bit format, or None for float.
+        delay: Steps that a spike takes. 0 is the same step; a cycle needs at least one step.
+        bias: Whether each target neuron gets a constant input too.
+        name: ``source->target`` unless told.
+
+    Raises:
+        ConfigError: The delay is not legal.
+        FormatError: There is no such format.
+    """
+
+    def __init__(  # noqa: PLR0913  # one argument per option
+        self,
+        source: Population,
+        target: Population,
+        *,
+        format: str | None = None,  # noqa: A002  # the contract's name
+        delay: int = 0,
+        bias: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.source, self.target = source.name, target.name
+        self.source_size, self.target_size = source.size, target.size
+        self.name = f"{source.name}->{target.name}" if name is None else name
+        if not isinstance(delay, int) or isinstance(delay, bool) or delay < 0:
+            raise ConfigError(f"projection {self.name!r}", name="delay", rule="steps, 0 or more", value=delay)
+        self.delay = delay
+        self.synapses: nn.Module = (
+            nn.Linear(source.size, target.size, bias)
+            if format is None
+            else STELinear(source.size, target.size, bias, format=format)
+        )
+
+    def forward(self, spikes: torch.Tensor) -> torch.Tensor:
+        """Return [..., target_size] from spikes [..., source_size]."""
+        current: torch.Tensor = self.synapses(spikes)
+        return current
+
+    def for_run(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return ``forward`` for many steps in a row: synapses that train in four bits are quantised once for all."""
+        if not isinstance(self.synapses, STELinear):
+            return self
+        return functools.partial(nn.functional.linear, weight=self.synapses.quantised(), bias=self.synapses.bias)
+
+    def extra_repr(self) -> str:
+        """Return what torch prints."""
+        return f"{self.name}, delay={self.delay}"
+
+
+@attrs.frozen(eq=False)
+class NetworkState:
+    """What a network is in after a step.
+
+    Args:
+        neurons: Population's name → its state tensors [B, n], by the order of ``neuron.states``.
+        history: Name of a population with delayed projections → what it gave, the last step first, as far back as its
+            longest delay needs.
+    """
+
+    neurons: Mapping[str, tuple[torch.Tensor, ...]]
+    history: Mapping[str, tuple[torch.Tensor, ...]]
+
+
+class Network(nn.Module):
+    """Populations and the projections between them, which step together.
+
+    In each step a population takes the sum of its projections: of what their sources gave in the same step, or
+    ``delay`` steps ago. Nothing is kept between calls but by ``state``.
+
+    Args:
+        populations: With names unlike one another; those without a neuron are inputs.
+        projections: Between them.
+
+    Raises:
+        ConfigError: A name is there twice or unknown, sizes don't fit, an input has a projection into it, or
+            projections without delay form a cycle.
+    """
+
+    def __init__(self, populations: Sequence[Population], projections: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for what, items in (("population", populations), ("projection", projections)):
+            names = [str(item.name) for item in items]
+            if twice := {name for name in names if names.count(name) > 1}:
+                hint = "Give it name=." if what == "projection" else None
+                raise ConfigError("network", name=f"{what}s", rule="of different names", value=min(twice), hint=hint)
+        self.populations = nn.ModuleDict({item.name: item for item in populations})
+        self.projections = nn.ModuleDict({str(item.name): item for item in projections})
+        if not self.inputs:
+            raise ConfigError("network", name="populations", rule="at least one without a neuron, its input", value=[])
+        self._into: dict[str, list[Synapses]] = {name: [] for name in self.populations}
+        self._depth: dict[str, int] = {}
+        for item in self._synapses():
+            self._check_projection(item)
+            self._into[item.target].append(item)
+            if item.delay:
+                self._depth[item.source] = max(self._depth.get(item.source, 0), item.delay)
+        self._order = self._sorted()
+
+    def _synapses(self) -> Iterable[Synapses]:
+        return self.projections.values()  # type: ignore[return-value]  # checked one by one
+
+    def _population(self, name: str) -> Population:
+        return self.populations[name]  # type: ignore[return-value]  # what the constructor put there
+
+    def _check_projection(self, item: Synapses) -> None:
+        what = f"projection {item.name!r}"
+        for role in ("source", "target"):
+            name, size = getattr(item, role), getattr(item, f"{role}_size")
+            if name not in self.populations:
+                rule = f"one of the network's populations, {', '.join(self.populations)}"
+                raise ConfigError(what, name=role, rule=rule, value=name)
+            if self._population(name).size != size:
+                rule = f"of {self._population(name).size} neurons, as population {name!r} is"
+                raise ConfigError(what, name=role, rule=rule, value=size)
+        if self._population(item.target).neuron is None:
+            raise ConfigError(what, name="target", rule="a population with a neuron, not an input", value=item.target)
+
+    def _sorted(self) -> list[str]:
+        """Return the populations so that each comes after those that it needs in the same step."""
+        order: list[str] = []
+        left = list(self.populations)
+        while left:
+            ready = [name for name in left if all(item.delay or item.source in order for item in self._into[name])]
+            if not ready:
+                raise self._cycle(left)
+            order.append(ready[0])
+            left.remove(ready[0])
+        return order
+
+    def _cycle(self, left: Sequence[str]) -> ConfigError:
+        path = [left[0]]
+        while path.count(path[-1]) < 2:  # noqa: PLR2004  # until one is met again
+            sources = [item.source for item in self._into[path[-1]] if not item.delay and item.source in left]
+            path.append(sources[0])
+        told = "->".join(reversed(path[path.index(path[-1]) :]))
+        hint = "Give one of them delay=1."
+        return ConfigError("network", name="projections", rule="free of cycles without delay", value=told, hint=hint)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the populations without a neuron."""
+        return tuple(name for name in self.populations if self._population(name).neuron is None)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the populations that no other one takes spikes of."""
+        read = {item.source for item in self._synapses() if item.source != item.target}
+        return tuple(name for name in self.populations if name not in read)
+
+    def step(
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None = None
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
+        """Advance by one step.
+
+        Args:
+            inputs: Name of each input → [B, n].
+            state: What the last step returned; None to begin at rest.
+
+        Returns:
+            What each population gave (spikes, or an ``LI``'s membranes), and the state.
+
+        Raises:
+            InputError: An input lacks, or input or state is of another size.
+        """
+        return self._step(inputs, state, {})
+
+    def _step(
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, products: _Products
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
+        example = self._check(inputs, state)
+        given: dict[str, torch.Tensor] = {}
+        neurons: dict[str, tuple[torch.Tensor, ...]] = {}
+        for name in self._order:
+            population = self._population(name)
+            if population.neuron is None:
+                given[name] = inputs[name]
+                continue
+            before = () if state is None else state.neurons[name]
+            given[name], *after = population(self._current(name, given, state, example, products), before)
+            neurons[name] = tuple(after)
+        history = {}
+        for name, depth in self._depth.items():
+            past = () if state is None else state.history[name]
+            history[name] = (given[name], *past)[:depth]
+        return given, NetworkState(neurons, history)
+
+    def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> torch.Tensor:
+        """Check sizes, and return one of the inputs."""
+        for name in self.inputs:
+            size = self._population(name).size
+            x = inputs.get(name)
+            if x is None or x.dim() != 2 or x.shape[1] != size:  # noqa: PLR2004  # [B, n]
+                value = None if x is None else list(x.shape)
+                raise InputError(f"population {name!r}", name="input", rule=f"of shape [B, {size}]", value=value)
+        example = inputs[self.inputs[0]]
+        for kind, parts in (("state", state.neurons), ("history", state.history)) if state is not None else ():
+            for name, tensors in parts.items():
+                wanted = (len(example), self._population(name).size) if name in self.populations else None
+                for tensor in tensors:
+                    if tensor.shape != wanted:
+                        rule = f"of shape {None if wanted is None else list(wanted)}"
+                        raise InputError(f"population {name!r}", name=kind, rule=rule, value=list(tensor.shape))
+        return example
+
+    def _current(
+        self,
+        name: str,
+        given: Mapping[str, torch.Tensor],
+        state: NetworkState | None,
+        example: torch.Tensor,
+        products: _Products,
+    ) -> torch.Tensor:
+        """Return a population's input in this step."""
+        size, total = self._population(name).size, None
+        for item in self._into[name]:
+            if not item.delay:
+                spikes = given[item.source]
+            elif state is not None and len(state.history[item.source]) >= item.delay:
+                spikes = state.history[item.source][item.delay - 1]
+            else:  # none has arrived yet
+                spikes = example.new_zeros(len(example), item.source_size)
+            current = products.get(item.name, item)(spikes)
+            if current.shape != (len(example), size):
+                rule = f"a result of shape [{len(example)}, {size}]"
+                raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
+            total = current if total is None else total + current
+        return example.new_zeros(len(example), size) if total is None else total
+
+    def forward(
+        self,
+        x: torch.Tensor | Mapping[str, torch.Tensor],
+        state: NetworkState | None = None,
+        record: Sequence[str] | None = None,
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
+        """Run over time.
+
+        Args:
+            x: [T, B, n] of the only input, or each input's name → [T, B, n].
+            state: What a call before returned, to go on from there; None to begin at rest.
+            record: What to return: names of populations for what they give, ``population.mem`` for a state;
+                ``outputs`` unless told.
+
+        Returns:
+            Each name of ``record`` → [T, B, n], and the state after the last step.
+
+        Raises:
+            InputError: x does not fit the inputs, or ``record`` names what is not there.
+            NonFiniteStateError: A state is NaN or infinite after the last step.
+        """
+        sequences = {self.inputs[0]: x} if isinstance(x, torch.Tensor) and len(self.inputs) == 1 else x
+        if isinstance(sequences, torch.Tensor) or set(sequences) != set(self.inputs):
+            value = "a tensor" if isinstance(sequences, torch.Tensor) else sorted(sequences)
+            raise InputError("network", name="x", rule=f"a mapping of inputs {', '.join(self.inputs)}", value=value)
+        lengths = {value.shape[:2] for value in sequences.values() if value.dim() == 3}  # noqa: PLR2004  # [T, B, n]
+        if len(lengths) != 1 or not min(lengths)[0] or any(value.dim() != 3 for value in sequences.values()):  # noqa: PLR2004  # as above
+            shapes = {name: list(item.shape) for name, item in sequences.items()}
+            rule = "tensors [T, B, n] of one T, at least 1, and one B"
+            raise InputError("network", name="x", rule=rule, value=shapes)
+        places = {name: self._place(name) for name in (self.outputs if record is None else record)}
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
+        products = {item.name: item.for_run() for item in self.projections.values() if isinstance(item, Projection)}
+        for step in range(min(lengths)[0]):
+            given, state = self._step({name: value[step] for name, value in sequences.items()}, state, products)
+            for name, (population, index) in places.items():
+                found[name].append(given[population] if index is None else state.neurons[population][index])
+        assert state is not None  # noqa: S101  # at least one step was taken
+        self._check_finite(state)
+        return {name: torch.stack(steps) for name, steps in found.items()}, state
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        """Return which population a name of ``record`` means, and which of its states."""
+        population, _, kind = name.partition(".")
+        neuron = self._population(population).neuron if population in self.populations else None
+        states = () if neuron is None else neuron.states
+        if population not in self.populations or (kind and kind not in states):
+            rule = "names of populations, or population.state"
+            raise InputError("network", name="record", rule=rule, value=name)
+        return population, states.index(kind) if kind else None
+
+    def _check_finite(self, state: NetworkState) -> None:
+        for name in self._order:
+            for kind, value in zip(
+                getattr(self._population(name).neuron, "states", ()), state.neurons.get(name, ()), strict=True
+            ):
+                if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
+                    bad = (~torch.isfinite(value)).any(0).sum()
+                    raise NonFiniteStateError(
+                        f"population {name!r}",
+                        name=kind,
+                        rule="finite",
+                        value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
+                        hint="Look at the input, and at the weights of the projections into it.",
+                    )

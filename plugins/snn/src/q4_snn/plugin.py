@@ -1,0 +1,36 @@
+"""What q4core finds here: the neurons as layer types, so that ``q4_nn.make("lif", …)`` makes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q4core import hookimpl
+
+if TYPE_CHECKING:
+    from q4_nn import LayerType
+
+__all__ = ["q4_layers"]
+
+
+@hookimpl
+def q4_layers() -> list[LayerType]:
+    """Return the neurons: each takes currents [B, n], and returns spikes (or membranes) and its state."""
+    from q4_nn import LayerExample, LayerType  # noqa: PLC0415  # not before somebody asks
+    from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF  # noqa: PLC0415  # as above
+
+    tau = {"tau_mem": 1e-3}
+    adaptive = {**tau, "tau_adapt": 1e-2, "adaptation": 0.5}
+    return [
+        LayerType("lif", LIF, summary="LIF neurons", examples=(LayerExample((5,), tau, surrogate=True),)),
+        LayerType(
+            "cuba_lif",
+            CubaLIF,
+            summary="current-based LIF neurons",
+            examples=(LayerExample((5,), {**tau, "tau_syn": 5e-4}, surrogate=True),),
+        ),
+        LayerType("li", LI, summary="leaky integrators", examples=(LayerExample((5,), tau),)),
+        LayerType("if", IF, summary="integrate-and-fire neurons", examples=(LayerExample((5,), surrogate=True),)),
+        LayerType(
+            "alif", ALIF, summary="adaptive LIF neurons", examples=(LayerExample((5,), adaptive, surrogate=True),)
+        ),
+    ]
