@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn import STELinear
-from q4core import ConfigError, InputError, Q4Error
+from q4_nn import FilledLinear, STELinear
+from q4core import ConfigError, InputError, Q4Error, Q4Linear, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ class Population(nn.Module):
     """A number of neurons of one kind under a name; without a neuron it is an input of the network.
 
     Args:
-        name: Unlike every other in a network, without a dot.
+        name: Unlike every other in a network, without dots and slashes.
         size: How many neurons.
         neuron: How they compute; None for an input.
 
@@ -43,8 +43,8 @@ class Population(nn.Module):
 
     def __init__(self, name: str, size: int, neuron: Neuron | None = None) -> None:
         super().__init__()
-        if not isinstance(name, str) or not name or "." in name:
-            raise ConfigError("population", name="name", rule="a word without a dot", value=name)
+        if not isinstance(name, str) or not name or {".", "/"} & {*name}:
+            raise ConfigError("population", name="name", rule="a word without dots and slashes", value=name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"population {name!r}", name="size", rule="a positive whole number", value=size)
         if neuron is not None and neuron.size not in {None, size}:
@@ -126,6 +126,29 @@ class Projection(nn.Module):
         """Return [..., target_size] from spikes [..., source_size]."""
         current: torch.Tensor = self.synapses(spikes)
         return current
+
+    @property
+    def format(self) -> str | None:
+        """Name of the synapses' 4-bit format, or None where they are float."""
+        if isinstance(self.synapses, STELinear):
+            return self.synapses.format
+        packed = self._packed()
+        return None if packed is None else packed.weight.format
+
+    def _packed(self) -> Q4Linear | None:
+        inner = self.synapses.layer if isinstance(self.synapses, FilledLinear) else self.synapses
+        return inner if isinstance(inner, Q4Linear) else None
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the numbers that ``forward`` uses, [target_size, source_size], float, without gradients."""
+        with torch.no_grad():
+            if isinstance(self.synapses, STELinear):
+                return self.synapses.quantised().clone()
+            packed = self._packed()
+            if packed is None:
+                weight: torch.Tensor = self.synapses.weight  # type: ignore[assignment]  # an nn.Linear's
+                return weight.clone()
+            return dequantize(packed.packed_weight())[:, : self.source_size]
 
     def for_run(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return ``forward`` for many steps in a row: synapses that train in four bits are quantised once for all."""
@@ -237,6 +260,17 @@ class Network(nn.Module):
         """Names of the populations that no other one takes spikes of."""
         read = {item.source for item in self._synapses() if item.source != item.target}
         return tuple(name for name in self.populations if name not in read)
+
+    def closes_cycle(self, projection: Synapses) -> bool:
+        """Say whether a projection leads back to a population that it depends on, and is not before it in a step."""
+        reached, left = set(), [projection.target]
+        while left:
+            name = left.pop()
+            if name not in reached:
+                reached.add(name)
+                left += [item.target for item in self._synapses() if item.source == name]
+        is_back = self._order.index(projection.source) >= self._order.index(projection.target)
+        return is_back and projection.source in reached
 
     def step(
         self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None = None
