@@ -105,6 +105,9 @@ class Backend(Protocol):
     ``bind_program(program, buffers, layers) -> Runner`` (declare op ``"program"``) binds a list of operations, which
     one call then runs; see ``RunsPrograms``.
 
+    ``spikes(prepared, columns, starts, out, *, bias) -> None`` and ``spike_limit(rows) -> float`` (declare op
+    ``"spikes"``) multiply with rows of 0 and 1; see ``RunsSpikes``.
+
     ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,
     and ``meta_from(facts) -> meta`` gives an equal one back in any process; a ``Q4Error`` for facts that this
     version did not write. With both, and an ``export`` that refuses tensors of other sizes than the layout's, what is

@@ -132,12 +132,37 @@ class ProgramRecord:
         return "\n".join([f"program {self.name}: {ran}", *(f"  {reason}" for reason in self.reasons)])
 
 
+@attrs.define(eq=False)
+class SpikeRecord:
+    """How often a layer's products with spikes ran sparsely, and how often densely.
+
+    Args:
+        layer: Its name.
+        backend: Who runs them.
+        reason: Why none is sparse; None where the backend's sparse product serves.
+        sparse: Calls of the sparse product.
+        dense: Calls of the dense one.
+    """
+
+    layer: str
+    backend: str = ""
+    reason: str | None = None
+    sparse: int = 0
+    dense: int = 0
+
+    def __str__(self) -> str:
+        """Return the record as a line."""
+        why = "" if self.reason is None else f"; not sparsely: {self.reason}"
+        return f"spikes of {self.layer} on {self.backend}: {self.sparse} × sparse, {self.dense} × dense{why}"
+
+
 @attrs.frozen
 class Report:
-    """The records of many layers, and of the programs that run them."""
+    """The records of many layers, of the programs that run them, and of their products with spikes."""
 
     layers: tuple[Diagnostics, ...]
     programs: tuple[ProgramRecord, ...] = ()
+    spikes: tuple[SpikeRecord, ...] = ()
 
     @property
     def path_calls(self) -> dict[str, int]:
@@ -164,6 +189,7 @@ class Report:
         return {
             "layers": [record.to_dict() for record in self.layers],
             "programs": [attrs.asdict(record) for record in self.programs],
+            "spikes": [attrs.asdict(record) for record in self.spikes],
             "path_calls": self.path_calls,
             "prepared_bytes": self.prepared_bytes,
             "source_bytes": self.source_bytes,
@@ -180,4 +206,4 @@ class Report:
             return "no 4-bit layers"
         total = f"{len(self.layers)} layers, {self.prepared_bytes:,} bytes prepared"
         kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
-        return "\n".join([*map(str, self.layers), *map(str, self.programs), f"{total}{kept}"])
+        return "\n".join([*map(str, self.layers), *map(str, self.programs), *map(str, self.spikes), f"{total}{kept}"])

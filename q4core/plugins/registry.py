@@ -214,8 +214,13 @@ def _fault_of_backend(item: Any) -> Reason | None:
         return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
     if not isinstance(declared, Capabilities):
         return _broken("capabilities must be a Capabilities")
-    optional = {"quantize": "quantize", "input_gradient": "input_gradient", "program": "bind_program"}
-    methods = ["check", "prepare", "linear", *(name for op, name in optional.items() if op in declared.ops)]
+    optional = {
+        "quantize": ["quantize"],
+        "input_gradient": ["input_gradient"],
+        "program": ["bind_program"],
+        "spikes": ["spikes", "spike_limit"],
+    }
+    methods = ["check", "prepare", "linear", *(name for op in optional if op in declared.ops for name in optional[op])]
     missing = [name for name in methods if not callable(getattr(item, name, None))]
     return _broken(f"a backend must have the methods {', '.join(missing)}") if missing else None
 

@@ -46,5 +46,5 @@ __all__ = [
 
 for _name in ("boundary", "conduct", "dense", "devices", "dialects", "kept"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("layers", "lives", "mutables", "numbers", "programs", "providers", "slips", "ways"):
+for _name in ("layers", "lives", "mutables", "numbers", "programs", "providers", "slips", "spikes", "ways"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

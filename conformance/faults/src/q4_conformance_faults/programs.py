@@ -83,8 +83,12 @@ def _with_threads(program: Program, buffers: Sequence[Tensor]) -> None:
 
 
 def _past_the_end(program: Program, buffers: Sequence[Tensor]) -> None:
-    flat = buffers[program.steps[-1].outputs[0].buffer]
-    end = flat.data_ptr() + flat.nbytes
+    read_behind(buffers[program.steps[-1].outputs[0].buffer])
+
+
+def read_behind(tensor: Tensor) -> None:
+    """Read a byte behind a tensor that ends with its page."""
+    end = tensor.data_ptr() + tensor.nbytes
     if end % mmap.PAGESIZE == 0:
         ctypes.c_char.from_address(end).value  # noqa: B018  # to read it is the fault
 

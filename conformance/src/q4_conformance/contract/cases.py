@@ -288,6 +288,17 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         rows = (1, 3, 17, 128) if name == "record" else (1, 17)
         case = of_backend(contract, part, text, name, recipe=base, rows=rows, is_slow=name in _SLOW)
         yield from _and_coarse(case) if name in _ABOUT_CALLS else (case,)
+    for part, text in (
+        (
+            "numbers",
+            "spikes give float64's numbers, and the same bits whatever stands or runs beside them",
+        ),
+        ("refused", "a spike out of range is a typed error, before anything is written"),
+        ("pages", "nothing is read or written past the end of a tensor"),
+        ("quiet", "a product of spikes makes no tensor"),
+    ):
+        uneven = attrs.evolve(base, n=67)
+        yield of_backend("EX-22", part, text, f"spikes_{part}", recipe=uneven, rows=(1, 5, 17))
     text = "every dtype of x and y that is declared is served rightly"
     yield from _in_each_dtype(of_backend("EX-02", "dtypes", text, "dtypes", recipe=base))
     text = "closing gives every byte back, and later use is an error"

@@ -21,7 +21,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 4
+#define Q4_CPU_ABI_VERSION 5
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -116,6 +116,24 @@ int32_t q4_cpu_pack(const q4_matrix *matrix, const q4_source *source, uint8_t *t
 int32_t q4_cpu_unpack(const q4_matrix *matrix, const uint8_t *tiles, const int64_t *rows, int64_t count, uint8_t *codes,
                       uint8_t *scale, uint8_t *second, int32_t threads);
 int32_t q4_cpu_linear(const q4_matrix *matrix, const q4_call *call, int32_t isa);
+
+/* The product with rows of 0 and 1, of which `columns` tell the ones: those of row m are columns[starts[m] … starts[m + 1]).
+ * y[m,n] = sum of w[n,k] over them + bias[n], with the bits of the exact family. */
+typedef struct {
+    const uint8_t *tiles;
+    const float *global_scale; /* as in a call */
+    int64_t global_count;
+    int32_t global_divides;
+    const int64_t *columns; /* rising within a row, below K */
+    const int64_t *starts;  /* [rows + 1], from 0, never falling */
+    int64_t rows;           /* M */
+    float *y;
+    int64_t y_stride; /* at least N */
+    const float *bias; /* NULL or [N] */
+    int32_t threads;
+} q4_spikes;
+/* As above; 1 + the number of the first column that is out of range or does not rise, before anything is written. */
+int64_t q4_cpu_spikes(const q4_matrix *matrix, const q4_spikes *spikes, int32_t isa);
 
 /* Programs: steps over views of the caller's memory, run by one call on one team of threads. What each operation computes,
  * which views it has and which numbers, is told in q4core/backend/program.py; the order is the same. */

@@ -76,4 +76,16 @@ inline bool is_sound(const q4_matrix& m, const q4_call* call) {
     return c.x_rows == 1 || c.y_stride >= m.rows || c.y_stride <= -m.rows;
 }
 
+inline bool is_sound(const q4_matrix& m, const q4_spikes* spikes) {
+    if (!spikes) return false;
+    const q4_spikes& s = *spikes;
+    if (!s.tiles || !s.starts || !s.y || s.threads < 1 || !is_size(s.rows)) return false;
+    if (s.global_scale && ((s.global_count != 1 && s.global_count != m.rows) || !is_aligned(s.global_scale, Q4_F32))) return false;
+    if (!is_aligned(s.y, Q4_F32) || !is_aligned(s.bias, Q4_F32) || s.starts[0] != 0) return false;
+    if (s.rows > 1 && s.y_stride < m.rows) return false;
+    for (int64_t row = 0; row < s.rows; ++row)
+        if (s.starts[row + 1] < s.starts[row]) return false;
+    return s.starts[s.rows] == 0 || s.columns;
+}
+
 }  // namespace q4

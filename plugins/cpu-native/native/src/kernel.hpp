@@ -44,6 +44,15 @@ struct Panel {
     alignas(64) float second[kA8PanelChunks * 2 * kTileRows];  // a8, a16; exact weights hold it already
 };
 
+// Where the numbers of a spiking column lie in each tile: its group, the line of its codes and the bits before its own.
+struct Spike {
+    int64_t head, codes;
+    int32_t shift, set;
+    float keep;  // 0 for the first spike of a half chunk, which its sum begins with; else 1
+    float ends;  // 1 for the last one, after which the sum is scaled; else 0
+};
+
+using SpikeKernel = void (*)(const Tile&, const Spike* spikes, int64_t count, float* y);  // y: [16], written
 using DirectKernel = void (*)(const Tile&, const Activations&, float* y);  // y: [rows][16], written
 using PanelDecoder = void (*)(const Tile&, int64_t first, int64_t last, Panel&);
 using PanelKernel = void (*)(const Panel&, const Activations&, int64_t chunks, float* y);  // y: [rows][16], added to
@@ -103,6 +112,7 @@ struct Kernels {
     // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
     const Operations* operations = nullptr;
+    SpikeKernel (*spikes)(const q4_matrix&) = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

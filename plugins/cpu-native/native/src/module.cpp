@@ -87,6 +87,19 @@ class Matrix {
         run(work > kReleaseWork, [&] { check(q4_cpu_linear(&matrix_, &call, isa)); });
     }
 
+    // Returns 0, or 1 + the number of the first column that is out of range or does not rise.
+    int64_t spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t columns, uintptr_t starts,
+                   int64_t rows, int64_t count, uintptr_t y, uintptr_t bias, int threads, int isa) const {
+        const q4_spikes call{at<const uint8_t>(tiles), at<const float>(global), global_count, divides,
+                             at<const int64_t>(columns), at<const int64_t>(starts), rows, at<float>(y), matrix_.rows,
+                             at<const float>(bias), threads};
+        int64_t status = 0;
+        const double work = static_cast<double>(matrix_.rows) * static_cast<double>(count + rows);
+        run(work > kReleaseWork / 8, [&] { status = q4_cpu_spikes(&matrix_, &call, isa); });
+        if (status < 0) check(static_cast<int32_t>(status));
+        return status;
+    }
+
   private:
     double codes_of(int64_t rows) const { return static_cast<double>(rows) * static_cast<double>(matrix_.columns); }
     static void check(int32_t status) {
@@ -170,7 +183,8 @@ NB_MODULE(_native, module) {
         .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
         .def("pack", &Matrix::pack)
         .def("unpack", &Matrix::unpack)
-        .def("linear", &Matrix::linear);
+        .def("linear", &Matrix::linear)
+        .def("spikes", &Matrix::spikes);
     nb::class_<Program>(module, "Program")
         .def(nb::init<>())
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),

@@ -7,6 +7,7 @@
 #include "finish.hpp"
 #include "operations.hpp"
 #include "quantize.hpp"
+#include "spikes.hpp"
 
 namespace q4 {
 
@@ -137,6 +138,12 @@ template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int
     return panel_kernel<V, 1>(m, family);
 }
 
+template <class V> SpikeKernel spike_kernel(const q4_matrix& m) {
+    return with_form(m, [](auto second, auto bytes) -> SpikeKernel {
+        return spikes_direct<V, decltype(second)::value, decltype(bytes)::value>;
+    });
+}
+
 template <class V> Kernels make_kernels() {
     return {direct_for<V>,
             decoder<V>,
@@ -150,7 +157,8 @@ template <class V> Kernels make_kernels() {
             quantize_word_chunk<V>,
             finish<V>,
             nullptr,
-            &operations_of<V>};
+            &operations_of<V>,
+            spike_kernel<V>};
 }
 
 }  // namespace q4

@@ -53,6 +53,7 @@ struct Avx2 {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(narrow));
     }
     static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static Ints shifted(Ints v, int bits) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
     static __m128i eight_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
     static __m128i eight_halves(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 

@@ -51,6 +51,7 @@ struct Avx512 {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(wide, 16)));
     }
     static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static Ints shifted(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
 
     // -- numbers of 16 blocks
     static Floats f32(const uint8_t* p) { return _mm512_loadu_ps(p); }

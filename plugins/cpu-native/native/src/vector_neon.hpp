@@ -47,6 +47,9 @@ struct NeonDotprod {
         vst1_u8(to, vreinterpret_u8_u16(vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet), 16)));
     }
     static Ints line(const uint8_t* p) { return vld1q_u8(p); }
+    static Ints shifted(Ints v, int bits) {
+        return vreinterpretq_u8_u32(vshlq_u32(vreinterpretq_u32_u8(v), vdupq_n_s32(-bits)));
+    }
 
     // -- numbers of 4 blocks
     static uint16x4_t four_bytes(const uint8_t* p) {

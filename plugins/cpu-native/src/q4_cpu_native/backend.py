@@ -17,6 +17,7 @@ from q4core import (
     ConfigError,
     Feature,
     Form,
+    InputError,
     KernelPath,
     NibbleOrder,
     PackedWeight,
@@ -46,6 +47,8 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
 _SMALL_BLOCK, _CHUNK = 16, 32
+# Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
+_MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
 
@@ -64,7 +67,7 @@ class CpuNative:
         scale_kinds={ScaleKind.PLAIN, ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV},
         devices={"cpu"},
         dtypes=_TYPES,
-        ops={"linear", "program"},
+        ops={"linear", "program", "spikes"},
         precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8, Precision.W4I16},
         features={
             Feature.OFFSET,
@@ -203,9 +206,7 @@ class CpuNative:
         tensors = prepared.tensors
         address = count = 0
         if call.place is not None:
-            given = tensors[call.place]
-            if given.dtype is not torch.float32:
-                given = given.to(torch.float32)
+            given = _global_scale(prepared)
             address, count = given.data_ptr(), given.numel()
         rows = x.shape[0]
         call.linear(
@@ -224,6 +225,45 @@ class CpuNative:
             torch.get_num_threads(),
             self._isa,
         )
+
+    def spikes(
+        self,
+        prepared: Prepared,
+        columns: torch.Tensor,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """Run one native call, with the bits of the exact product."""
+        call = prepared.meta.call
+        given = None if call.place is None else _global_scale(prepared)
+        wrong = call.matrix.spikes(
+            prepared.tensors[0].data_ptr(),
+            0 if given is None else given.data_ptr(),
+            0 if given is None else given.numel(),
+            call.divides,
+            columns.data_ptr(),
+            starts.data_ptr(),
+            out.shape[0],
+            columns.numel(),
+            out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            torch.get_num_threads(),
+            self._isa,
+        )
+        if wrong:
+            rule = f"in 0 … {call.in_features - 1}, rising within a row"
+            raise InputError("spikes", name="columns", rule=rule, value=int(columns[wrong - 1]))
+
+    def spike_limit(self, rows: int) -> float:
+        """Return the share of ones up to which the zeros cost more than what the dense product shares among rows."""
+        return _MOST_ONES_OF_ONE_ROW if rows == 1 else _MOST_ONES
+
+
+def _global_scale(prepared: Prepared) -> torch.Tensor:
+    given: torch.Tensor = prepared.tensors[prepared.meta.call.place]
+    return given if given.dtype is torch.float32 else given.to(torch.float32)
 
 
 def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""Checks of a backend's sparse product: its numbers, its memory, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_conformance.checks.endurance import threads
+from q4_conformance.contract.case import check, expect, raised, within
+from q4_conformance.measurement.allocations import watch
+from q4_conformance.measurement.guard_pages import on_last_page
+from q4_conformance.oracle.compare import judge
+from q4_conformance.oracle.exact import exact_linear
+from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
+from q4_conformance.subjects.reference import require_device
+from q4core import InputError, Prepared
+from q4core.spikes import SpikeProduct
+
+if TYPE_CHECKING:
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
+    from q4core import PackedWeight
+
+_CANARY = 97.0
+_COUNTS = (1, 2, 3)
+
+
+def _require_spikes(subject: BackendSubject) -> None:
+    if "spikes" not in subject.backend.capabilities.ops:
+        raise NotDeclaredError("op 'spikes' is not declared")
+    require_device(subject.device)
+
+
+def _spikes(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Return rows of 0 and 1, by turns few, none, some, all, and the two ends alone."""
+    random = torch.rand((rows, columns), generator=torch.Generator().manual_seed(seed))
+    x = (random < torch.tensor([0.03, 0.0, 0.3, 1.0, 0.0]).repeat(rows)[:rows, None]).to(torch.float32)
+    x[4::5, 0] = x[4::5, -1] = 1
+    return x
+
+
+def _events(x: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = torch.cat([torch.zeros(1), x.sum(1).cumsum(0)]).to(torch.int64)
+    return x.nonzero()[:, 1].contiguous().to(device), starts.to(device)
+
+
+def _bias(weight: PackedWeight) -> torch.Tensor:
+    return torch.randn(weight.out_features, generator=torch.Generator().manual_seed(22))
+
+
+def _prepared(case: Case, subject: BackendSubject) -> tuple[PackedWeight, Prepared]:
+    weight = case.weight()
+    request = subject.request(weight, dtype=torch.float32)
+    subject.require_declared(request)
+    return weight, subject.prepare(weight, request)
+
+
+@check("spikes_numbers")
+def check_spikes_numbers(case: Case, subject: BackendSubject) -> str:
+    """Every row has the numbers of float64, and the same bits beside other rows and on any number of threads."""
+    _require_spikes(subject)
+    worst = 0.0
+    for seed, rows in zip(case.seeds, case.rows, strict=False):
+        weight = case.weight()
+        bias = _bias(weight).to(subject.device)
+        layer = subject.layer(weight, bias, dtype=torch.float32).module
+        product = SpikeProduct(layer)
+        if product.record.reason is not None:
+            raise FailureError(f"declared, then refused: {product.record.reason}")
+        x = _spikes(rows, weight.in_features, seed)
+        columns, starts = _events(x, subject.device)
+        found: list[torch.Tensor] = []
+        for count in _COUNTS:
+            with threads(count), within(f"{rows} rows, {count} threads"):
+                y = torch.full((rows, weight.out_features), torch.nan, device=subject.device)
+                _call(subject, layer, columns, starts, y, bias)
+                compared = judge(y, exact_linear(weight, x, bias), out_dtype=torch.float32, device=subject.device)
+                expect(compared.passed, compared.message)
+                worst, found = max(worst, compared.ratio or 0.0), [*found, y]
+        expect(all(torch.equal(found[0], y) for y in found), f"{rows} rows: other bits on other threads")
+        for row in range(rows):
+            mine = columns[starts[row] : starts[row + 1]].clone()
+            y = torch.empty((1, weight.out_features), device=subject.device)
+            _call(subject, layer, mine, torch.tensor([0, mine.numel()], device=subject.device), y, bias)
+            expect(torch.equal(y[0], found[0][row]), f"row {row} of {rows} has other bits alone")
+        few = torch.zeros_like(x)
+        few[:, 0] = 1
+        compared = judge(product(few.to(subject.device)), exact_linear(weight, few, bias), out_dtype=torch.float32)
+        expect(compared.passed, f"through the core: {compared.message}")
+    return f"worst error {worst:.3g} of its bound"
+
+
+def _call(subject: BackendSubject, layer: Any, *given: torch.Tensor) -> None:
+    *rest, bias = given
+    backend: Any = subject.backend
+    backend.spikes(layer._require_ready().prepared, *rest, bias=bias)  # noqa: SLF001  # what the core itself gives
+
+
+@check("spikes_refused")
+def check_spikes_refused(case: Case, subject: BackendSubject) -> str:
+    """A column that is out of range or does not rise within its row is an InputError, before anything is written."""
+    _require_spikes(subject)
+    weight, prepared = _prepared(case, subject)
+    backend: Any = subject.backend
+    width = weight.in_features
+    wrong = ([0, -1], [0, width], [0, 1 << 40], [3, 2], [3, 3], [1, -(1 << 62)])
+    for columns in wrong:
+        out = torch.full((2, weight.out_features), _CANARY, device=subject.device)
+        given = torch.tensor([0, *columns], device=subject.device)
+        starts = torch.tensor([0, 1, 3], device=subject.device)
+        call = functools.partial(backend.spikes, prepared, given, starts, out, bias=None)
+        raised(InputError, call, f"columns {columns} of a layer of {width} were taken")
+        expect(bool((out == _CANARY).all()), f"columns {columns} were refused after something was written")
+    out = torch.full((2, weight.out_features), _CANARY, device=subject.device)
+    backend.spikes(prepared, torch.tensor([3, 2]), torch.tensor([0, 1, 2]), out, bias=None)  # in rows of their own
+    return f"{len(wrong)} wrong columns"
+
+
+@check("spikes_pages")
+def check_spikes_pages(case: Case, subject: BackendSubject) -> str:
+    """All that is given ends where readable memory ends: a read or a write past an end kills the process."""
+    _require_spikes(subject)
+    if subject.device.type != "cpu":
+        raise NotTestableError("only the CPU's memory can be made unreadable page by page")
+    weight, prepared = _prepared(case, subject)
+    placed = Prepared([on_last_page(tensor) for tensor in prepared.tensors], prepared.meta)
+    backend: Any = subject.backend
+    for rows in case.rows:
+        columns, starts = map(on_last_page, _events(_spikes(rows, weight.in_features, rows), subject.device))
+        out = on_last_page(torch.full((rows, weight.out_features), torch.nan))
+        backend.spikes(placed, columns, starts, out, bias=on_last_page(_bias(weight)))
+        expect(bool(out.isfinite().all()), f"{rows} rows: an element was not written")
+    return f"{len(case.rows)} numbers of rows"
+
+
+@check("spikes_quiet")
+@threads(1)
+def check_spikes_quiet(case: Case, subject: BackendSubject) -> str:
+    """A call makes no tensor."""
+    _require_spikes(subject)
+    weight, prepared = _prepared(case, subject)
+    backend: Any = subject.backend
+    columns, starts = _events(_spikes(5, weight.in_features, 5), subject.device)
+    out = torch.empty((5, weight.out_features), device=subject.device)
+    bias = _bias(weight).to(subject.device)
+    backend.spikes(prepared, columns, starts, out, bias=bias)
+    elements = watch(lambda: backend.spikes(prepared, columns, starts, out, bias=bias), subject.device).elements
+    expect(elements == 0, f"a call made tensors of {elements} elements")
+    return f"{columns.numel()} spikes"

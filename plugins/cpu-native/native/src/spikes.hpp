@@ -1,0 +1,37 @@
+// y[r] = sum of w[r, k] over the spiking k, for the 16 rows r of one tile: lines without a spike are not read.
+//
+// Each addition is that of the exact kernel for x[k] = 1, in its order: a half chunk is summed, then scaled. Where x is 0, that
+// kernel adds 0, so that both give the same bits. A spike costs a line of codes (64 bytes, or 16 of 8 bits) and its scales
+// instead of a chunk's share of both; the numbers that say where a half chunk begins and ends spare a jump that can't be foretold.
+#pragma once
+
+#include "exact.hpp"
+
+namespace q4 {
+
+template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, const Spike* spikes, int64_t count, float* y) {
+    constexpr int kParts = kTileRows / V::kLanes;
+    using F = typename V::Floats;
+    const typename V::Codebook book(t.matrix.codebook);
+    F sum[kParts], partial[kParts];
+    for (int part = 0; part < kParts; ++part) sum[part] = partial[part] = V::zero();
+    for (const Spike* spike = spikes; spike < spikes + count; ++spike) {
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + spike->head};
+        const F keep = V::splat(spike->keep), ends = V::splat(spike->ends);
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) {
+            const F s = of.scale(spike->set, part), z = of.second(spike->set, part);
+            const auto line = V::shifted(V::line(t.data + spike->codes + part * V::kLanes * 4), spike->shift);
+            F value;
+            if constexpr (Bytes)
+                value = V::template signed_byte<0>(line);
+            else
+                value = book.template at<0>(book.line(line));
+            partial[part] = V::fma(keep, partial[part], with_second<V, Second>(value, s, z));
+            sum[part] = V::fma(Second == Q4_OFFSET ? ends : V::mul(s, ends), partial[part], sum[part]);
+        }
+    }
+    for (int part = 0; part < kParts; ++part) V::store(y + part * V::kLanes, sum[part]);
+}
+
+}  // namespace q4

@@ -1,0 +1,210 @@
+"""``SparseProjection``: the synapses that exist, each with a weight of four bits and a delay of its own.
+
+Synapses stand by source, so that a spike reads those of its source alone. A synapse takes 2 bytes for its target (4
+where there are more than 65,536), half a byte for its weight's code, 1 for its delay, and an eighth for scale and
+offset, which 32 synapses share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["SparseProjection"]
+
+_BLOCK = 32
+_SHORT = 1 << 16
+_MOST_DELAY = 255
+
+
+class SparseProjection(nn.Module):
+    """Synapses between two populations, delivered by events to a ring of the input of coming steps.
+
+    Weights become codes of Q4_1 (16 levels between the least and the largest of each 32 synapses of neighbouring
+    sources), so that their mean and their spread stay what they were to a small part of a level.
+
+    Args:
+        source: int64 [S], the index of each synapse's source.
+        target: int64 [S], the index of its target; several synapses may join the same two.
+        weight: float32 [S].
+        delay: int64 [S], in steps, from 1 to 255.
+        sources: How many sources there are.
+        targets: How many targets there are.
+        name: For messages.
+
+    Raises:
+        InputError: A tensor has the wrong shape, dtype or a value out of range, or there is no synapse.
+    """
+
+    starts: torch.Tensor
+    target: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    delay: torch.Tensor
+    ring: torch.Tensor
+
+    def __init__(  # noqa: PLR0913  # one argument per fact of a synapse, and two sizes
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        delay: torch.Tensor,
+        *,
+        sources: int,
+        targets: int,
+        name: str = "synapses",
+    ) -> None:
+        super().__init__()
+        self.name, self.sources, self.targets = name, sources, targets
+        for what, values, low, high in (
+            ("source", source, 0, sources - 1),
+            ("target", target, 0, targets - 1),
+            ("delay", delay, 1, _MOST_DELAY),
+        ):
+            if values.dtype is not torch.int64 or values.shape != weight.shape[:1] or not len(values):
+                raise self._refusal(
+                    what, f"int64 {[*weight.shape[:1]]}, of 1 or more", f"{values.dtype} {[*values.shape]}"
+                )
+            least, most = map(int, torch.aminmax(values))
+            if least < low or most > high:
+                raise self._refusal(what, f"in {low} … {high}", least if least < low else most)
+        if weight.dtype is not torch.float32 or weight.dim() != 1 or not bool(weight.isfinite().all()):
+            raise self._refusal("weight", "a float32 vector of finite numbers", f"{weight.dtype} {[*weight.shape]}")
+        order = (source * targets + target).argsort(stable=True)
+        starts = torch.zeros(sources + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(source, minlength=sources), 0, out=starts[1:])
+        sorted_ = weight[order]
+        padded = torch.cat([sorted_, sorted_[-1:].expand(-len(order) % _BLOCK)])
+        packed = q4.quantize(padded[None], "q4_1")
+        codes = q4.unpack_codes(packed.qdata, packed.packing).view(-1, 2)
+        if packed.offset is None:
+            raise TypeError("a weight of Q4_1 has offsets")
+        self.register_buffer("starts", starts)
+        at = target[order]
+        self.register_buffer("target", at.to(torch.int16) if targets <= _SHORT else at.to(torch.int32))
+        self.register_buffer("codes", codes[:, 0] | codes[:, 1] << 4)
+        self.register_buffer("scale", packed.scale.view(-1).clone())
+        self.register_buffer("offset", packed.offset.view(-1).clone())
+        self.register_buffer("delay", delay[order].to(torch.uint8))
+        self.register_buffer("ring", torch.zeros(int(delay.max()) + 1, targets), persistent=False)
+        self.now = 0
+        self.events = 0
+        """Synapses that delivered since ``reset``."""
+
+    def _refusal(self, name: str, rule: str, value: object) -> q4.InputError:
+        return q4.InputError(f"projection {self.name!r}", name=name, rule=rule, value=value)
+
+    @property
+    def synapses(self) -> int:
+        """How many there are."""
+        return len(self.target)
+
+    @property
+    def bytes_per_synapse(self) -> float:
+        """Bytes of all that is kept of the synapses, the ring of coming input apart, for each of them."""
+        kept = (self.starts, self.target, self.codes, self.scale, self.offset, self.delay)
+        return sum(item.nbytes for item in kept) / self.synapses
+
+    def synapses_of(self, spiking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return target (int64), weight (float32) and delay (int64) of all synapses of some sources, in their order."""
+        first = self.starts[spiking]
+        counts = self.starts[spiking + 1] - first
+        ends = counts.cumsum(0)
+        index = torch.arange(int(ends[-1]) if len(ends) else 0, device=ends.device)
+        index += torch.repeat_interleave(first - ends + counts, counts)
+        code = self.codes[index >> 1] >> ((index & 1) * 4).to(torch.uint8) & 15
+        block = index // _BLOCK
+        weight = self.offset[block].float().addcmul_(self.scale[block].float(), code.float())
+        target = self.target[index].to(torch.int64)
+        return target & (_SHORT - 1) if self.target.dtype is torch.int16 else target, weight, self.delay[index].long()
+
+    def deliver(self, spiking: torch.Tensor) -> None:
+        """Add the weights of the sources that spike now to the input of the steps at which they arrive.
+
+        Args:
+            spiking: int64 [n], indices of sources, each at most once.
+
+        Raises:
+            InputError: It is no int64 vector, or an index is out of range; nothing is delivered.
+        """
+        if spiking.dtype is not torch.int64 or spiking.dim() != 1:
+            raise self._refusal("spiking", "an int64 vector", f"{spiking.dtype} {[*spiking.shape]}")
+        if not len(spiking):
+            return
+        least, most = map(int, torch.aminmax(spiking))
+        if least < 0 or most >= self.sources:
+            raise self._refusal("spiking", f"in 0 … {self.sources - 1}", least if least < 0 else most)
+        target, weight, delay = self.synapses_of(spiking)
+        step = (delay + self.now) % len(self.ring)
+        self.ring.view(-1).index_add_(0, step * self.targets + target, weight)
+        self.events += len(target)
+
+    def advance(self) -> torch.Tensor:
+        """Move on by one step, and return the input that arrives at it, float32 [targets]: delay 1 is the next step."""
+        self.now = (self.now + 1) % len(self.ring)
+        arrived = self.ring[self.now].clone()
+        self.ring[self.now] = 0
+        return arrived
+
+    def reset(self) -> None:
+        """Forget what is on its way, and what was counted."""
+        self.ring.zero_()
+        self.now = self.events = 0
+
+    def extra_repr(self) -> str:
+        """Return the facts that ``print(model)`` shows."""
+        return f"{self.sources} → {self.targets}, {self.synapses} synapses of {self.bytes_per_synapse:.2f} bytes"
+
+    @classmethod
+    def fixed_total_number(  # noqa: PLR0913  # one argument per fact of a distribution
+        cls,
+        sizes: Sequence[int],
+        counts: torch.Tensor,
+        weight: torch.Tensor,
+        delay: torch.Tensor,
+        *,
+        weight_spread: float,
+        delay_spread: float,
+        generator: torch.Generator,
+    ) -> SparseProjection:
+        """Return populations joined by given numbers of random synapses, among all their neurons.
+
+        Weights and delays are normal. A weight keeps its sign, and a delay is at least one step: what falls outside is
+        drawn anew.
+
+        Args:
+            sizes: Neurons of each of P populations; indices run through one after the other.
+            counts: int64 [P, P], synapses from population j to i at [i, j].
+            weight: [P, P], their mean.
+            delay: [P, P], their mean in steps.
+            weight_spread: Standard deviation of weights, of their mean.
+            delay_spread: Of delays, of theirs.
+            generator: What is drawn comes from it.
+        """
+        first = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for i, j in counts.nonzero().tolist():
+            count = int(counts[i, j])
+            source = torch.randint(first[j], first[j + 1], (count,), generator=generator)
+            target = torch.randint(first[i], first[i + 1], (count,), generator=generator)
+            strength = _normal(count, weight_spread, 0.0, generator) * weight[i, j]
+            steps = _normal(count, delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
+            parts.append((source, target, strength, steps.round().clamp(1, _MOST_DELAY).long()))
+        source, target, strength, steps = (torch.cat(items) for items in zip(*parts, strict=True))
+        return cls(source, target, strength, steps, sources=first[-1], targets=first[-1])
+
+
+def _normal(count: int, spread: float, least: float, generator: torch.Generator) -> torch.Tensor:
+    """Return normal numbers about 1, none below ``least``."""
+    values = 1 + spread * torch.randn(count, generator=generator)
+    while bool((wrong := values < least).any()):
+        values[wrong] = 1 + spread * torch.randn(int(wrong.sum()), generator=generator)
+    return values

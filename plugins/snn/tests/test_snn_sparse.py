@@ -1,0 +1,118 @@
+"""``SparseProjection``: what arrives, when, at what size, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_snn.sparse import SparseProjection
+
+SOURCES, TARGETS, SYNAPSES = 30, 50, 700
+
+
+def draw(targets: int = TARGETS) -> dict[str, Any]:
+    """Return random synapses."""
+    random = torch.Generator().manual_seed(3)
+    return {
+        "source": torch.randint(SOURCES, (SYNAPSES,), generator=random),
+        "target": torch.randint(targets, (SYNAPSES,), generator=random),
+        "weight": 80 + 8 * torch.randn(SYNAPSES, generator=random),
+        "delay": torch.randint(1, 6, (SYNAPSES,), generator=random),
+        "sources": SOURCES,
+        "targets": targets,
+        "name": "E to I",
+    }
+
+
+@pytest.mark.parametrize("targets", [TARGETS, 1 << 16, (1 << 16) + 1])
+def test_synapses_are_those_that_were_given(targets: int) -> None:
+    """Each source has its synapses, with targets and delays exact and weights within half a level of their block."""
+    given = draw(targets)
+    projection = SparseProjection(**given)
+    assert projection.synapses == SYNAPSES
+    level = (given["weight"].max() - given["weight"].min()) / 15
+    for source in range(SOURCES):
+        target, weight, delay = projection.synapses_of(torch.tensor([source]))
+        mine = given["source"] == source
+        found = sorted(zip(target.tolist(), weight.tolist(), delay.tolist(), strict=True))
+        wanted = [(given[name][mine]).tolist() for name in ("target", "weight", "delay")]
+        assert sorted((item[0], item[2]) for item in found) == sorted(zip(wanted[0], wanted[2], strict=True))
+        assert abs(float(weight.sum()) - sum(wanted[1])) <= len(found) * level * 0.51
+    every = projection.synapses_of(torch.arange(SOURCES))[1]
+    assert abs(float(every.mean() - given["weight"].mean())) < level / 10
+
+
+def test_input_arrives_after_its_delay() -> None:
+    """The input of each step is the dense sum of what was sent as many steps before as each synapse waits."""
+    projection = SparseProjection(**draw())
+    target, weight, delay = projection.synapses_of(torch.arange(SOURCES))
+    source = torch.repeat_interleave(torch.arange(SOURCES), projection.starts.diff())
+    dense = torch.zeros(6, SOURCES, TARGETS, dtype=torch.float64)
+    dense.index_put_((delay, source, target), weight.double(), accumulate=True)
+    spikes = torch.rand((20, SOURCES), generator=torch.Generator().manual_seed(1)) < 0.2
+    for step in range(20):
+        projection.deliver(spikes[step].nonzero()[:, 0])
+        arrived = projection.advance()
+        wanted = sum(spikes[step + 1 - wait].double() @ dense[wait] for wait in range(1, min(step + 2, 6)))
+        torch.testing.assert_close(arrived.double(), wanted, rtol=1e-5, atol=1e-3)
+    assert projection.events == int((spikes * projection.starts.diff()).sum())
+    projection.reset()
+    assert (projection.events, float(projection.advance().abs().sum())) == (0, 0)
+
+
+def test_a_synapse_takes_less_than_four_bytes() -> None:
+    """2 bytes of target, half a byte of weight, 1 of delay, an eighth of scale and offset, and the sources' share."""
+    random = torch.Generator().manual_seed(0)
+    counts, ones = torch.tensor([[40_000]]), torch.ones(1, 1)
+    projection = SparseProjection.fixed_total_number(
+        [500], counts, ones, 15 * ones, weight_spread=0.1, delay_spread=0.5, generator=random
+    )
+    assert projection.bytes_per_synapse == pytest.approx(2 + 0.5 + 1 + 4 / 32 + 8 * 501 / 40_000)
+    assert "40000 synapses of 3.73 bytes" in str(projection)
+
+
+def test_random_synapses_have_their_numbers() -> None:
+    """Populations are joined by the numbers of synapses asked for; means and spreads are those asked for."""
+    counts = torch.tensor([[0, 30_000], [20_000, 0]])
+    weight, delay = torch.tensor([[0.0, -4.0], [1.0, 0.0]]), torch.tensor([[1.0, 8.0], [15.0, 1.0]])
+    made = SparseProjection.fixed_total_number(
+        [100, 60], counts, weight, delay, weight_spread=0.1, delay_spread=0.2,
+        generator=torch.Generator().manual_seed(5),
+    )  # fmt: skip
+    first, others = (100, 159, 1.0, 15, 20_000), (0, 99, -4.0, 8, 30_000)
+    for sources, wanted in ((torch.arange(100), first), (torch.arange(100, 160), others)):
+        target, strength, steps = made.synapses_of(sources)
+        low, high, mean, wait, count = wanted
+        assert (int(target.min()), int(target.max()), len(target)) == (low, high, count)
+        assert float(strength.mean()) == pytest.approx(mean, rel=0.01)
+        assert float(strength.std()) == pytest.approx(abs(mean) * 0.1, rel=0.05)
+        assert float(steps.float().mean()) == pytest.approx(wait, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"source": torch.full((SYNAPSES,), SOURCES)}, "source must be in 0 … 29"),
+        ({"target": torch.full((SYNAPSES,), -1)}, "target must be in 0 … 49"),
+        ({"delay": torch.zeros(SYNAPSES, dtype=torch.int64)}, "delay must be in 1 … 255"),
+        ({"delay": torch.ones(3, dtype=torch.int64)}, "delay must be int64"),
+        ({"target": torch.zeros(SYNAPSES)}, "target must be int64"),
+        ({"weight": torch.full((SYNAPSES,), torch.nan)}, "weight must be a float32 vector of finite numbers"),
+    ],
+)
+def test_synapses_that_are_none_are_refused(change: dict[str, Any], told: str) -> None:
+    """Indices and delays out of range, other dtypes and NaN are typed errors that name the projection."""
+    with pytest.raises(q4.InputError, match=f"'E to I': {told}"):
+        SparseProjection(**draw() | change)
+
+
+@pytest.mark.parametrize("spiking", [torch.tensor([SOURCES]), torch.tensor([-1]), torch.tensor([0.5])])
+def test_a_spike_of_nobody_is_refused(spiking: torch.Tensor) -> None:
+    """A source that is not there is a typed error, and nothing is delivered."""
+    projection = SparseProjection(**draw())
+    with pytest.raises(q4.InputError, match="spiking"):
+        projection.deliver(spiking)
+    assert float(projection.ring.abs().sum()) == 0

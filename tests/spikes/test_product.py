@@ -1,0 +1,172 @@
+"""``SpikeProduct``: which product runs, what is proven first, and what is refused."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4core.spikes import SpikeProduct
+from tests.support.fakes import FakeBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+N, K = 40, 96
+
+
+class Spikes(FakeBackend):
+    """A backend of spikes, through the reference codec; ``harm`` changes what it gives."""
+
+    def __init__(self, harm: Callable[[torch.Tensor], torch.Tensor] | None = None, limit: float = 0.25) -> None:
+        super().__init__(ops={"linear", "spikes"})
+        self.harm, self.limit, self.rows = harm, limit, list[int]()
+
+    def spike_limit(self, rows: int) -> float:
+        """Return what it was told."""
+        del rows
+        return self.limit
+
+    def spikes(
+        self, prepared: q4.Prepared, columns: Any, starts: Any, out: torch.Tensor, *, bias: torch.Tensor | None
+    ) -> None:
+        """Add columns up."""
+        self.rows.append(len(out))
+        dense = q4.dequantize(prepared.meta.build(prepared.tensors), torch.float32)
+        for row in range(len(out)):
+            out[row] = dense[:, columns[starts[row] : starts[row + 1]]].sum(1) + (0 if bias is None else bias)
+        if self.harm is not None:
+            out.copy_(self.harm(out))
+
+
+def layer_of(backend: FakeBackend, *, bias: bool = True, dtype: torch.dtype | None = None) -> q4.Q4Linear:
+    """Return a layer that a backend prepared."""
+    registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: [backend])))])
+    config = q4.SessionConfig(device="cpu", activation_precision="exact", compute_dtype=dtype)
+    weight = q4.quantize(torch.randn(N, K), "nf4")
+    return q4.Q4Linear(weight, torch.randn(N) if bias else None, config=config, registry=registry, name="synapses")
+
+
+def spikes(*sizes: int, rate: float = 0.1) -> torch.Tensor:
+    """Return random spikes, bool."""
+    return torch.rand(sizes) < rate
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rare_spikes_run_sparsely_and_many_densely(bias: bool) -> None:
+    """Up to the backend's limit its sparse product runs, above it the layer, with the same numbers, and both count."""
+    layer = layer_of(Spikes(), bias=bias)
+    product = SpikeProduct(layer)
+    for x in (spikes(2, 3, K), spikes(K), spikes(4, K, rate=0.6)):
+        for given in (x, x.float()):
+            torch.testing.assert_close(product(given), layer(x.float()).detach())
+    assert (product.record.sparse, product.record.dense, product.record.reason) == (4, 2, None)
+    report = q4.explain(layer)
+    assert report.spikes == (product.record,)
+    assert "spikes of synapses on fake: 4 × sparse, 2 × dense" in str(report)
+    assert report.to_dict()["spikes"][0]["sparse"] == 4
+
+
+def test_events_are_the_columns_of_spikes() -> None:
+    """Columns and starts give what the rows of 0 and 1 give, rare or not, rows without a spike included."""
+    layer = layer_of(Spikes())
+    product = SpikeProduct(layer)
+    columns = torch.tensor([0, 7, K - 1, 3])
+    x = torch.zeros(3, K)
+    x[0, columns[:3]] = x[2, 3] = 1
+    starts = torch.tensor([0, 3, 3, 4])
+    torch.testing.assert_close(product.events(columns, starts), layer(x).detach())
+    every = torch.arange(K)
+    torch.testing.assert_close(product.events(every, torch.tensor([0, K])), layer(torch.ones(1, K)).detach())
+    assert (product.record.sparse, product.record.dense) == (1, 1)
+
+
+def test_a_backend_without_spikes_runs_densely_and_says_so() -> None:
+    """Where the backend declares no spikes the layer's own product serves, and the record says why."""
+    layer = layer_of(FakeBackend())
+    product = SpikeProduct(layer)
+    x = spikes(2, K)
+    torch.testing.assert_close(product(x), layer(x.float()).detach())
+    assert (product.record.dense, product.record.reason) == (1, "not declared")
+    assert str(product.record).endswith("not sparsely: not declared")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda y: y * 1.001, "wrong numbers"),
+        (lambda y: y * 0, "all zero"),
+        (lambda y: y[:, :1].expand_as(y) * torch.nan, "not written, or NaN"),
+    ],
+)
+def test_wrong_numbers_are_found_before_the_first_use(harm: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
+    """A backend whose numbers are wrong is not used for spikes, with a warning, and the dense product serves."""
+    layer = layer_of(Spikes(harm))
+    with pytest.warns(q4.Q4ProbeWarning, match="is not used for spikes"):
+        product = SpikeProduct(layer)
+    x = spikes(2, K)
+    torch.testing.assert_close(product(x), layer(x.float()).detach())
+    assert told in str(product.record.reason)
+
+
+@pytest.mark.parametrize(
+    ("x", "rule"),
+    [
+        (torch.zeros(2, K - 1), "0 and 1"),
+        (torch.zeros(2, K, dtype=torch.float64), "0 and 1"),
+        (torch.full((2, K), 0.5), "0 and 1 alone"),
+        (torch.full((2, K), torch.nan), "0 and 1 alone"),
+        (torch.zeros(2, K, requires_grad=True), "without gradients"),
+        ([0, 1], "0 and 1"),
+    ],
+)
+def test_what_is_no_spike_is_refused(x: Any, rule: str) -> None:
+    """Other shapes, dtypes and numbers are typed errors that name the layer and the way out."""
+    with pytest.raises(q4.InputError, match=f"synapses.*{rule}.*Call the layer itself"):
+        SpikeProduct(layer_of(Spikes()))(x)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_events_that_fit_no_row_are_refused(limit: float) -> None:
+    """Wrong starts, and columns that are wrong for the dense product, are typed errors."""
+    product = SpikeProduct(layer_of(Spikes(limit=limit)))
+    two = torch.tensor([1, 2])
+    for starts in (torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([0, 3, 2]), torch.tensor([0])):
+        with pytest.raises(q4.InputError, match="starts"):
+            product.events(two, starts)
+    with pytest.raises(q4.InputError, match="an int64 vector"):
+        product.events(two.int(), torch.tensor([0, 2]))
+    for columns in ([-1, 2], [2, 1], [1, 1], [1, K]):
+        if limit == 0.0:
+            with pytest.raises(q4.InputError, match="columns"):
+                product.events(torch.tensor(columns), torch.tensor([0, 2]))
+
+
+def test_only_float32_layers_take_spikes() -> None:
+    """A layer of another dtype, and what is no layer, is refused."""
+    for layer in (layer_of(Spikes(), dtype=torch.bfloat16), torch.nn.Linear(2, 2)):
+        with pytest.raises(q4.InputError, match="a Q4Linear of float32"):
+            SpikeProduct(layer)  # type: ignore[arg-type]
+
+
+def test_a_layer_that_was_loaded_again_is_proven_again() -> None:
+    """After ``load_state_dict`` the product is that of the new weight; a closed layer is a typed error."""
+    layer, other = layer_of(Spikes()), layer_of(Spikes())
+    product, x = SpikeProduct(layer), spikes(2, K)
+    layer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(product(x), other(x.float()).detach())
+    layer.close()
+    with pytest.raises(q4.LifecycleError):
+        product(x)
+
+
+def test_a_backend_that_declares_spikes_must_have_them() -> None:
+    """The op without its methods makes an invalid backend."""
+    backend = FakeBackend(ops={"linear", "spikes"})
+    registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: [backend])))])
+    with pytest.warns(q4.Q4Warning):
+        (broken,) = registry.invalid_backends()
+    assert "spikes, spike_limit" in str(broken.reason)
