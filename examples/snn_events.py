@@ -16,11 +16,11 @@ from spiking import compare
 
 from q4_snn import spikegen
 
-SIDE, STEPS = 14, 24
+SIDE, STEPS = 12, 18
 
 
 def record(images: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return events, bool [B, T, 2 · 14 · 14], of digits [B, 64] seen by a camera that moves."""
+    """Return events, bool [B, T, 2 · 12 · 12], of digits [B, 64] seen by a camera that moves."""
     corners = torch.tensor([(0.0, 0.0), (1.0, 2.0), (2.0, 0.0), (0.0, 0.0)]) * 1.5  # pixels of a digit
     times = torch.linspace(0, 3, STEPS + 1)
     low = times.long().clamp_max(2)
@@ -39,11 +39,11 @@ def record(images: torch.Tensor, seed: int) -> torch.Tensor:
 def data() -> tuple[torch.Tensor, ...]:
     """Return events of 1,437 digits with their labels, and of 360 others, each seen three times."""
     images, labels, test, test_labels = digits()
-    return record(images.repeat(3, 1), 0), labels.repeat(3), record(test.repeat(3, 1), 1), test_labels.repeat(3)
+    return record(images, 0), labels, record(test.repeat(3, 1), 1), test_labels.repeat(3)
 
 
 def encode(events: torch.Tensor) -> torch.Tensor:
-    """Return spikes [T, B, 392]."""
+    """Return spikes [T, B, 288]."""
     return events.float().transpose(0, 1)
 
 

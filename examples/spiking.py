@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CLASSES = 10
-SIGNS = " ·|"
 
 
 class Classifier(nn.Module):
@@ -61,10 +60,16 @@ def train(model: Classifier, samples: torch.Tensor, labels: torch.Tensor, seed: 
     )
 
 
-def show(spikes: torch.Tensor, membranes: torch.Tensor) -> None:
-    """Print what a sample does, a line for each step: 64 hidden neurons' spikes, and the class that is ahead."""
-    for step, (fired, read) in enumerate(zip(spikes, membranes.cumsum(0), strict=True), 1):
-        print(f"{step:3} {''.join(SIGNS[2 * int(spike)] for spike in fired[:64])} {int(read.argmax())}")
+def show(network: Network, spikes: torch.Tensor) -> None:
+    """Run a sample [T, 1, n], and print each step as it is done: 64 hidden neurons' spikes, and the class ahead."""
+    state, total = None, torch.zeros(CLASSES)
+    for step, given in enumerate(spikes, 1):
+        found, state = network.step({"pixels": given}, state)
+        total += found["out"][0]
+        print(
+            f"{step:3} {''.join(' |'[int(spike)] for spike in found['hidden'][0, :64])} {int(total.argmax())}",
+            flush=True,
+        )
 
 
 def draw(given: torch.Tensor, spikes: torch.Tensor, membranes: torch.Tensor, rates: torch.Tensor, path: Path) -> None:
@@ -92,7 +97,7 @@ def compare(about: str, data: Callable[..., tuple[torch.Tensor, ...]], encode: C
     """Train float and 4-bit networks from several seeds, say how many test samples they tell, show and draw one.
 
     Args:
-        about: The example's docstring, whose first word after ``examples/`` names the picture.
+        about: The example's docstring.
         data: Returns samples and labels to train by, and others.
         encode: Samples → spikes [T, B, n].
     """
@@ -123,7 +128,7 @@ def compare(about: str, data: Callable[..., tuple[torch.Tensor, ...]], encode: C
         )
     with torch.no_grad():
         found = model.network(encode(test), record=("pixels", "hidden", "out"))[0]
-    given, spikes, membranes = found.values()
-    show(spikes[:, 0], membranes[:, 0])
+        given, spikes, membranes = found.values()
+        show(model.network, given[:, :1])
     draw(given[:, 0], spikes[:, 0], membranes[:, 0], spikes.mean((0, 1)), options.picture)
     print(f"picture: {options.picture}")
