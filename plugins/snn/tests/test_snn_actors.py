@@ -98,9 +98,8 @@ def test_resumed(network: Network, tmp_path: Path) -> None:
 
 def test_refused(network: Network) -> None:
     """Too many actors, another batch and another size are errors."""
-    with ActorSystem("threads") as system:
-        with pytest.raises(ConfigError, match="actors must be 1 … 3"):
-            ActorNetwork(network, system, batch=2, actors=4)
+    with ActorSystem("threads") as system, pytest.raises(ConfigError, match="actors must be 1 … 3"):
+        ActorNetwork(network, system, batch=2, actors=4)
     with ActorSystem("threads") as system:
         crew = ActorNetwork(network, system, batch=2)
         with pytest.raises(InputError, match="population 'pixels'"):

@@ -67,9 +67,12 @@ def test_the_mean_is_the_float_rule() -> None:
 
 
 def test_pairs_in_one_step_and_batches() -> None:
-    """A pair in the same step changes nothing; the changes of a batch add up."""
-    rule = STDP(weights())
-    assert rule.step(torch.ones(1, 128), torch.ones(1, 6)) == 0
+    """A pair in the same step strengthens; the changes of a batch add up."""
+    rule = STDP(weights(), a_plus=0.1)
+    assert rule.step(torch.ones(1, 128), torch.ones(1, 6)) > 0
+    change = q4.dequantize(rule.weight) - q4.dequantize(weights())
+    assert change.min() == 0
+    assert change.max() > 0
     one, two = STDP(weights(), a_plus=0.02), STDP(weights(), a_plus=0.01)
     for rule, batch in ((one, 1), (two, 2)):
         rule.step(torch.ones(batch, 128), torch.zeros(batch, 6))

@@ -19,8 +19,8 @@ __all__ = ["STDP"]
 class STDP:
     """Pair-based STDP with exponential traces.
 
-    In each step, a neuron that fires strengthens the synapses whose sources fired before, and a source that fires
-    weakens those whose targets fired before. A pair in the same step does neither.
+    In each step, a neuron that fires strengthens the synapses whose sources fired before, or in the same step, where
+    they may have made it fire; and a source that fires weakens those whose targets fired in a step before.
 
     Args:
         weight: [N, K] of a format with a code book and plain block scales, such as NF4 or FP4. It is not changed.
@@ -97,8 +97,9 @@ class STDP:
                 raise InputError("STDP", name=name, rule=f"of shape [B, {size}]", value=list(spikes.shape))
         before, after = self._traces or (torch.zeros_like(sources), torch.zeros_like(targets))
         before, after = self._decays[0] * before, self._decays[1] * after
+        before = before + sources
         change = self._amounts[0] * targets.T @ before - self._amounts[1] * after.T @ sources
-        self._traces = before + sources, after + targets
+        self._traces = before, after + targets
         return self._move(change)
 
     def _move(self, change: torch.Tensor) -> int:
