@@ -11,7 +11,7 @@ from torch import nn
 from q4_actors import Actor, SharedWeight
 from q4_nn import FilledLinear
 from q4_snn.network import Projection, event_product
-from q4core import ConfigError, InputError, Q4Linear
+from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,14 @@ class _Synapses:
     is_binary: bool
     weight: SharedWeight | torch.Tensor
     bias: torch.Tensor | None
+    config: SessionConfig | None
 
     def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what gives [B, targets] from [B, sources]."""
         if isinstance(self.weight, torch.Tensor):
             dense, bias = self.weight, self.bias
             return lambda spikes: nn.functional.linear(spikes, dense, bias)
-        layer = self.weight.layer()
+        layer = self.weight.layer(Session(self.config))
         filled = layer if layer.in_features == self.columns else FilledLinear(layer, self.columns)
         return event_product(filled) if self.is_binary else filled
 
@@ -142,16 +143,18 @@ class ActorNetwork:
         if not isinstance(item, Projection):
             raise ConfigError("ActorNetwork", name="projection", rule="a Projection", value=type(item).__name__)
         inner = item.synapses.layer if isinstance(item.synapses, FilledLinear) else item.synapses
-        is_packed = isinstance(inner, Q4Linear)
-        bias = None if is_packed else getattr(item.synapses, "bias", None)
-        return _Synapses(
-            item.source,
-            item.delay,
-            item.source_size,
-            item.is_binary,
-            self._system.share(inner) if isinstance(inner, Q4Linear) else item.dense_weight(),
-            None if bias is None else bias.detach(),
+        common = (item.source, item.delay, item.source_size, item.is_binary)
+        if not isinstance(inner, Q4Linear):
+            bias = getattr(inner, "bias", None)
+            return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach(), None)
+        served = inner.diagnostics()  # actors ask for what this layer was asked for
+        config = SessionConfig(
+            device=str(served.device),
+            backend=served.override,
+            compute_path=served.compute_path,
+            activation_precision=served.request.precision,
         )
+        return _Synapses(*common, self._system.share(inner), None, config)
 
     @property
     def clock(self) -> int:
