@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import q4_transformers
 import q4core as q4
@@ -31,6 +35,11 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}
 IDS = torch.arange(12)[None]
 EXACT = {"activation_precision": "exact"}
 
@@ -110,7 +119,7 @@ def packed(model: Any) -> list[str]:
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_bitsandbytes(kind: str, is_nested: bool, family: str, tmp_path: Path, portable: Callable[..., Any]) -> None:
-    """What transformers and bitsandbytes save loads with bitsandbytes' own numbers, and is saved byte for byte again."""
+    """What bitsandbytes quantised loads with bitsandbytes' own numbers, and is saved byte for byte again."""
     dense = dense_model(family, tie_word_embeddings=family == "Qwen2")
     dense.save_pretrained(tmp_path / "dense")
     asked = transformers.BitsAndBytesConfig(
@@ -157,7 +166,7 @@ def test_torchao(tmp_path: Path, peer: Callable[[str], ModuleType]) -> None:
 
 @pytest.mark.parametrize("name", ["bitsandbytes-nf4", "compressed-tensors-nvfp4", "modelopt-nvfp4", "torchao-nvfp4"])
 def test_files_of_the_libraries(name: str, tmp_path: Path) -> None:
-    """A model that a library exported has that library's own dequantised weights and their logits, and is saved again."""
+    """A model that a library exported has that library's dequantised weights and their logits, and is saved again."""
     folder = MODELS / name
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
@@ -254,9 +263,8 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_another_family_and_biases(tmp_path: Path) -> None:
     """Biases, norms of q and k, and buffers that are not stored survive, in a model with a prefix of its own."""
-    for kind, options in (("Qwen2", {}), ("Qwen3", {"head_dim": 32}), ("OPT", {"ffn_dim": 128})):
+    for kind, options in FAMILIES.items():
         folder = tmp_path / kind
-        options = {**options, "word_embed_proj_dim": 64} if kind == "OPT" else options
         dense = save_by_q4(folder, "compressed-tensors-nvfp4", "nvfp4", kind, **options)
         ours = load(folder)
         assert error(ours, dense) < 1e-3
@@ -339,7 +347,7 @@ def test_refusals(tmp_path: Path) -> None:
         load(tmp_path / "dense")
     with pytest.raises(q4.ConfigError, match="format must be None"):
         load(tmp_path / "model", config={"format": "nf4"})
-    with pytest.raises(q4.ConfigError, match="'lm_haed'.*Did you mean 'lm_head'"):
+    with pytest.raises(q4.ConfigError, match=r"'lm_haed'.*Did you mean 'lm_head'"):
         load(tmp_path / "dense", config={"format": "nf4", "modules_to_not_convert": ["lm_haed"]})
     with pytest.raises(q4.ConfigError, match="device_map"):
         load(tmp_path / "model", device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "off")
@@ -413,3 +421,58 @@ def test_versions() -> None:
         with pytest.raises(q4.ConfigError, match=version):
             check_version(version)
     check_version("5.0.0")
+
+
+# -- memory
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the bytes of every new storage of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = (0, "")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {item.untyped_storage().data_ptr() for item in tree_leaves((args, kwargs)) if _is_float(item)}
+        for item in tree_leaves(out):
+            if _is_float(item) and not item.is_meta and item.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, (item.untyped_storage().nbytes(), str(func)))
+        return out
+
+
+def _is_float(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.is_floating_point()
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_memory(tmp_path: Path) -> None:
+    """While a model is loaded nothing dense is made, and at most two tensors are there beside what is prepared."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    save_by_q4(tmp_path, "bitsandbytes", "nf4", **sizes)
+    load(tmp_path)  # what is made once in a process
+    gc.collect()
+    before, peak, done = _anonymous_bytes(), [0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], _anonymous_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        with _Watch() as watch:
+            ours = load(tmp_path)
+    finally:
+        done.set()
+        thread.join()
+    rows = q4_transformers.explain(ours).rows
+    largest = max(row.bytes_after for row in rows)
+    assert watch.largest[0] <= largest, watch.largest
+    assert largest < 512 * 1024  # a quarter of the dense one
+    assert 0 < peak[0] - before <= sum(row.bytes_after for row in rows) + 2 * largest
