@@ -13,7 +13,16 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["distributions", "install", "install_group", "install_packages", "lowest_versions", "run", "runnable"]
+__all__ = [
+    "distributions",
+    "install",
+    "install_apart",
+    "install_group",
+    "install_packages",
+    "lowest_versions",
+    "run",
+    "runnable",
+]
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -60,6 +69,15 @@ def install(session: nox.Session, name: str, *requirements: str, environment: st
 def install_group(session: nox.Session, group: str, *, environment: str = "env", **variables: str) -> None:
     """Install a dependency group of pyproject.toml, building with some variables."""
     install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
+
+
+def install_apart(session: nox.Session, requirement: str, *, environment: str) -> str:
+    """Install a package in a folder of its own, to be put before an environment by PYTHONPATH; return the folder."""
+    folder = session.cache_dir.parent / "apart" / requirement
+    if not folder.is_dir():
+        pip = ["-m", "pip", "install", "--quiet", "--target", str(folder)]
+        run(session, "python", *pip, requirement, environment=environment)
+    return str(folder)
 
 
 def install_packages(session: nox.Session, *, environment: str = "env") -> None:
