@@ -29,7 +29,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-BESIDE_PEERS = {"transformers"}  # packages built on a library that is large, and is in peerenv alone
+BESIDE_PEERS = {"transformers"}  # packages whose library is large: elsewhere they can be linted, not imported
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
@@ -86,6 +86,8 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
     if environment != "peerenv":
+        apart = [item for folder in folders if folder.name in BESIDE_PEERS for item in ("--editable", str(folder))]
+        install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
         folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")
