@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [actors] [microcircuit] [spikes]``.
+[waiting] [embeddings] [actors] [microcircuit] [spikes] [transformers]``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from benchmarks import (
     cpu,
     embeddings,
     generate,
+    huggingface,
     memory,
     microcircuit,
     opening,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "actors": actors.main,
     "microcircuit": microcircuit.main,
     "spikes": spikes.main,
+    "transformers": huggingface.main,
 }
 
 

@@ -16,6 +16,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/actors": 3_500,
     "plugins/nn": 6_000,
     "plugins/snn": 2_000,
+    "plugins/transformers": 2_500,
     "plugins/dialects": None,
     "plugins/gguf": None,
     "plugins/dequant-fallback": None,
