@@ -20,6 +20,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
+BESIDE_PEERS = {"transformers"}  # packages built on a library that is large, and is in peerenv alone
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
@@ -66,6 +67,8 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
+    if environment != "peerenv":
+        folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
@@ -87,6 +90,8 @@ def lowest_versions() -> list[str]:
     """Return what every distribution here promises to work with, pinned at its lower bound; all but torch."""
     promised: set[str] = set()
     for folder in distributions():
+        if folder.name in BESIDE_PEERS:
+            continue
         project = nox.project.load_toml(folder / "pyproject.toml")["project"]
         promised.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
     return sorted(line.replace(">=", "==") for line in promised if ">=" in line and not line.startswith("torch"))

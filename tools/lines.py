@@ -15,6 +15,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/cli": 2_300,
     "plugins/actors": 3_500,
     "plugins/nn": 6_000,
+    "plugins/transformers": 2_500,
     "plugins/dialects": None,
     "plugins/gguf": None,
     "plugins/dequant-fallback": None,

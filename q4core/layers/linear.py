@@ -47,7 +47,7 @@ class WeightInfo:
         shape: (N, K).
         dtype: dtype of the activations that the layer takes.
         device: Where it runs.
-        format: Name of the format.
+        format: Name of the format; empty before there is a weight, as ``nbytes`` is 0 and ``spec`` None.
         nbytes: Bytes that the packed weight takes.
         spec: What the packed weight is but for its tensors.
         read: Exports the packed weight.
@@ -59,12 +59,12 @@ class WeightInfo:
     format: str
     nbytes: int
     requires_grad: bool = False
-    spec: WeightSpec = attrs.field(kw_only=True, repr=False)
+    spec: WeightSpec | None = attrs.field(kw_only=True, repr=False)
     read: Callable[[], PackedWeight] = attrs.field(kw_only=True, repr=False, eq=False)
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return a tensor of the packed weight."""
-        if name not in self.spec.fields:
+        if self.spec is None or name not in self.spec.fields:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         tensor: torch.Tensor = getattr(self.read(), name)
         return tensor
@@ -86,7 +86,7 @@ class Q4Linear(PackedModule):
     """``y = x @ wᵀ + bias`` with a 4-bit w, prepared and proven.
 
     ``Session.linear`` makes one that the session reports and closes; ``Q4Linear(weight)`` makes one that belongs to no
-    session. ``with`` closes either.
+    session, and ``Q4Linear.empty(n, k)`` one that waits for ``adopt(weight)``. ``with`` closes either.
 
     ``state_dict`` holds, strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``), one
     ``weight.<field>`` for each tensor field of ``PackedWeight`` that is present, and ``bias``. What the backend
@@ -113,8 +113,9 @@ class Q4Linear(PackedModule):
     def weight(self) -> WeightInfo:
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
         size = sum(buffer.numel() for buffer in self._own_buffers())
-        shape, spec = torch.Size((self.out_features, self.in_features)), self._content.spec
-        return WeightInfo(shape, self.dtype, self.device, spec.format.name, size, spec=spec, read=self.packed_weight)
+        shape, spec = torch.Size((self.out_features, self.in_features)), self._content.known
+        kind = "" if spec is None else spec.format.name
+        return WeightInfo(shape, self.dtype, self.device, kind, size, spec=spec, read=self.packed_weight)
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return dequantised rows of the weight (embedding look-up in a tied head).
@@ -171,12 +172,12 @@ class Q4Linear(PackedModule):
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
         state = "closed" if self._closed else "not prepared"
-        live = self._content.prepared
+        live, spec = self._content.prepared, self._content.known
         if live is not None:
             state = f"{live.selection.backend}/{live.selection.path.name}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self._content.spec.format.name}, dtype={self.dtype}, backend={state}"
+            f"format={'none yet' if spec is None else spec.format.name}, dtype={self.dtype}, backend={state}"
         )
 
     # -- running

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from q4core.ops.registration import LiveLayer
 
 _DISABLED = UnifiedMemoryPolicy.DISABLED
+_NO_WEIGHT = "is on the meta device and has no weight yet"
+_GIVE = "Let it adopt(weight), or load a state dict (assign=True)."
 NOTHING: dict[str, Any] = {"_fast": None, "_plan_key": "", "_is_managed": False, "_buffer_names": ()}
 """What a layer holds of its weight while it can't run; a copy gets its own from what is prepared for it."""
 
@@ -42,7 +44,7 @@ class Content:
     """A weight for a layer to take; ``prepared`` is None where it can't run.
 
     Args:
-        spec: The weight but for its tensors.
+        known: The weight but for its tensors; None where there is no weight yet.
         labels: Its name, dialect and notes.
         config: What was asked for, resolved.
         dtype: dtype of the activations.
@@ -51,13 +53,24 @@ class Content:
         empty: On the meta device, the weight's tensors as bytes.
     """
 
-    spec: WeightSpec
+    known: WeightSpec | None
     labels: dict[str, Any]
     config: SessionConfig
     dtype: torch.dtype
     device: torch.device
     prepared: LiveLayer | None
     empty: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def spec(self) -> WeightSpec:
+        """The weight but for its tensors.
+
+        Raises:
+            LifecycleError: There is no weight yet.
+        """
+        if self.known is None:
+            raise LifecycleError(f"layer {self.labels['name'] or 'linear'!r} {_NO_WEIGHT}", hint=_GIVE)
+        return self.known
 
     def over(self, tensors: tuple[torch.Tensor, ...]) -> Content:
         """Return the same in tensors that lie elsewhere and hold what was prepared."""
@@ -97,7 +110,7 @@ class WeightOwner(nn.Module):
         name: str | None = None,
         m: tuple[int, int | None] = (1, None),
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass may be an nn.Linear, too, which would make a dense weight
         require_weight(type(self).__name__, weight)
         self._begin(weight.shape, name or weight.name, registry, m)
         self._take(self._prepare(weight, None, resolve_config(config)))
@@ -126,6 +139,82 @@ class WeightOwner(nn.Module):
         layer._take(content)  # noqa: SLF001  # own class
         layer.bias = None if bias is None else layer._as_bias(bias)  # noqa: SLF001  # own class
         return layer
+
+    @classmethod
+    def empty(  # noqa: PLR0913  # one argument per fact
+        cls,
+        out_features: int,
+        in_features: int,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        config: SessionConfig | None = None,
+        registry: Registry | None = None,
+        name: str | None = None,
+        m: tuple[int, int | None] = (1, None),
+    ) -> Self:
+        """Return a layer on the meta device that waits for its weight: for ``adopt``, or a state dict.
+
+        Args:
+            out_features: N.
+            in_features: K.
+            bias: [N] or None; it becomes the layer's parameter as it is, on the meta device or not.
+            dtype: dtype of the activations; the configuration's ``compute_dtype`` or torch's default unless told.
+            config: What to ask for, as in the constructor.
+            registry: The plugins to choose among; the process's unless told.
+            name: The layer's name, for messages and reports.
+            m: Rows of x that must be served.
+
+        Raises:
+            InputError: A size is no positive integer, or the bias is not [N].
+            ConfigError: ``config`` is no ``SessionConfig``, or a ``Q4_*`` variable is not legal.
+        """
+        for key, value in (("out_features", out_features), ("in_features", in_features)):
+            if not isinstance(value, int) or value < 1:
+                raise InputError(cls.__name__, name=key, rule="a positive integer", value=value)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._begin((out_features, in_features), name, registry, m)  # noqa: SLF001  # own class
+        asked = resolve_config(config)
+        wanted = dtype or asked.compute_dtype or torch.get_default_dtype()
+        labels = {"name": name, "dialect": None, "notes": ()}
+        layer._take(Content(None, labels, asked, wanted, torch.device("meta"), None))  # noqa: SLF001  # own class
+        if bias is not None:
+            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point() or bias.shape != (out_features,):
+                refuse_bias(f"layer {layer.name!r}", bias, wanted, out_features, layer.device)
+            made = nn.Parameter(bias, requires_grad=bias.requires_grad)
+            layer.bias = bias if isinstance(bias, nn.Parameter) else made
+        return layer
+
+    def adopt(self, weight: PackedWeight) -> Self:
+        """Take a weight in place of what the layer holds, prepared and proven; return the layer.
+
+        It runs where the configuration says, else where the weight is. The dtype of the activations stays. A bias
+        follows, unless it waits on the meta device for its values. What can fail leaves the layer as it was.
+
+        Args:
+            weight: A packed weight of the layer's shape, with data.
+
+        Raises:
+            InputError: ``weight`` is no ``PackedWeight``, or is of another shape or on the meta device.
+            LifecycleError: The layer is closed.
+            BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
+                ``prepare_layer``.
+        """
+        what = f"layer {self.name!r}"
+        require_weight(what, weight)
+        if self._closed:
+            self._require_ready()
+        shape = (self.out_features, self.in_features)
+        if weight.shape != shape or weight.device.type == "meta":
+            rule = f"{shape[0]}×{shape[1]} and hold data"
+            got = f"{weight.shape[0]}×{weight.shape[1]} on {weight.device}"
+            raise InputError(what, name="weight", rule=rule, value=got)
+        self._take(self._prepare(weight, self.dtype, self._content.config))
+        bias = self._own_bias()
+        if bias is not None and not bias.is_meta:
+            self.bias = self._as_bias(bias)
+        return self
 
     # -- preparing and letting go
 
@@ -227,8 +316,7 @@ class WeightOwner(nn.Module):
         if live is None:
             if self._closed:
                 raise LifecycleError(f"layer {self.name!r} is closed", hint="Make it again from its weight.")
-            what = f"layer {self.name!r} is on the meta device and has no weight yet"
-            raise LifecycleError(what, hint="Load a state dict first (assign=True).")
+            raise LifecycleError(f"layer {self.name!r} {_NO_WEIGHT}", hint=_GIVE)
         return live
 
     def _own_bias(self) -> nn.Parameter | None:

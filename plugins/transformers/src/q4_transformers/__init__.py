@@ -1,0 +1,13 @@
+"""4-bit models in transformers: any dialect loads by ``from_pretrained``, stays packed, and is saved again."""
+
+from __future__ import annotations
+
+from q4_transformers.config import Q4Config
+from q4_transformers.linear import HfLinear
+from q4_transformers.loading import config_for, load
+from q4_transformers.registration import give_back, register, take_over
+from q4_transformers.report import Explanation, explain
+
+__all__ = ["Explanation", "HfLinear", "Q4Config", "config_for", "explain", "give_back", "load", "take_over"]
+
+register()

@@ -1,0 +1,99 @@
+"""``Q4Config``: what to ask for when transformers loads a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+import q4core as q4
+from q4core import ConfigError, SessionConfig, default_registry, find_format
+from q4core.plugin_api import find_dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["METHOD", "Q4Config"]
+
+METHOD = "q4"
+"""transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
+_OPTIONS = (
+    "format", "block_size", "modules_to_not_convert", "dialect", "backend", "compute_path", "activation_precision",
+)  # fmt: skip
+
+
+class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types here
+    """What to ask for; ``from_pretrained(…, quantization_config=Q4Config())`` takes a 4-bit checkpoint as it is stored.
+
+    Args:
+        format: Quantise the linear layers of a dense checkpoint in this format while it is loaded; None for a
+            checkpoint that is 4-bit already.
+        block_size: In-features per scale, with ``format``; the format's default unless told.
+        modules_to_not_convert: Names of modules that stay dense, with ``format``: whole, or their last parts. None
+            leaves the output head and tied weights dense, as transformers' own quantizers do.
+        dialect: What ``save_pretrained`` writes; the dialect that was read unless told.
+        backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
+        compute_path: See there.
+        activation_precision: See there.
+
+    Raises:
+        ConfigError, FormatError, DialectError: An option is not legal; the message names it.
+    """
+
+    def __init__(  # noqa: PLR0913  # one argument per wish
+        self,
+        format: str | None = None,  # noqa: A002  # the word everywhere here
+        *,
+        block_size: int | None = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        dialect: str | None = None,
+        backend: str | None = None,
+        compute_path: str | None = None,
+        activation_precision: str | None = None,
+        **others: Any,
+    ) -> None:
+        unknown = sorted(set(others) - {"quant_method"})
+        if unknown:
+            rule = f"one of {', '.join(_OPTIONS)}"
+            raise ConfigError("Q4Config", name="option", rule=rule, value=unknown[0])
+        if format is not None:
+            find_format(format, default_registry().formats().values())
+        elif block_size is not None or modules_to_not_convert is not None:
+            name = "modules_to_not_convert" if block_size is None else "block_size"
+            rule = "None without format=: a 4-bit checkpoint is taken as it is stored"
+            raise ConfigError("Q4Config", name=name, rule=rule, value=block_size or modules_to_not_convert)
+        names = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        if isinstance(modules_to_not_convert, str) or not all(isinstance(name, str) for name in names or ()):
+            rule = "a list of names of modules"
+            raise ConfigError("Q4Config", name="modules_to_not_convert", rule=rule, value=modules_to_not_convert)
+        if dialect is not None:
+            find_dialect(dialect, q4.dialects())
+        self.quant_method = METHOD
+        self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
+        self.dialect, self.backend = dialect, backend
+        self.compute_path, self.activation_precision = compute_path, activation_precision
+        self.stored: dict[str, Any] | None = None
+        self.session_config()
+
+    def session_config(self) -> SessionConfig:
+        """Return what the layers are prepared under.
+
+        Raises:
+            ConfigError: An option is not legal.
+        """
+        given: Any = {name: getattr(self, name) for name in ("backend", "compute_path", "activation_precision")}
+        return SessionConfig(**given)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002  # transformers' signature
+        """Return the configuration of a dict: our own options, or none, where it is another library's entry."""
+        own = config_dict if config_dict.get("quant_method") == METHOD else {}
+        found = cls(**own, **{name: kwargs.pop(name) for name in _OPTIONS if name in kwargs})
+        return (found, kwargs) if return_unused_kwargs else found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``config.json`` holds: the dialect's own entry once a model is loaded, so that others load it."""
+        if self.stored is not None:
+            return dict(self.stored)
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return {"quant_method": METHOD, **{name: value for name, value in given.items() if value is not None}}

@@ -1,0 +1,58 @@
+"""``HfLinear``: a ``Q4Linear`` that stands where code written for ``nn.Linear`` expects one."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from q4core import Q4Linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["HfLinear", "dense_state_only"]
+
+_DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False)
+
+
+@contextlib.contextmanager
+def dense_state_only() -> Iterator[None]:
+    """Let ``state_dict`` leave packed weights out inside the block, as whoever saves them writes them in a dialect."""
+    token = _DENSE_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _DENSE_ONLY.reset(token)
+
+
+class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers what is asked of one, and is none
+    """A ``Q4Linear`` that is an ``nn.Linear``, too, and lenient about the dtype of x.
+
+    x of another floating-point dtype is cast to the layer's, and the result back: training code keeps norms, and so
+    the activations behind them, in float32. Arguments and errors are those of ``Q4Linear``. Made by
+    ``HfLinear.empty``, it has no key but its bias in a state dict before it adopts a weight, so that transformers looks
+    for none.
+    """
+
+    stored_name: str | None = None
+    """Name of the layer in the checkpoint that it came from."""
+
+    def forward(
+        self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``x @ wᵀ + bias`` in the dtype of x, [..., N]; other arguments are ``Q4Linear.forward``'s."""
+        dtype = self._content.dtype
+        if x.dtype is dtype or not x.is_floating_point():
+            return super().forward(x, out_dtype=out_dtype, out=out)
+        return super().forward(x.to(dtype), out_dtype=out_dtype or x.dtype, out=out)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
+        if self.is_prepared and not _DENSE_ONLY.get():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+        elif self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

@@ -1,0 +1,69 @@
+"""``load``: model and tokenizer from a folder in one line; ``config_for``: the same by transformers' public API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from q4_transformers.config import Q4Config
+from q4core import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import os
+
+__all__ = ["config_for", "load"]
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
+
+
+def config_for(path: str | os.PathLike[str], config: Q4Config | None = None) -> Any:
+    """Return a folder's ``AutoConfig`` such that ``from_pretrained(path, config=…)`` loads it by q4core.
+
+    It changes nothing in transformers, whatever library the folder's own entry names.
+
+    Args:
+        path: A model's folder.
+        config: What to ask for.
+
+    Raises:
+        ConfigError: ``config`` is something else.
+    """
+    asked = Q4Config() if config is None else config
+    if not isinstance(asked, Q4Config):
+        raise ConfigError("config_for", name="config", rule="a Q4Config or None", value=type(asked).__name__)
+    found = transformers.AutoConfig.from_pretrained(path)
+    found.quantization_config = asked.to_dict()
+    return found
+
+
+def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options: Any) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, packed as the checkpoint stores it.
+
+    Args:
+        path: A model's folder.
+        config: What to ask for; ``Q4Config(format="nf4")`` quantises a dense checkpoint.
+        options: For ``from_pretrained``, such as ``dtype`` and ``device_map``.
+
+    Returns:
+        The model, of the class that ``config.json`` names, and its tokenizer; None where the folder has none.
+
+    Raises:
+        CheckpointError: The folder is not there, or names no model class of transformers.
+        ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        rule, hint = "a model's folder", "Download the model first; its folder has a config.json."
+        raise CheckpointError("q4_transformers.load", name="path", rule=rule, value=str(folder), hint=hint)
+    found = config_for(folder, config)
+    names = list(found.architectures or ())
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        rule = "the name of a model class of transformers"
+        what, where = "config.json", str(folder / "config.json")
+        raise CheckpointError(what, name="architectures", rule=rule, value=names, where=where)
+    model = kind.from_pretrained(folder, config=found, **options)
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    return model, transformers.AutoTokenizer.from_pretrained(folder) if has_tokenizer else None

@@ -1,0 +1,192 @@
+"""Where each layer of a checkpoint belongs in a model that transformers has just built on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+import q4core as q4
+from q4core import CheckpointError, ConfigError, Problem, SchemaError
+from q4core.plugin_api import FLOATS, closest_name, read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from q4_transformers.config import Q4Config
+    from q4core import Checkpoint
+
+__all__ = ["Names", "Place", "open_files", "places_of_dense", "places_of_layers", "shape_of"]
+
+_INDEX = ".safetensors.index.json"
+
+
+@attrs.frozen
+class Place:
+    """A layer of the checkpoint, and the module of the model that it fills."""
+
+    stored: str
+    module: str
+
+
+class Names:
+    """What transformers makes of the checkpoint's names, for one model: renamed, with or without the base's prefix.
+
+    It is asked before modules are replaced, as transformers goes by the model's own state dict. Merged and split
+    tensors (experts, a fused qkv) have no name of their own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        conversions = copy.deepcopy(get_model_conversion_mapping(model))  # matching leaves marks
+        self._renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in conversions if isinstance(item, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._state = model.state_dict()
+
+    def rename(self, key: str) -> str | None:
+        """Return the name of a checkpoint's tensor in the model; None where it is merged or split."""
+        state = self._state
+        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, state)
+        if pattern is not None:
+            return None
+        if name not in state and key in state:
+            name, _ = rename_source_key(key, [], [], self._prefix, state)
+        return str(name)
+
+    def forms(self, key: str) -> set[str]:
+        """Return every name under which transformers may report a tensor that it finds no place for."""
+        name, _ = rename_source_key(key, self._renamings, self._converters)
+        return {key, str(name), self.rename(key) or key}
+
+
+def open_files(files: Sequence[str] | None) -> Checkpoint:
+    """Open the checkpoint that transformers resolved: one safetensors file, or the shards of one index.
+
+    Raises:
+        CheckpointError: It is of another type, or malformed; a shard is missing.
+        SchemaError: Something is wrong with its layers.
+    """
+    paths = [Path(name) for name in files or ()]
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        hint = "Save the model as safetensors; a GGUF file is loaded by q4_transformers.load(path)."
+        found = paths[0].name if paths else "a state dict"
+        raise CheckpointError("checkpoint", name="files", rule="safetensors files", value=found, hint=hint)
+    if len(paths) == 1:
+        return q4.open(paths[0])
+    folder, names = paths[0].parent, {path.name for path in paths}
+    for index in sorted(folder.glob(f"*{_INDEX}*")):
+        if names <= set(read_object(index, "index").get("weight_map", {}).values()):
+            return q4.open(index)
+    raise CheckpointError("checkpoint", name="index", rule=f"beside its {len(names)} shards", where=str(folder))
+
+
+def shape_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (N, K) of a module that a packed layer can stand for, or None."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else None  # GPT-2's, stored transposed
+
+
+def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[Place]:
+    """Return the place of every packed layer.
+
+    Raises:
+        SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a packed layer
+            is in a dialect that is not read. Everything is named at once.
+    """
+    problems = list(checkpoint.schema.unsupported)
+    places: dict[str, Place] = {}
+    modules = dict(model.named_modules())
+    stored_dense = {names.rename(name) for name in checkpoint.dense}
+    for stored, layer in checkpoint.schema.layers.items():
+        name = (names.rename(f"{stored}.weight") or "").removesuffix(".weight")
+        module = modules.get(name)
+        shape = None if module is None else shape_of(module)
+        tied = model.all_tied_weights_keys.get(f"{name}.weight")
+        problem = None
+        if module is None:
+            close = closest_name(stored, modules)
+            rule = f"a module of {type(model).__name__}" + (f"; did it mean {close!r}?" if close else "")
+            problem = Problem("unknown_key", stored, rule)
+        elif shape is None:
+            rule = "a linear layer in the model, as packed weights run in no other"
+            problem = Problem("unsupported", stored, rule, type(module).__name__)
+        elif layer.shape is not None and shape != tuple(layer.shape):
+            problem = Problem("shape", stored, f"{list(shape)}, as in the model's config", list(layer.shape))
+        elif tied is not None:
+            problem = Problem("unsupported", stored, f"dense, as the config ties it to {tied}", layer.dialect)
+        elif module.bias is not None and f"{name}.bias" not in stored_dense:
+            problem = Problem("missing_key", f"{stored}.bias", "there, as the model's config has a bias")
+        elif name in places:
+            problem = Problem("unknown_key", stored, f"the only layer for {name}", places[name].stored)
+        if problem is not None:
+            problems.append(problem)
+        places[name] = Place(stored, name)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        what = f"checkpoint does not fit {type(model).__name__}: {count}"
+        raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema)
+    return list(places.values())
+
+
+def places_of_dense(
+    model: Any, checkpoint: Checkpoint, names: Names, config: Q4Config
+) -> tuple[list[Place], dict[str, str]]:
+    """Return the place of every dense weight to quantise, and why each other linear layer stays as it is.
+
+    Raises:
+        ConfigError: A name of ``modules_to_not_convert`` fits no module.
+    """
+    stored: dict[str, str] = {}
+    infos: Mapping[str, Any] = checkpoint.dense.infos
+    for key, info in infos.items():
+        name = names.rename(key)
+        if name is not None and info.dtype in FLOATS:
+            stored[name] = key
+    skipped = _skipped(model, config.modules_to_not_convert)
+    places, reasons = [], {}
+    for name, module in model.named_modules():
+        shape, key = shape_of(module), f"{name}.weight"
+        if shape is None:
+            continue
+        reason = skipped.get(name)
+        if reason is None and key in model.all_tied_weights_keys:
+            reason = f"its weight is tied to {model.all_tied_weights_keys[key]}"
+        if reason is None and key not in stored:
+            reason = "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
+        if reason is None and module.bias is not None and f"{name}.bias" not in stored:
+            reason = "the checkpoint has no bias for it"
+        if reason is None:
+            places.append(Place(stored[key], name))
+        else:
+            reasons[name] = reason
+    return places, reasons
+
+
+def _skipped(model: Any, wanted: Sequence[str] | None) -> dict[str, str]:
+    """Return why modules are left dense by the caller's names, or by transformers' own custom."""
+    modules = dict(model.named_modules())
+    if wanted is None:
+        head = model.get_output_embeddings()
+        return {name: "the output head, by default" for name, module in modules.items() if module is head}
+    found: dict[str, str] = {}
+    for given in wanted:
+        hits = [name for name in modules if name == given or name.endswith(f".{given}")]
+        if not hits:
+            close = closest_name(given, _parts(modules))
+            hint = f"Did you mean {close!r}?" if close else None
+            rule = "names of modules of the model"
+            raise ConfigError("Q4Config", name="modules_to_not_convert", rule=rule, value=given, hint=hint)
+        inside = [name for name in modules for hit in hits if name == hit or name.startswith(f"{hit}.")]
+        found |= dict.fromkeys(inside, f"in modules_to_not_convert as {given!r}")
+    return found
+
+
+def _parts(modules: Iterable[str]) -> set[str]:
+    return {part for name in modules for part in (name, name.rpartition(".")[2]) if part}

@@ -1,0 +1,214 @@
+"""``Q4Quantizer``: what transformers calls while it loads a model, and when it saves one.
+
+transformers builds the model on the meta device, and calls us before it reads a tensor. We read the headers, refuse
+what does not fit, and put an empty layer in the place of each packed one. transformers then loads what is dense, and
+finds no place for the packed tensors, which it does not read. Afterwards each layer adopts its weight from our own
+mapping of the files, one at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+import q4core as q4
+from q4_transformers.linear import HfLinear
+from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
+from q4_transformers.saving import state_and_metadata
+from q4core import ConfigError
+from q4core.plugin_api import read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from q4core import Checkpoint, PackedWeight
+
+__all__ = ["Q4Quantizer"]
+
+_ROOM = "room"
+"""Name of the buffer by which an empty layer counts while transformers looks for a device map."""
+
+
+class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no types here
+    """transformers' view of a q4core model; see ``HfQuantizer`` for when each method is called."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized = False  # to transformers: what it loads itself is dense
+        self.dialects: tuple[str, ...] = ()
+        """What was read; empty for a dense checkpoint."""
+        self.reasons: dict[str, str] = {}
+        """Module → why it is dense though a format was asked for."""
+        self._checkpoint: Checkpoint | None = None
+        self._places: list[Place] = []
+        self._rooms: list[HfLinear] = []
+        self._transposed: set[str] = set()
+        self._device_map: Any = None
+
+    # -- before loading
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuse what can't be served; called again once ``device_map="auto"`` is resolved.
+
+        Raises:
+            ConfigError: A part of the model would lie on the disk, or on the CPU beside a GPU.
+        """
+        self._device_map = device_map
+        if not isinstance(device_map, dict):
+            return
+        for layer in self._rooms:  # found by now
+            del layer._buffers[_ROOM]  # noqa: SLF001  # our own
+        self._rooms = []
+        kinds = {"disk" if place == "disk" else torch.device(place).type for place in device_map.values()}
+        if "disk" in kinds or len(kinds) > 1:
+            rule = "on GPUs alone or on the CPU alone: packed layers are not moved for each call"
+            hint = "Give more max_memory, or device_map='cpu'."
+            raise ConfigError("from_pretrained", name="device_map", rule=rule, value=sorted(kinds), hint=hint)
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, device_map: Any = None, dtype: Any = None, **_: Any
+    ) -> None:
+        config = self.quantization_config
+        checkpoint = open_files(checkpoint_files)
+        try:
+            names = Names(model)
+            _check_format(checkpoint, config.format)
+            if config.format is None:
+                self._places = places_of_layers(model, checkpoint, names)
+            else:
+                self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
+            self._read_facts(checkpoint)
+            self._replace(model, checkpoint, dtype, takes_place=isinstance(device_map, str))
+            _hide(model, (form for key in self._packed_keys(checkpoint) for form in names.forms(key)))
+        except BaseException:
+            checkpoint.close()
+            raise
+        self._checkpoint = checkpoint
+
+    def _read_facts(self, checkpoint: Checkpoint) -> None:
+        """Keep what saving needs to know: the dialects, and the checkpoint's own entry of config.json."""
+        self.dialects = checkpoint.schema.dialects
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        found = read_config(folder).get("quantization_config") if self.dialects else None
+        self.quantization_config.stored = found if isinstance(found, dict) else None
+
+    def _packed_keys(self, checkpoint: Checkpoint) -> Iterable[str]:
+        layers = checkpoint.schema.layers
+        for place in self._places:
+            yield from layers[place.stored].keys.values() if place.stored in layers else (place.stored,)
+
+    def _replace(self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, *, takes_place: bool) -> None:
+        """Put an empty layer in each place; it counts for its packed bytes where a device map is to be found."""
+        config = self.quantization_config.session_config()
+        for place in self._places:
+            module = model.get_submodule(place.module)
+            if isinstance(module, Conv1D):
+                self._transposed.add(place.module)
+            rows, columns = shape_of(module) or (0, 0)
+            layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
+            layer.stored_name = place.stored.removesuffix(".weight")
+            layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
+            if takes_place:
+                schema = checkpoint.schema.layers.get(place.stored)
+                size = rows * columns * 5 // 8 if schema is None or schema.nbytes is None else schema.nbytes
+                empty = torch.empty(size, dtype=torch.uint8, device="meta")
+                layer.register_buffer(_ROOM, empty, persistent=False)
+                self._rooms.append(layer)
+            model.set_submodule(place.module, layer)
+
+    def adjust_max_memory(self, max_memory: Any) -> Any:
+        """Return it as it is: layers count for their packed bytes, which is about what they take prepared."""
+        return max_memory
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Return them as they are: no packed tensor is loaded by transformers."""
+        del model
+        return weight_conversions
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Return none, as above."""
+        return []
+
+    # -- after loading
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        places, self._places = self._places, []
+        if checkpoint is None:
+            return model
+        with checkpoint:
+            for place in logging.tqdm(places, desc="Preparing 4-bit layers"):
+                layer = model.get_submodule(place.module)
+                weight = self._weight(checkpoint, place)
+                device = self._device_of(place.module)
+                layer.adopt(weight if device is None else weight.to(device))
+        return model
+
+    def _weight(self, checkpoint: Checkpoint, place: Place) -> PackedWeight:
+        """Return a layer's weight as it is stored, or quantised from the dense one that is stored."""
+        config = self.quantization_config
+        if config.format is None:
+            return checkpoint[place.stored]
+        dense = checkpoint.dense[place.stored]
+        dense = dense.T if place.module in self._transposed else dense
+        return q4.quantize(dense, config.format, block_size=config.block_size, name=place.module)
+
+    def _device_of(self, module: str) -> torch.device | None:
+        """Return where the device map wants a module; None for where it is."""
+        if not isinstance(self._device_map, dict):
+            return None
+        parts = module.split(".")
+        prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        found = next((self._device_map[name] for name in (*prefixes, "") if name in self._device_map), None)
+        return None if found is None else torch.device(found)
+
+    # -- what a loaded model can do
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """Return what ``save_pretrained`` writes; see ``saving``."""
+        return state_and_metadata(model, self.quantization_config, self.dialects)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Return True: a model is saved in the dialect that it was read in, or in another one."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients flow through the layers, to adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile the forward pass."""
+        return True
+
+
+def _check_format(checkpoint: Checkpoint, wanted: str | None) -> None:
+    """Refuse to quantise what is 4-bit already, and to leave a dense checkpoint as it is.
+
+    Raises:
+        ConfigError: The format must be left away, or given.
+    """
+    found = checkpoint.schema.dialects
+    if bool(found) is (wanted is None):
+        return
+    rule, hint = f"None for a checkpoint that is 4-bit already ({', '.join(found)})", "Leave format= away."
+    if not found:
+        rule, hint = "given for a checkpoint without 4-bit layers", "Use Q4Config(format='nf4')."
+    where = str(checkpoint.path)
+    raise ConfigError("Q4Config", name="format", rule=rule, value=wanted, where=where, hint=hint)
+
+
+def _hide(model: Any, names: Iterable[str]) -> None:
+    """Let transformers not report tensors that it finds no place for, as we read them."""
+    own = "^(?:" + "|".join(map(re.escape, sorted(set(names)))) + ")$"
+    known = model._keys_to_ignore_on_load_unexpected  # noqa: SLF001  # how models of transformers say it
+    kind = set if isinstance(known, set) else list  # which of them depends on the version
+    model._keys_to_ignore_on_load_unexpected = kind([*(known or ()), own])  # noqa: SLF001

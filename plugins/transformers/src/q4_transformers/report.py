@@ -1,0 +1,123 @@
+"""``explain``: what of a model is packed, what is not and why, the bytes of each, and who runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import nn
+
+from q4core import InputError, Q4Linear
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Explanation", "Row", "explain"]
+
+_MATRIX = 2
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One module that holds matrices.
+
+    Args:
+        name: Its name in the model.
+        kind: Its format, or the class of a dense module.
+        shape: Shape of the (largest) weight.
+        bytes_before: Bytes of the weights as dense ones in the dtype in which the module runs.
+        bytes_after: Bytes that they take.
+        backend: Who runs it; None for a dense module.
+        reason: Why it is dense; empty for a packed one.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    backend: str | None = None
+    reason: str = ""
+
+
+@attrs.frozen
+class Explanation:
+    """Every module with matrices, in the model's order; printed, a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def packed(self) -> tuple[Row, ...]:
+        """The rows of packed modules."""
+        return tuple(row for row in self.rows if row.backend is not None)
+
+    @property
+    def dense(self) -> tuple[Row, ...]:
+        """The rows of dense modules."""
+        return tuple(row for row in self.rows if row.backend is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, texts and numbers, ready for JSON."""
+        return {"modules": [attrs.asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        width = max([len(row.name) for row in self.rows], default=0)
+        kinds = max([len(row.kind) for row in self.rows], default=0)
+        lines = []
+        for row in self.rows:
+            size = "×".join(map(str, row.shape))
+            tail = row.backend if row.backend is not None else f"dense: {row.reason}"
+            sizes = f"{row.bytes_before:>13,} → {row.bytes_after:>12,} B"
+            lines.append(f"{row.name:<{width}}  {row.kind:<{kinds}}  {size:>13}  {sizes}  {tail}")
+        before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
+        lines.append(f"{len(self.packed)} of {len(self.rows)} modules packed, {before:,} → {after:,} bytes")
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Return what became of each module of a model that holds matrices.
+
+    Args:
+        model: A model that was loaded by q4core, or any other module.
+
+    Raises:
+        InputError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError("explain", name="model", rule="an nn.Module", value=type(model).__name__)
+    reasons = getattr(getattr(model, "hf_quantizer", None), "reasons", {})
+    return Explanation(tuple(_rows(model, reasons)))
+
+
+def _rows(model: nn.Module, reasons: dict[str, str]) -> Iterator[Row]:
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Q4Linear):
+            if module.is_prepared:
+                record = module.diagnostics()
+                before = module.weight.numel() * module.dtype.itemsize
+                yield Row(
+                    name=name,
+                    kind=record.format,
+                    shape=record.shape,
+                    bytes_before=before,
+                    bytes_after=record.prepared_bytes,
+                    backend=record.backend,
+                )
+            continue
+        own = {key: item for key, item in module.named_parameters(recurse=False) if item.dim() >= _MATRIX}
+        fresh = [item for item in own.values() if id(item) not in seen]
+        if not own:
+            continue
+        shared = next((seen[id(item)] for item in own.values() if id(item) in seen), None)
+        size = sum(item.numel() * item.element_size() for item in fresh)
+        largest = max(own.values(), key=lambda item: item.numel())
+        reason = f"its weight is {shared}'s" if shared is not None else reasons.get(name) or _reason(module)
+        kind, shape = type(module).__name__, tuple(largest.shape)
+        yield Row(name=name, kind=kind, shape=shape, bytes_before=size, bytes_after=size, reason=reason)
+        seen |= {id(item): name for item in fresh}
+
+
+def _reason(module: nn.Module) -> str:
+    return "stored so" if isinstance(module, nn.Linear) else "no linear layer"

@@ -1,0 +1,84 @@
+"""What ``save_pretrained`` writes: packed layers in a dialect, dense tensors as they are, and the dialect's entry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import q4core as q4
+from q4_transformers.linear import HfLinear, dense_state_only
+from q4core import ConfigError, WeightSpec
+from q4core.plugin_api import find_dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from q4_transformers.config import Q4Config
+    from q4core import WrittenLayer
+
+__all__ = ["state_and_metadata"]
+
+_MATRIX = 2
+_BY_FORMAT = {
+    "nf4": "bitsandbytes",
+    "fp4": "bitsandbytes",
+    "nvfp4": "compressed-tensors-nvfp4",
+    "mxfp4": "torchao-mxfp4-linear",
+}
+"""Format → the dialect in which a model is saved that was quantised here."""
+
+
+def state_and_metadata(
+    model: Any, config: Q4Config, read: Sequence[str]
+) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+    """Return the tensors of a model by name, packed ones in a dialect, and the metadata for each file.
+
+    Sets what ``config`` writes to ``config.json``: the entry that was read, unless the dialect is another one now.
+
+    Args:
+        model: A model of transformers with ``HfLinear`` layers.
+        config: The model's; its ``dialect`` is what to write, the one that was read unless told.
+        read: The dialects that were read.
+
+    Returns:
+        ``(None, {})`` where adapters alone are saved.
+
+    Raises:
+        ConfigError: Neither the file nor the format tells a dialect.
+        DialectError: The dialect can't express a weight.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return None, {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, HfLinear)}
+    with dense_state_only():
+        state: dict[str, torch.Tensor] = model.state_dict()
+    if not layers:
+        return state, {}
+    dialect = find_dialect(_dialect_name(config, read), q4.dialects())
+    names = list(state)
+    written: dict[str, WrittenLayer] = {}
+    specs = {}
+    for name, layer in layers.items():
+        weight, stored = layer.packed_weight(), layer.stored_name or name
+        specs[stored] = WeightSpec.of(weight)
+        written[stored] = dialect.write(stored, weight)
+        state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors
+    if config.stored is None or (dialect.name,) != tuple(read):
+        matrices = [name for name in names if name.endswith(".weight") and state[name].dim() == _MATRIX]
+        unquantised = tuple(name.removesuffix(".weight") for name in matrices)
+        config.stored = dialect.quantization_config(specs, unquantised)
+    return state, dialect.merge_metadata(written, names)
+
+
+def _dialect_name(config: Q4Config, read: Sequence[str]) -> str:
+    if config.dialect is not None:
+        return config.dialect
+    if len(read) == 1:
+        return read[0]
+    if not read and config.format in _BY_FORMAT:
+        return _BY_FORMAT[config.format]
+    known = ", ".join(sorted(dialect.name for dialect in q4.dialects() if dialect.formats))
+    rule, hint = f"one of {known}", "Set model.config.quantization_config.dialect, or Q4Config(dialect=…)."
+    found = ", ".join(read) or config.format
+    raise ConfigError("save_pretrained", name="dialect", rule=rule, value=found, hint=hint)
