@@ -18,7 +18,8 @@ __all__ = ["METHOD", "Q4Config"]
 METHOD = "q4"
 """transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
 _OPTIONS = (
-    "format", "block_size", "modules_to_not_convert", "dialect", "backend", "compute_path", "activation_precision",
+    "format", "block_size", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
+    "activation_precision",
 )  # fmt: skip
 
 
@@ -32,6 +33,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         modules_to_not_convert: Names of modules that stay dense, with ``format``: whole, or their last parts. None
             leaves the output head and tied weights dense, as transformers' own quantizers do.
         dialect: What ``save_pretrained`` writes; the dialect that was read unless told.
+        lossy: Let ``save_pretrained`` round, or leave out, what that dialect can't express exactly.
         backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
         compute_path: See there.
         activation_precision: See there.
@@ -47,6 +49,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         block_size: int | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         dialect: str | None = None,
+        lossy: bool = False,
         backend: str | None = None,
         compute_path: str | None = None,
         activation_precision: str | None = None,
@@ -70,7 +73,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             find_dialect(dialect, q4.dialects())
         self.quant_method = METHOD
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
-        self.dialect, self.backend = dialect, backend
+        self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         self.stored: dict[str, Any] | None = None
         self.session_config()
@@ -96,4 +99,4 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         if self.stored is not None:
             return dict(self.stored)
         given = {name: getattr(self, name) for name in _OPTIONS}
-        return {"quant_method": METHOD, **{name: value for name, value in given.items() if value is not None}}
+        return {"quant_method": METHOD, **{name: value for name, value in given.items() if value not in (None, False)}}

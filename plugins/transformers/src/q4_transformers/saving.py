@@ -24,7 +24,7 @@ _MATRIX = 2
 _BY_FORMAT = {
     "nf4": "bitsandbytes",
     "fp4": "bitsandbytes",
-    "nvfp4": "compressed-tensors-nvfp4",
+    "nvfp4": "torchao-nvfp4-linear",
     "mxfp4": "torchao-mxfp4-linear",
     "int4": "compressed-tensors-int4",
 }
@@ -63,6 +63,7 @@ def state_and_metadata(
     specs = {}
     for name, layer in layers.items():
         weight, stored = layer.packed_weight(), layer.stored_name or name
+        weight = dialect.approximate(weight) if config.lossy else weight
         specs[stored] = WeightSpec.of(weight)
         written[stored] = dialect.write(stored, weight)
         state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors

@@ -1,0 +1,478 @@
+"""``from_pretrained`` by q4core: the numbers of each library's own files, kept packed, saved again for that library."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import q4_transformers
+import q4core as q4
+from q4_transformers import HfLinear, Q4Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+pytestmark = pytest.mark.peer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 32},
+    "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}
+IDS = torch.arange(12)[None]
+EXACT = {"activation_precision": "exact"}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Hide progress bars, and transformers' own words."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+def dense_model(kind: str = "Llama", **options: Any) -> Any:
+    """Return a random model of transformers."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # far from where initialisation leaves norms and biases
+            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
+            assert name
+    return model
+
+
+def save_by_q4(folder: Path, dialect: str, format_: str, kind: str = "Llama", **options: Any) -> Any:
+    """Save a random model whose linear layers are in a dialect, written by q4core; return it dense, as decoded."""
+    model = dense_model(kind, **options)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    tied = "lm_head.weight" in model.all_tied_weights_keys
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            weights[name] = q4.quantize(state.pop(f"{name}.weight"), format_, name=name)
+            module.weight.data = q4.dequantize(weights[name], torch.float32)
+    if tied:
+        del state["lm_head.weight"]
+    q4.save_checkpoint(folder, weights, dialect=dialect, dense=state, lossy=True)
+    return model
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """Load a folder by q4core, in exact precision."""
+    config = Q4Config(**EXACT, **options.pop("config", {}))
+    kind = options.pop("kind", transformers.AutoModelForCausalLM)
+    return kind.from_pretrained(folder, quantization_config=config, **{"dtype": torch.float32, **options})
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Return the logits of a few tokens."""
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def error(found: Any, expected: Any) -> float:
+    """Return the greatest difference of two models' logits over the greatest one."""
+    ours, theirs = logits(found), logits(expected)
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def packed(model: Any) -> list[str]:
+    """Return the names of the packed layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, HfLinear)]
+
+
+# -- files of the libraries themselves
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_bitsandbytes(kind: str, is_nested: bool, family: str, tmp_path: Path, portable: Callable[..., Any]) -> None:
+    """What bitsandbytes quantised loads with bitsandbytes' own numbers, and is saved byte for byte again."""
+    dense = dense_model(family, tie_word_embeddings=family == "Qwen2")
+    dense.save_pretrained(tmp_path / "dense")
+    asked = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=is_nested
+    )
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "dense", quantization_config=asked, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    assert len(packed(ours)) == 14
+    for name in packed(ours):
+        weight = theirs.get_submodule(name).weight
+        dense.get_submodule(name).weight.data = portable(weight.data, weight.quant_state, torch.float32)
+    assert error(ours, dense) < 1e-3
+    ours.save_pretrained(tmp_path / "ours")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "ours" / file).is_file()
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    again = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    assert type(again.model.layers[0].mlp.up_proj) is type(theirs.model.layers[0].mlp.up_proj)
+    assert error(again, theirs) == 0
+
+
+def test_torchao(tmp_path: Path, peer: Callable[[str], ModuleType]) -> None:
+    """A model that transformers quantised by torchao loads with torchao's numbers, and torchao loads what we save."""
+    formats = peer("torchao.prototype.mx_formats")
+    dense = dense_model()
+    dense.save_pretrained(tmp_path / "dense")
+    asked = transformers.TorchAoConfig(formats.NVFP4WeightOnlyConfig())
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "dense", quantization_config=asked, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    for name in packed(ours):
+        dense.get_submodule(name).weight.data = theirs.get_submodule(name).weight.dequantize(torch.float32)
+    assert packed(ours)
+    assert error(ours, dense) < 1e-3
+    ours.save_pretrained(tmp_path / "ours")
+    again = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    assert error(again, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes-nf4", "compressed-tensors-nvfp4", "modelopt-nvfp4", "torchao-nvfp4"])
+def test_files_of_the_libraries(name: str, tmp_path: Path) -> None:
+    """A model that a library exported has that library's dequantised weights and their logits, and is saved again."""
+    folder = MODELS / name
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    dense = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    expected, stored = (load_file(folder / f"{part}.safetensors") for part in ("expected", "model"))
+    ours = load(folder)
+    assert len(packed(ours)) == 7
+    rest = [key for key in dense.state_dict() if key.removesuffix(".weight") not in packed(ours)]
+    dense.load_state_dict({key: stored[key].float() for key in rest}, strict=False)
+    for module in packed(ours):
+        weight = ours.get_submodule(module).packed_weight()
+        theirs = expected[module]
+        assert torch.equal(q4.dequantize(weight, theirs.dtype), theirs)
+        dense.get_submodule(module).weight.data = q4.dequantize(weight, torch.float32)
+    assert error(ours, dense) < 1e-3
+    ours.save_pretrained(tmp_path)
+    again = load_file(tmp_path / "model.safetensors")
+    assert again.keys() == stored.keys()
+    for key, value in stored.items():
+        # dense tensors were loaded in float32
+        same = again[key].dtype == value.dtype or any(key.startswith(name) for name in packed(ours))
+        assert torch.equal(_bits(again[key]), _bits(value)) if same else torch.equal(again[key], value.float()), key
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert written == json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+# -- ways to load
+
+
+def test_config_for_needs_no_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' public API alone loads a folder, and ``load`` brings the model of the class that it names."""
+    auto = transformers.quantizers.auto.AutoHfQuantizer
+    original = auto.merge_quantization_configs.__func__.__wrapped__
+    monkeypatch.setattr(auto, "merge_quantization_configs", original)
+    dense = save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    config = q4_transformers.config_for(tmp_path, Q4Config(**EXACT))
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
+    assert error(ours, dense) < 1e-3
+    model, tokenizer = q4_transformers.load(tmp_path, Q4Config(**EXACT), dtype=torch.float32)
+    assert type(model) is transformers.LlamaForCausalLM
+    assert tokenizer is None
+    assert error(model, ours) == 0
+
+
+def test_modelopt_without_asking(tmp_path: Path) -> None:
+    """transformers can't load ModelOpt's files; with this package imported, it does, without an argument."""
+    dense = save_by_q4(tmp_path, "modelopt-nvfp4", "nvfp4")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert packed(ours)
+    with q4.using(q4.SessionConfig(activation_precision="exact")):
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert error(again, dense) < 1e-3
+
+
+def test_taking_over(tmp_path: Path) -> None:
+    """Programs that can't be edited load by q4core once names are taken over, and as ever once they are given back."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    auto = transformers.AutoModelForCausalLM
+    try:
+        assert q4_transformers.take_over("bitsandbytes") == ("bitsandbytes",)
+        assert packed(auto.from_pretrained(tmp_path))
+    finally:
+        q4_transformers.give_back()
+    assert not packed(auto.from_pretrained(tmp_path))
+    with pytest.raises(q4.ConfigError, match="bitsandbytes"):
+        q4_transformers.take_over("hqq")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
+def test_shards_and_devices(tied: bool, device_map: str | None, tmp_path: Path) -> None:
+    """Sharded checkpoints load on the device that a map finds, with tied embeddings, too."""
+    dense = save_by_q4(tmp_path / "one", "bitsandbytes", "nf4", tie_word_embeddings=tied)
+    load(tmp_path / "one").save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    ours = load(tmp_path / "many", device_map=device_map)
+    assert error(ours, dense) < 1e-3
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight or not tied
+    assert not any("room" in name for name, _ in ours.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Layers take the dtype that is asked for, whatever is stored, and float32 activations, too."""
+    dense = save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    ours = load(tmp_path, dtype=dtype)
+    assert {ours.get_submodule(name).weight.dtype for name in packed(ours)} == {dtype}
+    # two layers' worth of roundings to 8 bits
+    assert error(ours, dense) < 0.05
+    layer = ours.get_submodule(packed(ours)[0])
+    assert layer(torch.randn(2, 64)).dtype is torch.float32
+    assert isinstance(layer, torch.nn.Linear)
+
+
+def test_another_family_and_biases(tmp_path: Path) -> None:
+    """Biases, norms of q and k, and buffers that are not stored survive, in a model with a prefix of its own."""
+    for kind, options in FAMILIES.items():
+        folder = tmp_path / kind
+        dense = save_by_q4(folder, "compressed-tensors-nvfp4", "nvfp4", kind, **options)
+        ours = load(folder)
+        assert error(ours, dense) < 1e-3
+        ours.save_pretrained(tmp_path / "again")
+        assert error(load(tmp_path / "again"), dense) < 1e-3
+
+
+def test_base_model_of_a_head(tmp_path: Path) -> None:
+    """The base of a model loads from the checkpoint of the whole, as transformers lets it."""
+    dense = save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    base = load(tmp_path, kind=transformers.AutoModel)
+    with torch.no_grad():
+        found, expected = base(IDS).last_hidden_state, dense.model(IDS).last_hidden_state
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-3
+
+
+# -- dense checkpoints
+
+
+@pytest.mark.parametrize("format_", ["nf4", "nvfp4", "mxfp4"])
+def test_quantises_while_loading(format_: str, tmp_path: Path) -> None:
+    """A dense checkpoint is quantised as q4core quantises it, but for the head, and its library loads what is saved."""
+    dense = dense_model()
+    dense.save_pretrained(tmp_path / "dense")
+    config = {"format": format_, "modules_to_not_convert": ["lm_head", "layers.1"]}
+    ours = load(tmp_path / "dense", config=config)
+    assert packed(ours) == [name for name in packed(ours) if name.startswith("model.layers.0.")]
+    for name in packed(ours):
+        weight = dense.get_submodule(name).weight
+        weight.data = q4.dequantize(q4.quantize(weight.data, format_), torch.float32)
+    assert error(ours, dense) < 1e-3
+    rows = {row.name: row for row in q4_transformers.explain(ours).rows}
+    assert rows["lm_head"].reason == "in modules_to_not_convert as 'lm_head'"
+    assert rows["model.layers.0.mlp.up_proj"].bytes_after < rows["model.layers.0.mlp.up_proj"].bytes_before
+    ours.save_pretrained(tmp_path / "ours")
+    again = load(tmp_path / "ours")
+    assert error(again, ours) == 0
+    if format_ == "mxfp4":  # torchao can't run weights alone in it
+        return
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    # bitsandbytes multiplies in bfloat16 where the CPU has it
+    assert error(again, ours) < 2e-2
+
+
+def test_another_dialect(tmp_path: Path) -> None:
+    """A model is saved in another dialect than its own, with that dialect's entry in config.json."""
+    dense = save_by_q4(tmp_path / "one", "compressed-tensors-nvfp4", "nvfp4")
+    with pytest.raises(q4.DialectError, match="lossy=True"):
+        load(tmp_path / "one", config={"dialect": "modelopt-nvfp4"}).save_pretrained(tmp_path / "two")
+    load(tmp_path / "one", config={"dialect": "modelopt-nvfp4", "lossy": True}).save_pretrained(tmp_path / "two")
+    entry = json.loads((tmp_path / "two" / "config.json").read_text())["quantization_config"]
+    assert entry["quant_method"] == "modelopt"
+    assert error(load(tmp_path / "two"), dense) < 1e-3
+
+
+# -- running
+
+
+def test_generates_and_compiles(tmp_path: Path) -> None:
+    """Generation, a static cache and a compiled forward pass give what the dense model gives."""
+    dense = save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    ours = load(tmp_path)
+    asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = dense.generate(IDS, **asked)
+    assert torch.equal(ours.generate(IDS, **asked), expected)
+    assert torch.equal(ours.generate(IDS, cache_implementation="static", disable_compile=True, **asked), expected)
+    with torch.compiler.set_stance("default"):
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        assert error(compiled, ours) < 1e-5
+
+
+# -- bad input
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """What does not fit is a typed error that names it, before a tensor is loaded."""
+    dense = save_by_q4(tmp_path / "model", "bitsandbytes", "nf4")
+    dense.save_pretrained(tmp_path / "dense")
+    with pytest.raises(q4.ConfigError, match="format must be given"):
+        load(tmp_path / "dense")
+    with pytest.raises(q4.ConfigError, match="format must be None"):
+        load(tmp_path / "model", config={"format": "nf4"})
+    with pytest.raises(q4.ConfigError, match=r"'lm_haed'.*Did you mean 'lm_head'"):
+        load(tmp_path / "dense", config={"format": "nf4", "modules_to_not_convert": ["lm_haed"]})
+    with pytest.raises(q4.ConfigError, match="device_map"):
+        load(tmp_path / "model", device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "off")
+    dense.save_pretrained(tmp_path / "pickle")
+    (tmp_path / "pickle" / "model.safetensors").unlink()
+    torch.save(dense.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    with pytest.raises(q4.CheckpointError, match="safetensors files"):
+        load(tmp_path / "pickle", config={"format": "nf4"})
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"intermediate_size": 192}, ["model.layers.0.mlp.up_proj must be [192, 64]", "got [128, 64]"]),
+        ({"num_hidden_layers": 1}, ["model.layers.1.mlp.up_proj must be a module of LlamaForCausalLM"]),
+        ({"attention_bias": True}, ["model.layers.0.self_attn.q_proj.bias must be there"]),
+    ],
+)
+def test_config_that_disagrees(change: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+    """A config of another model names every layer that does not fit."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(q4.SchemaError) as caught:
+        load(tmp_path)
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """A layer without its scales, a packed layer left over, a missing shard and an unread dialect are named."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    state, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    key = "model.layers.0.mlp.up_proj.weight"
+    parts = {name: value for name, value in state.items() if name.startswith(key)}
+    less = {name: value for name, value in state.items() if name != f"{key}.absmax"}
+    more = state | {name.replace("up_proj", "side_proj"): value.clone() for name, value in parts.items()}
+    for changed, told in ((less, "absmax must be there"), (more, "side_proj must be a module")):
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(q4.SchemaError, match=told):
+            load(tmp_path)
+    save_file(state, file, metadata={"format": "pt"})
+    load(tmp_path).save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    next((tmp_path / "many").glob("*-00002-of-*")).unlink()
+    with pytest.raises((q4.CheckpointError, OSError), match="00002"):
+        load(tmp_path / "many")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"format": "nf5"}, "nf5"),
+        ({"fromat": "nf4"}, "fromat"),
+        ({"format": "nf4", "modules_to_not_convert": "lm_head"}, "a list of names"),
+        ({"modules_to_not_convert": ["lm_head"]}, "None without format="),
+        ({"dialect": "bitsandbyte"}, "Did you mean 'bitsandbytes'"),
+        ({"activation_precision": "int3"}, "activation_precision"),
+    ],
+)
+def test_options(options: dict[str, Any], told: str) -> None:
+    """An option that is not legal is an error when the configuration is made."""
+    with pytest.raises(q4.Q4Error, match=told):
+        Q4Config(**options)
+
+
+def test_versions() -> None:
+    """Another major version of transformers is refused by name."""
+    from q4_transformers.registration import check_version  # noqa: PLC0415  # not public
+
+    for version in ("4.57.1", "6.0.0"):
+        with pytest.raises(q4.ConfigError, match=version):
+            check_version(version)
+    check_version("5.0.0")
+
+
+# -- memory
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the bytes of every new storage of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = (0, "")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {item.untyped_storage().data_ptr() for item in tree_leaves((args, kwargs)) if _is_float(item)}
+        for item in tree_leaves(out):
+            if _is_float(item) and not item.is_meta and item.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, (item.untyped_storage().nbytes(), str(func)))
+        return out
+
+
+def _is_float(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.is_floating_point()
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def test_memory(tmp_path: Path) -> None:
+    """While a model is loaded nothing dense is made, and at most two tensors are there beside what is prepared."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+    save_by_q4(tmp_path, "bitsandbytes", "nf4", **sizes)
+    load(tmp_path)  # what is made once in a process
+    gc.collect()
+    before, peak, done = _anonymous_bytes(), [0], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], _anonymous_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        with _Watch() as watch:
+            ours = load(tmp_path)
+    finally:
+        done.set()
+        thread.join()
+    rows = q4_transformers.explain(ours).rows
+    largest = max(row.bytes_after for row in rows)
+    assert watch.largest[0] <= largest, watch.largest
+    assert largest < 512 * 1024  # a quarter of the dense one
+    assert 0 < peak[0] - before <= sum(row.bytes_after for row in rows) + 2 * largest
