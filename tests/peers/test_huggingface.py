@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import runpy
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -476,3 +479,53 @@ def test_memory(tmp_path: Path) -> None:
     assert watch.largest[0] <= largest, watch.largest
     assert largest < 512 * 1024  # a quarter of the dense one
     assert 0 < peak[0] - before <= sum(row.bytes_after for row in rows) + 2 * largest
+
+
+# -- the page, and programs
+
+
+def test_page(tmp_path: Path) -> None:
+    """What docs/huggingface.md shows runs, one snippet after the other."""
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 3
+    save_by_q4(tmp_path / "packed", "bitsandbytes", "nf4")
+    dense_model().save_pretrained(tmp_path / "dense")
+    given = {"folder": tmp_path / "packed", "dense_folder": tmp_path / "dense", "out": tmp_path / "out"}
+    exec("\n".join(snippets), given)  # noqa: S102  # our own page
+    assert packed(given["model"])
+    assert packed(load(tmp_path / "out"))
+
+
+def test_program_that_is_not_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script runs under ``python -m q4_transformers`` with its arguments, and loads packed layers."""
+    save_by_q4(tmp_path / "model", "bitsandbytes", "nf4")
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, transformers\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "assert __name__ == '__main__'\n"
+        "print(type(model.model.layers[0].mlp.up_proj).__name__)\n"
+    )
+    shown = []
+    monkeypatch.setattr("builtins.print", lambda *words: shown.append(words))
+    monkeypatch.setattr("sys.argv", ["q4_transformers", str(script), str(tmp_path / "model")])
+    try:
+        runpy.run_module("q4_transformers", run_name="__main__")
+    finally:
+        q4_transformers.give_back()
+    assert shown == [("HfLinear",)]
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    """A pipeline generates text with a model loaded so."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number + 3 for number in range(93)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))  # noqa: S106  # no secret
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)  # noqa: S106
+    model, own = q4_transformers.load(tmp_path)
+    assert own.encode("w1 w2") == [4, 5]
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=own)
+    [told] = pipe("w1 w2 w3", max_new_tokens=3, do_sample=False)
+    assert told["generated_text"].startswith("w1 w2 w3")
