@@ -47,6 +47,8 @@ class Q4Experts(nn.Module):
         ValueError: The parts are not those of such experts.
     """
 
+    act_fn: Any
+
     def __init__(self, experts: nn.Module, parts: tuple[str, ...], *, fused: bool) -> None:
         super().__init__()
         self.kind, self.parts, self.fused = type(experts), parts, fused
