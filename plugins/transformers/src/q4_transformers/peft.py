@@ -50,7 +50,7 @@ class MergeReport:
         """Return the table as text."""
         width = max([len(layer.name) for layer in self.layers], default=0)
         lines = [
-            f"{row.name:<{width}}  {row.format:<6}  {row.error:8.2%} of the weight, {row.change_error:8.1%} of the change"
+            f"{row.name:<{width}}  {row.format}  {row.error:8.2%} of the weight, {row.change_error:8.1%} of the change"
             for row in self.layers
         ]
         return "\n".join([*lines, f"{len(self.layers)} layers were quantised again"])
@@ -70,7 +70,8 @@ def prepare_for_training(model: Any) -> Any:
     import peft  # noqa: PLC0415  # only who trains has it
 
     model = peft.prepare_model_for_kbit_training(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where there is this one
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
 
 
@@ -100,30 +101,19 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         raise ConfigError("merge", name="model", rule="a PeftModel", value=type(model).__name__)
     rows = []
     for name, module in model.get_base_model().named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        packed = module.base_layer
-        if not isinstance(packed, HfLinear):
-            module.merge(safe_merge=True)
-            continue
-        base = packed.packed_weight()
-        module.base_layer = _dense(packed, torch.float32)
-        module.merge(safe_merge=True)
-        merged = module.base_layer.weight.detach()
-        if requantize:
-            weight = _quantised_as(base, merged)
-            rows.append(_row(name, base, merged, weight))
-            if packed.bias is not None:
-                packed.bias.data = module.base_layer.bias.detach().to(packed.dtype)
-            module.base_layer = packed.adopt(weight)
-        else:
-            module.base_layer.to(packed.dtype)
+        if isinstance(module, LoraLayer):
+            packed = module.base_layer
+            if isinstance(packed, HfLinear):
+                module.base_layer = _dense(packed, torch.float32)
+            module.merge(safe_merge=True)  # by PEFT itself, on the dequantised weight
+            if isinstance(packed, HfLinear) and requantize:
+                rows.append(_requantise(name, packed, module.base_layer))
+                module.base_layer = packed
+            elif isinstance(packed, HfLinear):
+                module.base_layer.to(packed.dtype)
     plain = model.unload()
     if exact:
-        for name, module in list(plain.named_modules()):
-            if isinstance(module, HfLinear):
-                plain.set_submodule(name, _dense(module, module.dtype))
-        _forget_quantizer(plain)
+        _make_dense(plain)
     return plain, MergeReport(tuple(rows))
 
 
@@ -145,10 +135,16 @@ def _quantised_as(base: PackedWeight, merged: torch.Tensor) -> PackedWeight:
     return weight.relabelled(dtype=base.dtype)
 
 
-def _row(name: str, base: PackedWeight, merged: torch.Tensor, weight: PackedWeight) -> MergedLayer:
+def _requantise(name: str, packed: HfLinear, dense: nn.Linear) -> MergedLayer:
+    """Let a packed layer adopt a dense one's weight, and return what that loses."""
+    base, merged = packed.packed_weight(), dense.weight.detach()
+    weight = _quantised_as(base, merged)
     lost = float((q4.dequantize(weight, torch.float32) - merged).norm())
     change = float((merged - q4.dequantize(base, torch.float32)).norm())
     size = float(merged.norm())
+    packed.adopt(weight)
+    if packed.bias is not None:
+        packed.bias.data = dense.bias.detach().to(packed.dtype)
     return MergedLayer(
         name=name,
         format=base.format.name,
@@ -157,8 +153,11 @@ def _row(name: str, base: PackedWeight, merged: torch.Tensor, weight: PackedWeig
     )
 
 
-def _forget_quantizer(model: Any) -> None:
-    """Let transformers take a model that is dense now for one that always was."""
+def _make_dense(model: Any) -> None:
+    """Make every packed layer dense, and let transformers take the model for one that always was."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, HfLinear):
+            model.set_submodule(name, _dense(module, module.dtype))
     model.hf_quantizer = None
     model.is_quantized = False
     for holder in (model, model.config):
