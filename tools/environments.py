@@ -13,14 +13,23 @@ import nox
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["distributions", "install", "install_group", "install_packages", "lowest_versions", "run", "runnable"]
+__all__ = [
+    "distributions",
+    "install",
+    "install_apart",
+    "install_group",
+    "install_packages",
+    "lowest_versions",
+    "run",
+    "runnable",
+]
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-BESIDE_PEERS = {"transformers"}  # packages built on a library that is large, and is in peerenv alone
+BESIDE_PEERS = {"transformers"}  # packages whose library is large: elsewhere they can be linted, not imported
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
@@ -62,12 +71,23 @@ def install_group(session: nox.Session, group: str, *, environment: str = "env",
     install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
 
 
+def install_apart(session: nox.Session, requirement: str, *, environment: str) -> str:
+    """Install a package in a folder of its own, to be put before an environment by PYTHONPATH; return the folder."""
+    folder = session.cache_dir.parent / "apart" / requirement
+    if not folder.is_dir():
+        pip = ["-m", "pip", "install", "--quiet", "--target", str(folder)]
+        run(session, "python", *pip, requirement, environment=environment)
+    return str(folder)
+
+
 def install_packages(session: nox.Session, *, environment: str = "env") -> None:
     """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
     if environment != "peerenv":
+        apart = [item for folder in folders if folder.name in BESIDE_PEERS for item in ("--editable", str(folder))]
+        install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
         folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")

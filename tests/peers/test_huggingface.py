@@ -38,6 +38,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
+IS_OLDEST = transformers.__version__.startswith("5.0.")
+"""transformers 5.0 can't read the NVFP4 that it saves by torchao."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 32},
@@ -163,8 +165,9 @@ def test_torchao(tmp_path: Path, peer: Callable[[str], ModuleType]) -> None:
     assert packed(ours)
     assert error(ours, dense) < 1e-3
     ours.save_pretrained(tmp_path / "ours")
-    again = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32)
-    assert error(again, theirs) < 1e-6
+    if not IS_OLDEST:
+        again = auto.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+        assert error(again, theirs) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes-nf4", "compressed-tensors-nvfp4", "modelopt-nvfp4", "torchao-nvfp4"])
@@ -305,7 +308,7 @@ def test_quantises_while_loading(format_: str, tmp_path: Path) -> None:
     ours.save_pretrained(tmp_path / "ours")
     again = load(tmp_path / "ours")
     assert error(again, ours) == 0
-    if format_ == "mxfp4":  # torchao can't run weights alone in it
+    if format_ == "mxfp4" or (format_ == "nvfp4" and IS_OLDEST):  # torchao can't run weights alone in MXFP4
         return
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     # bitsandbytes multiplies in bfloat16 where the CPU has it

@@ -113,6 +113,23 @@ def test_logits(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> No
     assert float((result - expected).abs().max() / expected.abs().max()) <= 1e-3
 
 
+def test_packed_in_transformers(
+    model_file: Path, theirs: tuple[Any, Any], peer: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    """transformers' own model over the packed file gives the logits of the dequantised one, and saves in no dialect."""
+    package = peer("q4_transformers")
+    model, tokenizer = package.load(model_file, package.Q4Config(activation_precision="exact"), dtype=torch.float32)
+    tokens = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    with torch.inference_mode():
+        expected, found = theirs[1](tokens).logits, model(tokens).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-3
+    table = package.explain(model)
+    assert [row.name for row in table.dense] == ["model.embed_tokens"]
+    assert len(table.packed) == 211
+    with pytest.raises(q4.ConfigError, match="got 'gguf'"):
+        model.save_pretrained(tmp_path)
+
+
 def greedy(model: Any, tokens: list[int]) -> list[int]:
     """Return transformers' next 64 greedy tokens, beyond the end of the answer too."""
     with torch.inference_mode():

@@ -184,11 +184,7 @@ def test_core_imports_no_plugin_and_few_packages() -> None:
 
 @pytest.mark.parametrize(
     ("distribution", "folder"),
-    [
-        ("q4core", ROOT / "q4core"),
-        # q4-transformers is installed beside the libraries of the peers alone.
-        *((name.replace("_", "-"), folder) for name, folder in PACKAGES.items() if name != "q4_transformers"),
-    ],
+    [("q4core", ROOT / "q4core"), *((name.replace("_", "-"), folder) for name, folder in PACKAGES.items())],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_dependencies_are_declared_and_used(distribution: str, folder: Path) -> None:

@@ -76,6 +76,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         self.stored: dict[str, Any] | None = None
+        self.gguf: Any = None
         self.session_config()
 
     def session_config(self) -> SessionConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options
     """Load a model and its tokenizer, packed as the checkpoint stores it.
 
     Args:
-        path: A model's folder.
+        path: A model's folder, or a GGUF file.
         config: What to ask for; ``Q4Config(format="nf4")`` quantises a dense checkpoint.
         options: For ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
@@ -54,8 +55,10 @@ def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
     """
     folder = Path(path)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _load_gguf(folder, config, options)
     if not folder.is_dir():
-        rule, hint = "a model's folder", "Download the model first; its folder has a config.json."
+        rule, hint = "a model's folder or a GGUF file", "Download the model first; its folder has a config.json."
         raise CheckpointError("q4_transformers.load", name="path", rule=rule, value=str(folder), hint=hint)
     found = config_for(folder, config)
     names = list(found.architectures or ())
@@ -67,3 +70,16 @@ def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options
     model = kind.from_pretrained(folder, config=found, **options)
     has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
     return model, transformers.AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
+
+
+def _load_gguf(path: Path, asked: Q4Config | None, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Load a GGUF file; see ``load``."""
+    from q4_transformers.gguf import open_gguf  # noqa: PLC0415  # transformers' tables are not everybody's
+
+    config = Q4Config() if asked is None else copy.copy(asked)
+    if config.format is not None:
+        rule, hint = "None for a GGUF file, whose weights are taken as they are stored", "Leave format= away."
+        raise ConfigError("q4_transformers.load", name="format", rule=rule, value=config.format, hint=hint)
+    found, kind, config.gguf, state = open_gguf(path)
+    model = kind.from_pretrained(None, config=found, state_dict=state, quantization_config=config, **options)
+    return model, transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

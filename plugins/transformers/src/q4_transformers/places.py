@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from q4_transformers.config import Q4Config
     from q4core import Checkpoint
 
-__all__ = ["Names", "Place", "open_files", "places_of_dense", "places_of_layers", "shape_of"]
+__all__ = [
+    "Names",
+    "Place",
+    "fitting_problem",
+    "open_files",
+    "places_of_dense",
+    "places_of_layers",
+    "raise_unfit",
+    "shape_of",
+]
 
 _INDEX = ".safetensors.index.json"
 _BESIDE = "in the checkpoint, as other experts of that layer are"
@@ -128,18 +137,10 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
     for stored, layer in checkpoint.schema.layers.items():
         name = experts.get(stored) or (names.rename(f"{stored}.weight") or "").removesuffix(".weight")
         module = modules.get(name)
-        shape = None if module is None else shape_of(module)
         tied = model.all_tied_weights_keys.get(f"{name}.weight")
-        problem = None
-        if module is None:
-            close = closest_name(stored, modules)
-            rule = f"a module of {type(model).__name__}" + (f"; did it mean {close!r}?" if close else "")
-            problem = Problem("unknown_key", stored, rule)
-        elif shape is None:
-            rule = "a linear layer in the model, as packed weights run in no other"
-            problem = Problem("unsupported", stored, rule, type(module).__name__)
-        elif layer.shape is not None and shape != tuple(layer.shape):
-            problem = Problem("shape", stored, f"{list(shape)}, as in the model's config", list(layer.shape))
+        problem = fitting_problem(stored, layer.shape, name, modules, type(model).__name__)
+        if problem is not None or module is None:
+            pass
         elif tied is not None:
             problem = Problem("unsupported", stored, f"dense, as the config ties it to {tied}", layer.dialect)
         elif module.bias is not None and f"{name}.bias" not in stored_dense:
@@ -149,11 +150,38 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
         if problem is not None:
             problems.append(problem)
         places[name] = Place(stored, name)
+    raise_unfit(model, checkpoint, problems)
+    return list(places.values())
+
+
+def fitting_problem(
+    stored: str, shape: tuple[int, int] | None, name: str, modules: Mapping[str, nn.Module], model: str
+) -> Problem | None:
+    """Return why the module of a name can't take a packed layer of some shape, or None."""
+    module = modules.get(name)
+    if module is None:
+        close = closest_name(stored, modules)
+        rule = f"a module of {model}" + (f"; did it mean {close!r}?" if close else "")
+        return Problem("unknown_key", stored, rule)
+    own = shape_of(module)
+    if own is None:
+        rule = "a linear layer in the model, as packed weights run in no other"
+        return Problem("unsupported", stored, rule, type(module).__name__)
+    if shape is not None and own != tuple(shape):
+        return Problem("shape", stored, f"{list(own)}, as in the model's config", list(shape))
+    return None
+
+
+def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem]) -> None:
+    """Raise the error that names every problem of a checkpoint with a model, if there is one.
+
+    Raises:
+        SchemaError: There is.
+    """
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         what = f"checkpoint does not fit {type(model).__name__}: {count}"
         raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema)
-    return list(places.values())
 
 
 def places_of_dense(

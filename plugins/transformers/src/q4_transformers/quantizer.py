@@ -26,6 +26,7 @@ from q4core.plugin_api import read_config
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from q4_transformers.gguf import GgufFile
     from q4core import Checkpoint, PackedWeight
 
 __all__ = ["Q4Quantizer"]
@@ -75,11 +76,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self, model: Any, checkpoint_files: Any = None, device_map: Any = None, dtype: Any = None, **_: Any
     ) -> None:
         config = self.quantization_config
-        checkpoint = open_files(checkpoint_files)
+        checkpoint = open_files(checkpoint_files) if config.gguf is None else q4.open(config.gguf.path)
         try:
             names = Names(model)
             _check_format(checkpoint, config.format)
-            if config.format is None:
+            if config.gguf is not None:
+                self._places = list(config.gguf.places)
+            elif config.format is None:
                 self._places = places_of_layers(model, checkpoint, names)
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
@@ -95,7 +98,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """Keep what saving needs to know: the dialects, and the checkpoint's own entry of config.json."""
         self.dialects = checkpoint.schema.dialects
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        found = read_config(folder).get("quantization_config") if self.dialects else None
+        is_told = self.dialects and self.quantization_config.gguf is None
+        found = read_config(folder).get("quantization_config") if is_told else None
         self.quantization_config.stored = found if isinstance(found, dict) else None
 
     def _packed_keys(self, checkpoint: Checkpoint) -> Iterable[str]:
@@ -152,6 +156,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     def _weight(self, checkpoint: Checkpoint, place: Place) -> PackedWeight:
         """Return a layer's weight as it is stored, or quantised from the dense one that is stored."""
         config = self.quantization_config
+        if config.gguf is not None:
+            file: GgufFile = config.gguf
+            return file.weight(checkpoint, place.stored)
         if config.format is None:
             return checkpoint[place.stored]
         dense = checkpoint.dense[place.stored]

@@ -79,7 +79,7 @@ def state_and_metadata(
 def _dialect_name(config: Q4Config, read: Sequence[str]) -> str:
     if config.dialect is not None:
         return config.dialect
-    if len(read) == 1:
+    if len(read) == 1 and read[0] in {dialect.name for dialect in q4.dialects()}:
         return read[0]
     if not read and config.format in _BY_FORMAT:
         return _BY_FORMAT[config.format]
