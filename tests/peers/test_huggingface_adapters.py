@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -17,7 +22,6 @@ from q4_transformers import HfLinear, Q4Config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.peer,
@@ -34,6 +38,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+ROOT = Path(__file__).parents[2]
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "int4", "q4_0", "q4_1", "q8_0")
 IDS = (torch.arange(48).reshape(4, 12) * 7) % 64
 
@@ -168,7 +173,9 @@ def _tokenizer() -> Any:
     """Return a tokenizer of 64 words, which a trainer asks for its special tokens alone."""
     special = {"unk_token": "<0>", "eos_token": "<1>", "pad_token": "<2>"}
     model = tokenizers.models.WordLevel({f"<{index}>": index for index in range(64)}, special["unk_token"])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), **special)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def test_pefts_own_merge_is_refused(folder: Path) -> None:
@@ -216,6 +223,29 @@ def test_requantised_merge_reports_what_is_lost(format_: str, folder: Path) -> N
         assert 0 < row.error < 0.2
         assert row.change_error > row.error
     assert f"{report}".endswith("14 layers were quantised again")
+
+
+def test_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What docs/huggingface.md shows of adapters runs, and prints the report."""
+    page = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```", page.split("## Train adapters")[1], re.DOTALL | re.MULTILINE)
+    assert len(snippets) == 2
+    exec("\n".join(snippets), {"model": _packed(folder), "q4_transformers": q4_transformers})  # noqa: S102  # our page
+    assert "14 layers were quantised again" in capsys.readouterr().out
+
+
+def test_example(folder: Path, tmp_path: Path) -> None:
+    """``finetune_lora.py`` trains another folder's model, draws its losses, and keeps the adapter."""
+    place = tmp_path / "model"
+    shutil.copytree(folder, place)
+    _tokenizer().save_pretrained(place)
+    command = [sys.executable, str(ROOT / "examples/finetune_lora.py"), str(place), "--steps", "2"]
+    command += ["--picture", str(tmp_path / "losses.png"), "--out", str(tmp_path / "adapter")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", done.stdout)
+    assert (tmp_path / "losses.png").stat().st_size > 5000
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
 def test_merge_must_be_told_which(folder: Path) -> None:
