@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Echo, Friend, Starting, Stepper, Unsendable
+from acting import Echo, Friend, Starting, Stepper, Unsendable, actor_events
 
 import q4core as q4
 from q4_actors import (
@@ -30,7 +30,6 @@ from q4_actors import (
     MutableTensor,
     SharedMutableTensor,
 )
-from q4core.diagnostics import events as diagnostics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,17 +54,10 @@ def system(runtime: str) -> Iterator[ActorSystem]:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Return the events of actors."""
-    found: list[tuple[str, dict[str, Any]]] = []
-
-    def hear(event: str, fields: dict[str, Any]) -> None:
-        if event.startswith("q4.actor."):
-            found.append((event.removeprefix("q4.actor."), fields))
-
-    diagnostics.observe(hear)
-    yield found
-    diagnostics.unobserve(hear)
+def heard(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, dict[str, Any]]]]:
+    """Return a function that gives the events of actors so far."""
+    caplog.set_level(logging.DEBUG, logger="q4core")
+    return lambda: actor_events(caplog)
 
 
 def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -122,16 +114,16 @@ def test_exception_of_an_ask(system: ActorSystem) -> None:
     assert ref.ask("count", timeout=20.0) == 3
 
 
-def test_failure_restarts(system: ActorSystem, heard: list[tuple[str, dict[str, Any]]]) -> None:
+def test_failure_restarts(system: ActorSystem, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """An exception in a tell restarts the actor, and events tell of it."""
     ref = system.spawn(Echo, name="fragile")
     ref.tell(("raise", "by a tell"))
     assert ref.ask("count", timeout=20.0) == 1
     ref.stop(timeout=20.0)
-    until(lambda: "stopped" in [event for event, _ in heard])
-    assert [event for event, _ in heard] == ["started", "failed", "restarted", "started", "stopped"]
-    assert all(fields["actor"] == "fragile" for _, fields in heard)
-    assert "by a tell" in heard[1][1]["error"]
+    until(lambda: "stopped" in [event for event, _ in heard()])
+    assert [event for event, _ in heard()] == ["started", "failed", "restarted", "started", "stopped"]
+    assert all(fields["actor"] == "fragile" for _, fields in heard())
+    assert "by a tell" in heard()[1][1]["error"]
     system.check()
 
 
@@ -247,21 +239,21 @@ def test_same_bits_everywhere(runtime: str, tmp_path: Path) -> None:
 
 
 @only_processes
-def test_killed_actors_change_nothing(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
+def test_killed_actors_change_nothing(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """Actors that are killed within their updates are replaced, handle that message again, and the bits agree."""
     expected = steps("threads", tmp_path)
     assert torch.equal(steps("processes", tmp_path, fatal=(3, 4, 9, 15)), expected)
-    assert [event for event, _ in heard].count("failed") == 4
-    assert "exit code -9" in next(fields["error"] for event, fields in heard if event == "failed")
+    assert [event for event, _ in heard()].count("failed") == 4
+    assert "exit code -9" in next(fields["error"] for event, fields in heard() if event == "failed")
 
 
 @only_processes
 @pytest.mark.soak
-def test_many_kills(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
+def test_many_kills(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """After twenty kills, one within each step, the bits are the same."""
     expected = steps("threads", tmp_path)
     assert torch.equal(steps("processes", tmp_path, fatal=tuple(range(1, 21))), expected)
-    assert [event for event, _ in heard].count("failed") == 20
+    assert [event for event, _ in heard()].count("failed") == 20
 
 
 @only_processes

@@ -43,6 +43,7 @@ from q4_actors.mailbox import (
     dumps,
 )
 from q4_actors.memory_report import memory_of
+from q4_actors.placing import refuse_required
 from q4_actors.shared import SharedMutableTensor
 from q4_actors.sharing import InSegment, SharedWeight, share_by
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from q4_actors.actor import Report
     from q4_actors.memory_report import ActorMemory
 
-__all__ = ["ProcessRef", "Processes", "shared_tensor"]
+__all__ = ["ProcessRef", "Processes"]
 
 _EVENTS_ROOM = 64
 _NUMBERS = itertools.count(secrets.randbits(40))
@@ -320,8 +321,9 @@ class Processes:
         return worker.ref
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
-        """Return a tensor in shared memory; options of ``shared_tensor``."""
-        made = shared_tensor(tensor, name, version, **options)
+        """Return a tensor in shared memory."""
+        refuse_required(name, options.pop("unified_memory", None))
+        made = SharedMutableTensor(tensor, name=name, version=version, **options)
         self._note_segment(made.segment)
         return made
 
@@ -437,19 +439,3 @@ class Processes:
                 error = dead_error(worker.spec.name, worker.ref.page.why)
                 with contextlib.suppress(BrokenPipeError):
                     self._post.send(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
-
-
-def shared_tensor(
-    tensor: torch.Tensor,
-    name: str,
-    version: int,
-    *,
-    unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
-    **options: Any,
-) -> SharedMutableTensor:
-    """Return a tensor in shared memory, unless a policy requires memory that processes can't share."""
-    config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
-    if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-        text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"
-        raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
-    return SharedMutableTensor(tensor, name=name, version=version, **options)
