@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from q4_actors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from q4_actors import ActorRef
 
 LINUX = sys.platform == "linux"
 RUNTIMES = ["threads", *(["processes"] if LINUX else [])]
@@ -473,3 +476,28 @@ def test_events_are_logged(system: ActorSystem, caplog: pytest.LogCaptureFixture
         ref.tell(("raise", "for the log"))
         ref.ask(1, timeout=20.0)
         until(lambda: any("q4.actor.failed" in line and "actor=logged" in line for line in caplog.messages))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_examples_of_the_page(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page about actors shows runs, on threads, and a checkpoint of it is there."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "actors.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number].replace('"processes")', '"threads")')
+    exec(snippet, {"__name__": "__main__"})  # noqa: S102  # our own
+    assert [item.name for item in tmp_path.iterdir()] == ([] if number else ["counter.pt"])
+
+
+def test_block_that_fails(runtime: str) -> None:
+    """An exception in the block stops the actors at once, and is what comes out."""
+    refs: list[ActorRef] = []
+
+    def fail(system: ActorSystem) -> None:
+        refs.append(system.spawn(Echo))
+        refs[0].ask(1, timeout=60.0)
+        refs[0].tell(("sleep", 3))
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"), ActorSystem(runtime) as made:
+        fail(made)
+    assert not refs[0].is_alive()

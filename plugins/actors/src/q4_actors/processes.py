@@ -408,8 +408,7 @@ class Processes:
             error = f"its process ended with exit code {worker.process.exitcode}"
             if page.state == LIVE:
                 self._report("failed", level=logging.WARNING, actor=name, error=error)
-                limit = RestartLimit(self._options.window, page.times[: self._options.restarts])
-                if limit.allows():
+                if RestartLimit(self._options.window, page.times[: self._options.restarts]).allows():
                     self._report("restarted", level=logging.WARNING, actor=name)
                     worker.process.close()
                     try:

@@ -105,11 +105,9 @@ class InSegment:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._forms, total = forms_of(tensors)
-        self._made: Segment | None = Segment.create(
-            "shared weight",
-            Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1),
-            torch.zeros((), dtype=torch.uint8, device="cpu").expand(total),
-        )
+        form = Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1)
+        zeros = torch.zeros((), dtype=torch.uint8, device="cpu").expand(total)
+        self._made: Segment | None = Segment.create("shared weight", form, zeros)
         self.name = self._made.name
         to_flat(tensors, self._made.slots[0])
 

@@ -262,7 +262,11 @@ class ActorSystem:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop it; after an exception, at once."""
-        self.stop(timeout=None if kind is None else 1.0)
+        try:
+            self.stop(timeout=None if kind is None else 1.0)
+        except ActorError:
+            if kind is None:
+                raise
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -270,12 +274,13 @@ class ActorSystem:
 
     def _report(self, event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
         """Send an event, and act on that of a death."""
-        emit(f"q4.actor.{event}", level=level, **fields)
+        with contextlib.suppress(q4.Q4PluginWarning):  # made an error; whoever supervises goes on
+            emit(f"q4.actor.{event}", level=level, **fields)
         if event == "dead":
             name, why = fields["actor"], fields["error"]
             self._dead = self._dead or ActorDeadError(f"actor {name!r} is dead: {why}", actor=name, why=why)
             if self._stops_all:
-                for ref in self.actors.values():
+                for ref in tuple(self._actors.values()):  # without the lock: a spawn may hold it, and wait for this
                     ref.begin_stop()
 
 
