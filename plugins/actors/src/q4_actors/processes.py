@@ -98,7 +98,7 @@ class ProcessRef(ActorRef):
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
-        self._send(TELL, self._packed(message), None if timeout is None else time.monotonic() + timeout)
+        self._send(TELL, message, None if timeout is None else time.monotonic() + timeout)
 
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
@@ -107,7 +107,7 @@ class ProcessRef(ActorRef):
         boxes = vars(_HERE).setdefault("boxes", {})
         box = boxes.get(self._post.folder) or boxes.setdefault(self._post.folder, _ReplyBox(self._post))
         number, deadline = next(_NUMBERS), None if timeout is None else time.monotonic() + timeout
-        self._send(ASK, self._packed(message), deadline, number=number, reply=box.name)
+        self._send(ASK, message, deadline, number=number, reply=box.name)
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
             is_dead = self.page.state == DEAD  # looked at before the box: what it answered is there by now
@@ -172,10 +172,8 @@ class ProcessRef(ActorRef):
         """Pickle as a reference to the same actor."""
         return _attached, (str(self._post.folder), self._number, self.name, self._room)
 
-    def _packed(self, message: Any) -> bytes:
-        return dumps(f"a message to actor {self.name!r}", message)
-
-    def _send(self, kind: int, body: bytes, deadline: float | None, **options: Any) -> None:
+    def _send(self, kind: int, message: Any, deadline: float | None, **options: Any) -> None:
+        body = dumps(f"a message to actor {self.name!r}", message)
         while True:
             if self.page.state != LIVE:
                 raise dead_error(self.name, self.page.why)
