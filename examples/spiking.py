@@ -50,8 +50,8 @@ class Classifier(nn.Module):
 def train(model: Classifier, samples: torch.Tensor, labels: torch.Tensor, seed: int, epochs: int) -> list[float]:
     """Train with surrogate gradients, and return the loss of each epoch."""
     generator = torch.Generator().manual_seed(seed)
-    loader = DataLoader(TensorDataset(samples, labels), 64, shuffle=True, generator=generator)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    loader = DataLoader(TensorDataset(samples, labels), 128, shuffle=True, generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
     return (
         Trainer(model, optimizer, nn.functional.cross_entropy, scheduler=scheduler)
